@@ -1,0 +1,108 @@
+"""
+Pre-train a SparseBERT from a recipe: `python pretrain.py RECIPE [--field value ...]`.
+
+Learns the mask with the weights (or runs through a given one), freezes it, and writes to `output_dir`: the model with
+its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` (P before freezing), pictures, TensorBoard logs.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, TrainingArguments, set_seed
+
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, SparseMask
+from sparsebert.data import (
+    check_tokenizer,
+    load_documents,
+    pretraining_collator,
+    pretraining_dataset,
+    train_tokenizer,
+)
+from sparsebert.recipes import load_recipe
+from sparsebert.training import (
+    PretrainingArguments,
+    SparseBertTrainer,
+    check_output_dir,
+    pretraining_metrics,
+    reduce_logits,
+    write_metrics,
+)
+from sparsebert.visualization import plot_heads, plot_mean_probs, plot_offset_profile, position_groups
+
+
+def main(arguments):
+    start = time.perf_counter()
+    recipe = load_recipe(
+        arguments, {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
+    )
+    data = PretrainingArguments(**recipe["data"])
+    training = TrainingArguments(**recipe["training"])
+    output = Path(training.output_dir)
+    check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    set_seed(training.seed)
+
+    model_class = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
+    if data.base_model:
+        model = model_class.from_pretrained(data.base_model, **recipe["model"])
+    else:
+        model = model_class(SparseBertConfig(**recipe["model"]))
+    if data.mask:
+        model.set_mask(SparseMask.from_pretrained(data.mask))
+    sparse_attention = model.sparse_attention
+
+    def documents(split):
+        if data.validation is None:
+            return load_documents(data.text, split)
+        return load_documents(data.text if split == "train" else data.validation, "all")
+
+    if data.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    else:
+        tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
+    check_tokenizer(tokenizer, model.config.vocab_size)
+    train_set, validation_set = (
+        pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
+        for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
+    )
+
+    trainer = SparseBertTrainer(
+        model,
+        training,
+        train_dataset=train_set,
+        eval_dataset=validation_set,
+        data_collator=pretraining_collator(tokenizer, data.mlm_probability, pad_to_multiple_of=data.max_length),
+        processing_class=tokenizer,
+        compute_metrics=pretraining_metrics,
+        preprocess_logits_for_metrics=reduce_logits,
+    )
+    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
+
+    probs = sparse_attention.mask_probs().flatten(0, 1)  # (L * H, n, n)
+    output.mkdir(parents=True, exist_ok=True)
+    metrics = {"search": model.config.search, "pattern": model.config.pattern}
+    if sparse_attention.searching:
+        save_file({"probs": probs}, output / "mask_probs.safetensors")
+        model.freeze(data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
+    trainer.save_model()
+    evaluation = trainer.evaluate()
+    metrics |= {"sparsity": sparse_attention.sparsity(), "positions": position_groups(probs)}
+    metrics |= {name: evaluation[f"eval_{name}"] for name in ("mlm_loss", "mlm_accuracy")}
+    metrics["nsp_accuracy"] = evaluation.get("eval_nsp_accuracy")
+    metrics["steps"] = trainer.state.global_step
+    metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
+    metrics["train_seconds"] = trained["train_runtime"]
+    metrics["seconds"] = time.perf_counter() - start
+    plot_heads(sparse_attention.mask, output / "heads.png")
+    plot_mean_probs(probs, output / "mean_probs.png")
+    plot_offset_profile(probs, output / "offset_profile.png")
+    print(write_metrics(output / "metrics.json", metrics))
+    print("pictures:", *sorted(map(str, output.glob("*.png"))))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"pretrain.py: {error}")

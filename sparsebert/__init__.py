@@ -1,0 +1,71 @@
+"""SparseBERT: a BERT that learns which attention positions it needs."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .configuration_sparsebert import SparseBertConfig
+from .masks.patterns import PATTERNS, build_pattern
+from .masks.search import SEARCHES
+from .masks.sparse_mask import MaskFileError, SparseMask
+from .modeling_sparsebert import (
+    SparseBertForMaskedLM,
+    SparseBertForMultipleChoice,
+    SparseBertForNextSentencePrediction,
+    SparseBertForPreTraining,
+    SparseBertForQuestionAnswering,
+    SparseBertForSequenceClassification,
+    SparseBertForTokenClassification,
+    SparseBertLMHeadModel,
+    SparseBertModel,
+    SparseBertPreTrainedModel,
+)
+from .sparse_attention import SparseAttention, attach, sparsity, sparsity_loss
+from .version import __version__
+
+
+AutoConfig.register("sparsebert", SparseBertConfig)
+for _auto, _model in (
+    (AutoModel, SparseBertModel),
+    (AutoModelForPreTraining, SparseBertForPreTraining),
+    (AutoModelForMaskedLM, SparseBertForMaskedLM),
+    (AutoModelForCausalLM, SparseBertLMHeadModel),
+    (AutoModelForNextSentencePrediction, SparseBertForNextSentencePrediction),
+    (AutoModelForSequenceClassification, SparseBertForSequenceClassification),
+    (AutoModelForTokenClassification, SparseBertForTokenClassification),
+    (AutoModelForQuestionAnswering, SparseBertForQuestionAnswering),
+    (AutoModelForMultipleChoice, SparseBertForMultipleChoice),
+):
+    _auto.register(SparseBertConfig, _model)
+
+__all__ = [
+    "PATTERNS",
+    "SEARCHES",
+    "MaskFileError",
+    "SparseAttention",
+    "SparseBertConfig",
+    "SparseBertForMaskedLM",
+    "SparseBertForMultipleChoice",
+    "SparseBertForNextSentencePrediction",
+    "SparseBertForPreTraining",
+    "SparseBertForQuestionAnswering",
+    "SparseBertForSequenceClassification",
+    "SparseBertForTokenClassification",
+    "SparseBertLMHeadModel",
+    "SparseBertModel",
+    "SparseBertPreTrainedModel",
+    "SparseMask",
+    "attach",
+    "build_pattern",
+    "sparsity",
+    "sparsity_loss",
+]

@@ -1,0 +1,24 @@
+"""The reference backend: plain PyTorch, any mask form, returns the probabilities; the oracle of all others."""
+
+import torch
+from torch import nn
+
+
+def eager_attention(module, query, key, value, inputs, scaling, dropout):
+    """
+    Attention with the whole score matrix in memory. Shapes: see [`Backend`].
+
+    Scores and softmax are float32 (float64 for float64 inputs) whatever the autocast dtype.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = torch.matmul(query, key.transpose(2, 3)).to(dtype) * scaling  # (B, H, n, m)
+    if inputs.bias[0] is not None:
+        scores = scores + inputs.bias[0].to(dtype)
+    weights = torch.softmax(scores, dim=-1)
+    if inputs.gate[0] is not None:
+        weights = weights * inputs.gate[0].to(dtype)
+    if inputs.live[0] is not None:
+        weights = weights * inputs.live[0]
+    weights = weights.to(value.dtype)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights

@@ -1,0 +1,146 @@
+"""Configuration of a BERT whose attention runs through a learned or fixed sparse mask."""
+
+import math
+from dataclasses import fields
+
+from huggingface_hub.dataclasses import strict, validated_field
+from transformers import BertConfig
+
+from .masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
+from .masks.search import SEARCHES
+from .masks.sparse_mask import LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS
+
+
+MASK_FORMS = ("additive", "log", "multiplicative")
+DIAGONALS = ("learned", "keep", "remove")
+
+
+def _choice(allowed):
+    def one_of(value):
+        if value is not None and value not in allowed:
+            raise ValueError(f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+    return one_of
+
+
+def _between(low, high, low_open=False, high_open=False):
+    def in_range(value):
+        if value is None:
+            return
+        above = value > low if low_open else value >= low
+        below = value < high if high_open else value <= high
+        if not (math.isfinite(value) and above and below):
+            interval = f"{'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
+            raise ValueError(f"must be in {interval}, got {value!r}")
+
+    return in_range
+
+
+@strict
+class SparseBertConfig(BertConfig):
+    """
+    A [`BertConfig`] plus the attention mask: either a fixed `pattern` or a `search` that learns it.
+
+    Args:
+        pattern (`str`, *optional*): Fixed mask, a name of `PATTERNS` (`"bigbird"`, `"window"`, `"dense"`, ...).
+        pattern_kwargs (`dict`, *optional*): Parameters of the pattern, such as `{"window_size": 3}`.
+        head_configuration (`str`, *optional*): How a cycle of patterns is laid out: `"sequential"`, `"union"` or
+            `"multihead"`.
+        mask_seed (`int`, *optional*, defaults to 0): Seed of random patterns.
+        search (`str`, *optional*): Learned mask: `"dam_s"` (one logit per offset), `"dam_u"` (per entry), `"dam_b"`
+            (per tile diagonal) or `"soft"` (per entry, no sampling). `"dam_s"` when neither this nor `pattern` is set.
+        frozen (`bool`, *optional*, defaults to `False`): Whether the mask is a file beside the weights. Set by
+            freezing.
+        allow_empty_rows (`bool`, *optional*, defaults to `False`): Accept a mask in which a query keeps no key (its
+            output is 0).
+        block_size (`int`, *optional*, defaults to 64): Tile size of `"dam_b"`: 16, 32, 64 or 128.
+        mask_form (`str`, *optional*, defaults to `"additive"`): How the searched mask M enters: `"additive"`
+            `softmax(S - c (1 - M))`, `"log"` `softmax(S + log M)`, or `"multiplicative"` `M softmax(S)`, which is not
+            normalised and kept for study. SparseBERT (arXiv 2102.12871), Eq. 4-6.
+        mask_constant (`float`, *optional*): c > 0; 1e4, or 10 for `"soft"`.
+        mask_logit_scale (`float`, *optional*, defaults to 10.0): The stored logits times this are alpha: with the
+            weights' learning rate, alpha moves this much faster.
+        temperature (`float`, *optional*, defaults to 1.0): tau > 0 of the Gumbel-sigmoid.
+        hard (`bool`, *optional*, defaults to `True`): Straight-through samples of 0 and 1.
+        symmetric (`bool`, *optional*, defaults to `True`): alpha_ij = alpha_ji for masks learned per entry.
+        share_layers (`bool`, *optional*, defaults to `True`): One set of head masks for all layers.
+        diagonal (`str`, *optional*, defaults to `"learned"`): Self-attention of every token, special ones included:
+            as learned or defined, `"keep"` or `"remove"`.
+        special_tokens (`str`, *optional*): Rows and columns always on in a search: `"none"`, `"first"` or
+            `"first_last"`. Default: `"first_last"` for `dam_s` and `dam_b` (`"first"` in a decoder), else `"none"`.
+        last_token (`str`, *optional*, defaults to `"real"`): The last token is each sequence's last non-padding token,
+            or with `"position"` the last position of the input.
+        sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the drawn mask's L1 norm.
+        target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove.
+        mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
+        length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
+            `"dense"`, or `"error"` (default of tables).
+
+    Raises:
+        StrictDataclassFieldValidationError: A field of the wrong type or out of its range.
+        StrictDataclassClassValidationError: Fields that exclude each other.
+    """
+
+    model_type = "sparsebert"
+
+    pattern: str | None = validated_field(_choice(tuple(PATTERNS)), default=None)
+    pattern_kwargs: dict | None = None
+    head_configuration: str | None = validated_field(_choice(HEAD_CONFIGURATIONS), default=None)
+    mask_seed: int = validated_field(_between(0, 2**63 - 1), default=0)
+    search: str | None = validated_field(_choice(tuple(SEARCHES)), default=None)
+    frozen: bool = False
+    allow_empty_rows: bool = False
+    block_size: int = validated_field(_choice((16, 32, 64, 128)), default=64)
+    mask_form: str = validated_field(_choice(MASK_FORMS), default="additive")
+    mask_constant: float | int | None = validated_field(_between(0, 1e9, low_open=True), default=None)
+    mask_logit_scale: float | int = validated_field(_between(0, 1e6, low_open=True), default=10.0)
+    temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
+    hard: bool = True
+    symmetric: bool = True
+    share_layers: bool = True
+    diagonal: str = validated_field(_choice(DIAGONALS), default="learned")
+    special_tokens: str | None = validated_field(_choice(SPECIAL_TOKENS), default=None)
+    last_token: str = validated_field(_choice(LAST_TOKENS), default="real")
+    sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)
+    target_sparsity: float | None = validated_field(_between(0, 1, low_open=True, high_open=True), default=None)
+    mask_length: int | None = validated_field(_between(1, 2**20), default=None)
+    length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
+
+    def __post_init__(self, **kwargs):
+        if self.pattern is None and self.search is None and not self.frozen:
+            self.search = "dam_s"
+        if self.mask_length is None:
+            self.mask_length = min(self.max_position_embeddings, 512)
+        # Not stored in config.json, so a reloaded model would otherwise run the host's default and be refused.
+        if kwargs.get("attn_implementation") is None:
+            kwargs["attn_implementation"] = "sparse_auto"
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        # The host sets keyword arguments after construction, when defaults that depend on them are already chosen.
+        own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
+        return super().from_dict({**config_dict, **own}, **kwargs)
+
+    def validate_sparse_attention(self):
+        """Fields that exclude each other; called by the host after construction and before saving."""
+        if self.pattern is not None and self.search is not None:
+            raise ValueError(
+                f"pattern {self.pattern!r} and search {self.search!r} exclude each other: set one of them"
+            )
+        if self.pattern is None and (self.pattern_kwargs or self.head_configuration):
+            raise ValueError("pattern_kwargs and head_configuration need a pattern")
+        if self.is_decoder and self.special_tokens == "first_last":
+            raise ValueError(
+                "special_tokens 'first_last' is undefined in a decoder, whose last token changes as it generates: "
+                "use 'first' or 'none'"
+            )
+        if self.length_policy == "extend" and self.search and SEARCHES[self.search].form == "table":
+            raise ValueError(
+                f"length_policy 'extend' needs a Toeplitz search (dam_s, dam_b), got search {self.search!r}"
+            )
+        if self.mask_length < 3:
+            raise ValueError(f"mask_length must be at least 3 (special tokens and one more), got {self.mask_length}")
+
+
+__all__ = ["SparseBertConfig"]

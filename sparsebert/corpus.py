@@ -1,0 +1,326 @@
+# Copyright 2026 The sparsebert authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The built-in corpus: English prose from the documentation strings of the standard library and installed packages."""
+
+import ast
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# All of these come with the requirements of sparsebert (directly, or through torch, datasets and scikit-learn).
+PACKAGES = (
+    "stdlib",
+    "numpy",
+    "torch",
+    "transformers",
+    "datasets",
+    "scipy",
+    "sklearn",
+    "pandas",
+    "sympy",
+    "networkx",
+    "huggingface_hub",
+)
+
+# Part of the cache key: raise it whenever the extraction below gives other text for the same sources.
+FORMAT = 1
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+_SKIPPED_DIRECTORIES = {"test", "tests", "testing", "idle_test", "_vendor", "site-packages", "dist-packages"}
+_PROSE_DIRECTIVES = {
+    "attention",
+    "caution",
+    "danger",
+    "deprecated",
+    "hint",
+    "important",
+    "note",
+    "tip",
+    "versionadded",
+    "versionchanged",
+    "warning",
+}
+
+_DIRECTIVE = re.compile(r"\.\. ?([\w:-]+?)::\s*(.*)$")
+_FIELD = re.compile(r":(?:param|arg|type|raises?|returns?|rtype|keyword|key|var|ivar|cvar|meta)\b[^:]*:\s*")
+_BULLET = re.compile(r"(?:[-*+o\u2022]|\(?\d{1,2}[.)])\s+")
+_UNDERLINE = re.compile(r"([-=~^*#\"'.`_+])\1{2,}$")
+_TABLE = re.compile(r"\+[-=+]{3,}|\|.*\||[-=]{2,}\s+[-=]{2,}")
+# `name : type` (numpydoc) and `name (type):` or `name:` (Google style) introduce a description; they are not prose.
+_NUMPY_PARAMETER = re.compile(r"\*{0,2}[\w.`]+(?:\s*,\s*\*{0,2}[\w.`]+)*\s+:(?:\s+.*)?$")
+_GOOGLE_PARAMETER = re.compile(r"\*{0,2}`{0,2}[\w.]+`{0,2}\s*(?:\(.*?\))?\s*:(?:\s+|$)")
+_INLINE = (
+    (re.compile(r":math:`[^`]*`|\$[^$]*\$"), " "),
+    (re.compile(r":[\w:+-]+:`[~!]?([^`<]*?)(?:\s*<[^`>]*>)?`"), r"\1"),
+    (re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?"), r"\1"),
+    (re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)"), r"\1"),
+    (re.compile(r"\[`[~!]?([^`\]]*)`\]"), r"\1"),
+    (re.compile(r"</?[A-Za-z][\w-]*(?:\s[^<>]*)?/?>"), " "),
+    (re.compile(r"https?://\S+"), " "),
+    (re.compile(r"\[[\w-]{1,12}\]_"), " "),
+    (re.compile(r"`+_{0,2}"), ""),
+    (re.compile(r"\.\. [\w-]+::"), " "),
+    (re.compile(r"(?<!\w)\*{1,2}([^\s*](?:[^*]*[^\s*])?)\*{1,2}(?!\w)"), r"\1"),
+)
+_WORD = re.compile(r"[(\"']*[A-Za-z]+(?:['-][A-Za-z]+)*[)\"']*[.,;:!?]*[)\"']*$")
+
+
+class Document(NamedTuple):
+    """
+    The documentation of one module.
+
+    Attributes:
+        package (`str`): Name of the package, as in [`PACKAGES`].
+        module (`str`): Dotted name of the module, e.g. `"numpy.linalg"`.
+        paragraphs (`list[str]`): Prose paragraphs in source order, one line each.
+    """
+
+    package: str
+    module: str
+    paragraphs: list[str]
+
+
+def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
+    """
+    Return the built-in corpus, which needs no download.
+
+    The `.py` files of each package are parsed, never imported, and the docstrings of their modules, classes and
+    functions are reduced to prose: code, tables, field names and markup are dropped, and a paragraph occurring more
+    than once in the corpus is kept where it occurs first. The text therefore depends on the installed versions. The
+    result is cached under `SPARSEBERT_CACHE` (default `~/.cache/sparsebert`), keyed by these versions.
+
+    Args:
+        packages (`Sequence[str]`, *optional*, defaults to [`PACKAGES`]):
+            Top-level packages to read; `"stdlib"` stands for the whole standard library. Packages that are not
+            installed are skipped with a warning.
+
+    Returns:
+        `list[Document]`: Documents with at least one paragraph, in the order of `packages`, then of module names.
+
+    Raises:
+        ValueError: If `packages` is a string, or none of them is installed.
+    """
+    if isinstance(packages, str):
+        raise ValueError(f"packages must be a sequence of package names, e.g. ({packages!r},), got the str {packages!r}")
+    # A package given twice would lose all its paragraphs to the first one's, hence the dict.
+    versions = {name: _version(name) for name in packages}
+    missing = [name for name, version in versions.items() if version is None]
+    versions = {name: version for name, version in versions.items() if version is not None}
+    if not versions:
+        raise ValueError(f"packages: none of {list(packages)} is installed as a Python package")
+    if missing:
+        logger.warning(f"Built-in corpus without {', '.join(missing)}: not installed.")
+
+    key = hashlib.sha256(json.dumps([FORMAT, list(versions.items())]).encode()).hexdigest()[:16]
+    cache_dir = Path(os.environ.get("SPARSEBERT_CACHE") or Path.home() / ".cache" / "sparsebert")
+    cache_file = cache_dir / f"corpus-{key}.jsonl.gz"
+    if cache_file.is_file():
+        with gzip.open(cache_file, "rt", encoding="utf-8") as file:
+            return [Document(**json.loads(line)) for line in file]
+
+    documents = _extract(versions)
+    try:
+        _write_cache(documents, cache_file)
+    except OSError as error:
+        logger.warning(f"The built-in corpus could not be cached in {cache_file} ({error}); set SPARSEBERT_CACHE.")
+    return documents
+
+
+def _version(package: str) -> str | None:
+    if package == "stdlib":
+        return platform.python_version()
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    if package in sys.stdlib_module_names:
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _source_files(package: str) -> list[tuple[str, Path]]:
+    """Return `(module name, file)` for the modules of `package`, sorted by name, without its tests."""
+    if package == "stdlib":
+        root, prefix = Path(sysconfig.get_path("stdlib")), ()
+    else:
+        root, prefix = Path(importlib.util.find_spec(package).submodule_search_locations[0]), (package,)
+    files = []
+    for directory, subdirectories, names in os.walk(root):
+        # Pruned in place, so that os.walk does not descend into e.g. site-packages.
+        subdirectories[:] = [name for name in subdirectories if name not in _SKIPPED_DIRECTORIES]
+        parts = prefix + Path(directory).relative_to(root).parts
+        for name in names:
+            module = parts if name == "__init__.py" else parts + (name.removesuffix(".py"),)
+            if not name.endswith(".py") or name == "conftest.py" or not module:
+                continue
+            if package == "stdlib" and module[0] not in sys.stdlib_module_names:
+                continue
+            files.append((".".join(module), Path(directory, name)))
+    return sorted(files)
+
+
+def _extract(packages: Iterable[str]) -> list[Document]:
+    seen = set()
+    documents = []
+    files = [(package, *source) for package in packages for source in _source_files(package)]
+    for package, module, file in logging.tqdm(files, desc="Reading docstrings", unit="file"):
+        paragraphs = []
+        for docstring in _docstrings(file):
+            for paragraph in prose_paragraphs(docstring):
+                if paragraph not in seen:
+                    seen.add(paragraph)
+                    paragraphs.append(paragraph)
+        if paragraphs:
+            documents.append(Document(package, module, paragraphs))
+    return documents
+
+
+def _docstrings(file: Path) -> Iterable[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's sources
+            tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        # Packages ship templates and files for other versions of Python; one of them is not worth failing for.
+        logger.info(f"Skipped {file}: {error}")
+        return
+    # Depth first, so that the docstrings come in source order. Functions are not searched for nested ones.
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield docstring
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.If, ast.Try)):
+            stack.extend(reversed(list(ast.iter_child_nodes(node))))
+
+
+def prose_paragraphs(docstring: str) -> list[str]:
+    """
+    Reduce a docstring (reStructuredText, numpydoc, Google style or Markdown) to its prose.
+
+    Args:
+        docstring (`str`): The docstring, with its indentation removed as by `inspect.cleandoc`.
+
+    Returns:
+        `list[str]`: Paragraphs with whitespace folded. A list item or the description of a parameter is a paragraph.
+    """
+    lines = docstring.splitlines()
+    paragraphs = []
+    current: list[str] = []
+
+    def flush():
+        text = " ".join(current)
+        current.clear()
+        for pattern, replacement in _INLINE:
+            text = pattern.sub(replacement, text)
+        words = text.replace("\\", "").split()
+        # Code, formulas and headings that carry no markup are told from prose by their share of plain words.
+        if len(words) >= 5 and sum(1 for word in words if _WORD.match(word)) >= 0.7 * len(words):
+            paragraphs.append(" ".join(words))
+
+    fenced = False
+    literal = None  # indentation of the line that opened a literal block or a directive to drop
+    doctest = False
+    for number, line in enumerate(lines):
+        text = line.strip()
+        indentation = len(line) - len(line.lstrip())
+        if text.startswith(("```", "~~~")):
+            flush()
+            fenced = not fenced
+            continue
+        if fenced:
+            continue
+        if not text:
+            flush()
+            doctest = False
+            continue
+        if literal is not None:
+            if indentation > literal:
+                continue
+            literal = None
+        if doctest or text.startswith(">>>"):
+            if not doctest:
+                flush()
+            doctest = True
+            continue
+        directive = _DIRECTIVE.match(text)
+        if directive:
+            flush()
+            if directive[1] in _PROSE_DIRECTIVES:
+                current.append(re.sub(r"^[\d.]+\s*", "", directive[2]))
+            else:
+                literal = indentation
+            continue
+        if text.startswith(".. "):  # comments, citations and link targets
+            flush()
+            literal = indentation
+            continue
+        following = lines[number + 1].strip() if number + 1 < len(lines) else ""
+        if _UNDERLINE.match(text) or _UNDERLINE.match(following) or _TABLE.match(text) or text.startswith("#"):
+            flush()
+            continue
+        if _NUMPY_PARAMETER.match(text):
+            flush()
+            continue
+        field = _FIELD.match(text) or _GOOGLE_PARAMETER.match(text)
+        bullet = _BULLET.match(text)
+        if field or bullet:
+            flush()
+            text = text[(field or bullet).end() :]
+            field = _GOOGLE_PARAMETER.match(text)
+            text = text[field.end() :] if field else text
+        if text.endswith("::"):
+            text = text[:-1]
+            literal = indentation
+        current.append(text)
+    flush()
+    return paragraphs
+
+
+def _write_cache(documents: list[Document], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed only when complete: another process may be reading, or writing the same file.
+    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", compresslevel=6, encoding="utf-8") as stream:
+            for document in documents:
+                stream.write(json.dumps(document._asdict(), ensure_ascii=False) + "\n")
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise

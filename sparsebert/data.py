@@ -1,0 +1,585 @@
+# Copyright 2026 The sparsebert authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Pre-training data: documents, the WordPiece tokenizer, masked-LM and next-sentence examples, and their collator."""
+
+import gzip
+import json
+import lzma
+import os
+import re
+import unicodedata
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers.utils import logging
+
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+
+
+logger = logging.get_logger(__name__)
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPLITS = ("train", "validation", "all")
+
+_FORMATS = (".txt", ".jsonl")
+_OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
+# Above this share of repeated paragraphs a corpus is more likely to be badly put together than repetitive.
+_DUPLICATE_WARNING = 0.2
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]?[A-Z])")
+
+
+def load_documents(
+    source: str | os.PathLike | Iterable[str | os.PathLike], split: str = "train", holdout_every: int = 100
+) -> Iterator[list[str]]:
+    """
+    Stream the documents of a pre-training corpus.
+
+    About one document in `holdout_every` belongs to the split `"validation"`, by a hash of its text: the split
+    depends neither on the order of the documents nor on the run, and equal documents never fall on both sides. Call
+    the function once per split.
+
+    Args:
+        source (`str`, `os.PathLike` or a list of them):
+            `"builtin"` for the documentation of the installed packages (see
+            [`~sparsebert.corpus.builtin_documents`], shuffled), one or more files as in [`read_documents`], or
+            `"hub:owner/name"` or `"hub:owner/name:config"` for the column `text` of the `train` split of a dataset of
+            the Hub, streamed.
+        split (`str`, *optional*, defaults to `"train"`):
+            `"train"`, `"validation"` or `"all"`.
+        holdout_every (`int`, *optional*, defaults to 100):
+            Share of the documents held out, as one in this many; at least 2.
+
+    Returns:
+        `Iterator[list[str]]`: Documents as lists of one-line paragraphs.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If an argument is not one of the above. Raised by the iterator: if the contents of a file are
+            malformed, or the split is empty.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(map(repr, SPLITS))}, got {split!r}")
+    if holdout_every < 2:
+        raise ValueError(f"holdout_every must be at least 2, got {holdout_every}")
+    if source == "builtin":
+        documents = _builtin_documents()
+    elif isinstance(source, str) and source.startswith("hub:"):
+        documents = _hub_documents(source)
+    else:
+        documents = read_documents(source)
+
+    def select():
+        selected = 0
+        for document in documents:
+            held_out = split != "all" and zlib.crc32("\n".join(document).encode()) % holdout_every == 0
+            if split == "all" or held_out == (split == "validation"):
+                selected += 1
+                yield document
+        if not selected:
+            raise ValueError(
+                f"no document of {source!r} is in the split {split!r} with holdout_every={holdout_every}; "
+                "use another holdout_every or a corpus of its own for validation"
+            )
+
+    return select()
+
+
+def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[list[str]]:
+    """
+    Stream documents from files, without holding a file in memory.
+
+    `.txt` files have one paragraph a line and a blank line between documents; `.jsonl` files have one object a line,
+    whose field `text` is a document with one paragraph a line. Both may be compressed (`.txt.gz`, `.jsonl.xz`, ...).
+    The text is UTF-8, with or without a byte order mark. Whitespace is folded and NUL characters are removed.
+
+    Args:
+        paths (`str`, `os.PathLike` or an iterable of them): The files, read in this order.
+
+    Returns:
+        `Iterator[list[str]]`: Documents as non-empty lists of non-empty one-line paragraphs.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If there is no file, or the ending of one is not supported. Raised by the iterator, with the file
+            and the line: for text that is not UTF-8, rows that are not JSON objects with a string `text`, and corrupt
+            compressed files; and if there is not a single paragraph in the files.
+    """
+    files = [Path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    if not files:
+        raise ValueError("paths is empty: name at least one text file")
+    for file in files:
+        if not file.exists():
+            raise FileNotFoundError(f"no such file: {str(file)!r}")
+        _file_format(file)
+    return _read_files(files)
+
+
+def _file_format(file: Path) -> tuple[str, str]:
+    """Return the format (`.txt` or `.jsonl`) and the compression (`""`, `.gz` or `.xz`) of a file, from its name."""
+    compression = file.suffix if file.suffix in _OPENERS else ""
+    kind = Path(file.name.removesuffix(compression)).suffix
+    if kind not in _FORMATS or file.is_dir():
+        allowed = ", ".join(kind + compression for kind in _FORMATS for compression in _OPENERS)
+        raise ValueError(f"{str(file)!r} is not a supported text file; allowed are files ending in {allowed}")
+    return kind, compression
+
+
+def _read_files(files: list[Path]) -> Iterator[list[str]]:
+    documents = empty = 0
+    for file in files:
+        kind, _ = _file_format(file)
+        for document in _text_documents(file) if kind == ".txt" else _jsonl_documents(file):
+            if document:
+                documents += 1
+                yield document
+            else:
+                empty += 1
+    if empty:
+        logger.warning(f"Skipped {empty} documents without text among {documents + empty}.")
+    if not documents:
+        raise ValueError(f"no paragraph of text in {', '.join(repr(str(file)) for file in files)}")
+
+
+def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield `(number from 1, text)` for the lines of a file."""
+    _, compression = _file_format(file)
+    number = 0
+    try:
+        with _OPENERS[compression](file, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                # Decoded line by line, for the line number in the error.
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\0", "")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)") from error
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{file}: corrupt {compression} file after line {number} ({error})") from error
+
+
+def _text_documents(file: Path) -> Iterator[list[str]]:
+    document: list[str] = []
+    for _, line in _decoded_lines(file):
+        paragraph = " ".join(line.split())
+        if paragraph:
+            document.append(paragraph)
+        elif document:
+            yield document
+            document = []
+    if document:
+        yield document
+
+
+def _jsonl_documents(file: Path) -> Iterator[list[str]]:
+    for number, line in _decoded_lines(file):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}:{number}: not a JSON object ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            found = f"fields {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f'{file}:{number}: expected a JSON object with a string field "text", got {found}')
+        yield _paragraphs(row["text"])
+
+
+def _paragraphs(text: str) -> list[str]:
+    folded = (" ".join(line.split()) for line in text.replace("\0", "").splitlines())
+    return [paragraph for paragraph in folded if paragraph]
+
+
+def _builtin_documents() -> Iterator[list[str]]:
+    from .corpus import builtin_documents
+
+    # The corpus is sorted by package; a run that reads only the beginning should see all of them.
+    documents = sorted(builtin_documents(), key=lambda document: zlib.crc32(document.module.encode()))
+    return (document.paragraphs for document in documents)
+
+
+def _hub_documents(source: str) -> Iterator[list[str]]:
+    _, name, *config = source.split(":")
+    if not name or len(config) > 1:
+        raise ValueError(f"source must be 'hub:owner/name' or 'hub:owner/name:config', got {source!r}")
+
+    import datasets
+
+    rows = datasets.load_dataset(name, *config, split="train", streaming=True)
+
+    def read():
+        for row in rows:
+            if not isinstance(row.get("text"), str):
+                raise ValueError(f"{source!r} has no text column 'text'; its columns are {sorted(row)}")
+            document = _paragraphs(row["text"])
+            if document:
+                yield document
+
+    return read()
+
+
+def train_tokenizer(
+    documents: Iterable[list[str]], vocab_size: int, lowercase: bool = True, max_characters: int = 20_000_000
+) -> "PreTrainedTokenizerBase":
+    """
+    Train a BERT tokenizer (WordPiece) on the beginning of a corpus. The same text gives the same tokenizer.
+
+    Args:
+        documents (`Iterable[list[str]]`):
+            Documents as lists of paragraphs, e.g. of [`load_documents`].
+        vocab_size (`int`):
+            Upper bound on the number of entries, the five special tokens included. At most a sixteenth of them (but
+            at least 100) are spent on distinct characters; rarer characters become `[UNK]`.
+        lowercase (`bool`, *optional*, defaults to `True`):
+            Whether to lowercase the text and strip accents, as uncased BERT does.
+        max_characters (`int`, *optional*, defaults to 20 million):
+            Stop reading after this many characters; more hardly changes a vocabulary but costs time and memory.
+
+    Returns:
+        [`~transformers.BertTokenizerFast`]: The tokenizer. Its `model_max_length` is not set.
+
+    Raises:
+        ValueError: If `vocab_size` has no room for the characters of the text, or there is no text.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import BertTokenizerFast
+
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    paragraphs = []
+    characters: Counter = Counter()
+    read = 0
+    for document in documents:
+        for paragraph in document:
+            normalized = normalizer.normalize_str(paragraph)
+            characters.update(normalized)
+            paragraphs.append(normalized)
+            read += len(paragraph)
+        if read >= max_characters:
+            break
+    del characters[" "]
+    if not characters:
+        raise ValueError("no text to train a tokenizer on")
+
+    most = max(100, vocab_size // 16)
+    alphabet = sorted(sorted(characters, key=lambda character: (-characters[character], character))[:most])
+    continuations = [f"##{character}" for character in alphabet if not _is_punctuation(character)]
+    smallest = len(SPECIAL_TOKENS) + len(alphabet) + len(continuations)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size must be at least {smallest} for the characters of this text, got {vocab_size}")
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        # The trainer numbers the "##c" in the random order of a hash map and breaks ties between merges by these
+        # numbers. Announced in advance they have fixed ones; their being "special" ends with this trainer.
+        special_tokens=[*SPECIAL_TOKENS, *continuations],
+        show_progress=False,
+    )
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(paragraphs, trainer)
+    return BertTokenizerFast(vocab=tokenizer.get_vocab(), do_lower_case=lowercase)
+
+
+def _is_punctuation(character: str) -> bool:
+    # As in BERT, whose pre-tokenizer makes each of these a word of its own.
+    return (character.isascii() and not character.isalnum()) or unicodedata.category(character).startswith("P")
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """
+    Check that a tokenizer can be used to pre-train a model.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        vocab_size (`int`): Number of embeddings of the model (`config.vocab_size`).
+
+    Raises:
+        ValueError: If one of the BERT special tokens is missing, or the tokenizer has more tokens than the model.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    roles = ("pad_token", "cls_token", "sep_token", "mask_token")
+    missing = [role for role in roles if getattr(tokenizer, role) is None]
+    if missing:
+        raise ValueError(f"tokenizer {name!r} has no {', '.join(missing)}; pre-training needs {', '.join(roles)}")
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"tokenizer {name!r} has {len(tokenizer)} tokens but the model has vocab_size={vocab_size}; "
+            "vocab_size must be at least the number of tokens"
+        )
+
+
+def pretraining_dataset(
+    documents: Iterable[list[str]],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    nsp: bool = False,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    short_seq_prob: float = 0.1,
+) -> "datasets.Dataset":
+    """
+    Turn documents into pre-training examples; the masking is left to [`pretraining_collator`].
+
+    With `nsp=False` the text is packed: every row is `[CLS] tokens [SEP]` of exactly `max_length` tokens of contiguous
+    text, with a `[SEP]` in between where one document ends and the next begins. With `nsp=True` a row is
+    `[CLS] A [SEP] B [SEP]` of at most `max_length` tokens, made as for the original BERT: A and B are runs of whole
+    sentences, cut at the target length, and B follows A in half of the rows where the document allows it and comes
+    from another document in the others.
+
+    Args:
+        documents (`Iterable[list[str]]`):
+            Documents as lists of paragraphs, e.g. of [`load_documents`].
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            A BERT tokenizer.
+        max_length (`int`):
+            Length of a row in tokens, special tokens included; at least 8.
+        nsp (`bool`, *optional*, defaults to `False`):
+            Whether to make next-sentence pairs.
+        seed (`int`, *optional*, defaults to 0):
+            Seed of the choice of pairs. Without `nsp` nothing is random.
+        max_tokens (`int`, *optional*):
+            Upper bound on the tokens of all rows, special tokens included. Reading stops once there is enough text.
+        short_seq_prob (`float`, *optional*, defaults to 0.1):
+            Share of the pairs with a random, smaller target length. Only used with `nsp`.
+
+    Returns:
+        `datasets.Dataset`: Rows with `input_ids`, `token_type_ids` and `special_tokens_mask` and, with `nsp`,
+        `next_sentence_label`: 0 if B follows A, 1 if it is random, as in [`~transformers.BertForPreTraining`].
+
+    Raises:
+        ValueError: If an argument is out of range, the tokenizer lacks a special token, or there is too little text.
+    """
+    import datasets
+
+    check_tokenizer(tokenizer, len(tokenizer))
+    if max_length < 8:
+        raise ValueError(f"max_length must be at least 8, got {max_length}")
+    if max_tokens is not None and max_tokens < max_length:
+        raise ValueError(f"max_tokens must be at least max_length={max_length}, got {max_tokens}")
+    if not 0 <= short_seq_prob <= 1:
+        raise ValueError(f"short_seq_prob must be between 0 and 1, got {short_seq_prob}")
+
+    text = _TokenizedText(documents, tokenizer, nsp, max_tokens)
+    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    labels = None
+    if nsp:
+        ids, lengths, first_lengths, labels = _next_sentence_rows(
+            text, cls, sep, max_length, max_tokens, short_seq_prob, np.random.default_rng(seed)
+        )
+    else:
+        ids, lengths = _packed_rows(text, cls, sep, max_length, max_tokens)
+        first_lengths = lengths
+
+    import pyarrow as pa
+
+    ends = np.cumsum(lengths, dtype=np.int64)
+    offsets = np.concatenate([[0], ends])
+    positions = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
+    columns = {
+        "input_ids": ids,
+        "token_type_ids": (positions >= np.repeat(first_lengths, lengths)).astype(np.int8),
+        "special_tokens_mask": ((ids == cls) | (ids == sep)).astype(np.int8),
+    }
+    # 64-bit offsets: a corpus may have more tokens than fit 31 bits. Arrow arrays take no copy of the tokens.
+    columns = {name: pa.LargeListArray.from_arrays(offsets, values) for name, values in columns.items()}
+    if labels is not None:
+        columns["next_sentence_label"] = pa.array(labels)
+        logger.info(f"Next-sentence pairs: {np.mean(labels):.1%} of {len(labels)} are random.")
+    return datasets.Dataset(datasets.table.InMemoryTable.from_pydict(columns))
+
+
+class _TokenizedText:
+    """
+    Token ids of a corpus in flat arrays.
+
+    Attributes:
+        ids (`np.ndarray` of shape `(num_tokens,)`): The tokens.
+        unit_offsets (`np.ndarray` of shape `(num_units + 1,)`): Where the units (sentences or paragraphs) start in
+            `ids`.
+        document_offsets (`np.ndarray` of shape `(num_documents + 1,)`): Where the documents start among the units.
+    """
+
+    def __init__(self, documents, tokenizer, sentences: bool, max_tokens: int | None):
+        ids, unit_offsets, document_offsets = array("i"), array("q", [0]), array("q", [0])
+        seen: set[int] = set()
+        paragraphs = duplicates = empty = 0
+
+        def units():
+            """Yield the units of the documents, and None at the end of a document."""
+            nonlocal paragraphs, duplicates
+            for document in documents:
+                for paragraph in document:
+                    digest = hash(paragraph)
+                    paragraphs += 1
+                    duplicates += digest in seen
+                    seen.add(digest)
+                    yield from _SENTENCE_END.split(paragraph) if sentences else (paragraph,)
+                yield None
+
+        stream = units()
+        while batch := list(islice(stream, 2000)):
+            texts = [unit for unit in batch if unit is not None]
+            encoded = iter(
+                tokenizer(
+                    texts,
+                    add_special_tokens=False,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                    verbose=False,
+                )["input_ids"]
+                if texts
+                else ()
+            )
+            for unit in batch:
+                if unit is not None:
+                    tokens = next(encoded)
+                    if tokens:
+                        ids.extend(tokens)
+                        unit_offsets.append(len(ids))
+                    else:
+                        empty += 1
+                elif len(unit_offsets) - 1 > document_offsets[-1]:
+                    document_offsets.append(len(unit_offsets) - 1)
+            if max_tokens is not None and len(ids) >= max_tokens:
+                break
+        if len(unit_offsets) - 1 > document_offsets[-1]:  # reading stopped within a document
+            document_offsets.append(len(unit_offsets) - 1)
+
+        if empty:
+            logger.warning(f"Skipped {empty} pieces of text without a token among {paragraphs} paragraphs.")
+        if paragraphs and duplicates > _DUPLICATE_WARNING * paragraphs:
+            logger.warning(
+                f"{duplicates} of {paragraphs} paragraphs ({duplicates / paragraphs:.0%}) repeat an earlier one; "
+                "consider removing duplicates from the corpus."
+            )
+        self.ids = np.frombuffer(ids, dtype=np.int32)
+        self.unit_offsets = np.frombuffer(unit_offsets, dtype=np.int64)
+        self.document_offsets = np.frombuffer(document_offsets, dtype=np.int64)
+        logger.info(f"Read {len(self.document_offsets) - 1} documents, {paragraphs} paragraphs, {len(ids)} tokens.")
+
+
+def _packed_rows(text: _TokenizedText, cls: int, sep: int, max_length: int, max_tokens: int | None):
+    """Return the concatenated rows and the lengths of the rows."""
+    boundaries = text.unit_offsets[text.document_offsets[1:-1]]
+    stream = np.insert(text.ids, boundaries, sep)
+    rows = len(stream) // (max_length - 2)
+    if not rows:
+        raise ValueError(f"the text has only {len(stream)} tokens, too few for one row of max_length={max_length}")
+    if max_tokens is not None:
+        rows = min(rows, max_tokens // max_length)
+    ids = np.empty((rows, max_length), dtype=np.int32)
+    ids[:, 0] = cls
+    ids[:, 1:-1] = stream[: rows * (max_length - 2)].reshape(rows, -1)
+    ids[:, -1] = sep
+    return ids.reshape(-1), np.full(rows, max_length)
+
+
+def _next_sentence_rows(text, cls, sep, max_length, max_tokens, short_seq_prob, rng):
+    """Return the concatenated rows, the lengths of the rows and of their first segments, and the labels."""
+    offsets, documents = text.unit_offsets.tolist(), text.document_offsets.tolist()
+    num_documents = len(documents) - 1
+    if num_documents < 2:
+        raise ValueError(f"next-sentence pairs need at least 2 documents, got {num_documents}")
+    room = max_length - 3
+    ids, lengths, first_lengths, labels = array("i"), array("i"), array("i"), array("b")
+
+    def run(start, end, target):
+        """Return the end of the shortest run of units from `start` that has `target` tokens, if there are as many."""
+        stop = start + 1
+        while stop < end and offsets[stop] - offsets[start] < target:
+            stop += 1
+        return stop
+
+    def segment(start, stop, keep):
+        """Return `keep` tokens of the units, after cutting at random at the front and at the back."""
+        front = rng.binomial(offsets[stop] - offsets[start] - keep, 0.5)
+        return text.ids[offsets[start] + front : offsets[start] + front + keep].tolist()
+
+    for document in range(num_documents):
+        start, end = documents[document], documents[document + 1]
+        while start < end:
+            target = int(rng.integers(2, room + 1)) if rng.random() < short_seq_prob else room
+            stop = run(start, end, target)
+            middle = int(rng.integers(start + 1, stop)) if stop - start > 1 else stop
+            is_random = middle == stop or rng.random() < 0.5
+            if is_random:
+                other = int(rng.integers(num_documents - 1))
+                other += other >= document
+                b_start = int(rng.integers(documents[other], documents[other + 1]))
+                b_stop = run(b_start, documents[other + 1], target - (offsets[middle] - offsets[start]))
+            else:
+                b_start, b_stop = middle, stop
+            a_length = offsets[middle] - offsets[start]
+            b_length = offsets[b_stop] - offsets[b_start]
+            # What is left when the longer segment loses tokens one by one until both fit.
+            a_keep = min(a_length, max((room + 1) // 2, room - b_length))
+            b_keep = min(b_length, room - a_keep)
+            if max_tokens is not None and len(ids) + a_keep + b_keep + 3 > max_tokens:
+                return _rows(ids, lengths, first_lengths, labels)
+            ids.extend([cls, *segment(start, middle, a_keep), sep, *segment(b_start, b_stop, b_keep), sep])
+            lengths.append(a_keep + b_keep + 3)
+            first_lengths.append(a_keep + 2)
+            labels.append(is_random)
+            # The units after A were not used by a random pair; they start the next one.
+            start = middle if is_random else stop
+    return _rows(ids, lengths, first_lengths, labels)
+
+
+def _rows(*columns: array) -> list[np.ndarray]:
+    return [np.frombuffer(column, dtype=np.dtype(column.typecode)) for column in columns]
+
+
+def pretraining_collator(
+    tokenizer: "PreTrainedTokenizerBase",
+    mlm_probability: float = 0.15,
+    pad_to_multiple_of: int | None = None,
+    seed: int | None = None,
+) -> "DataCollatorForLanguageModeling":
+    """
+    Return the collator for the rows of [`pretraining_dataset`]: padding and dynamic masking, 80 % `[MASK]`, 10 % random
+    tokens and 10 % unchanged tokens.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer that made the rows.
+        mlm_probability (`float`, *optional*, defaults to 0.15):
+            Share of the tokens to predict; more than 0 and less than 1.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad batches to a multiple of this length; with the `max_length` of the rows, all batches have one shape.
+        seed (`int`, *optional*):
+            Seed of the masking. By default it follows the global generator of torch, which `Trainer` seeds.
+
+    Returns:
+        [`~transformers.DataCollatorForLanguageModeling`]: A collator giving `input_ids`, `token_type_ids`,
+        `attention_mask` and `labels` (-100 where nothing is to be predicted), each of shape
+        `(batch_size, sequence_length)`, and `next_sentence_label` of shape `(batch_size,)` if the rows have it.
+
+    Raises:
+        ValueError: If the tokenizer has no mask or padding token, or `mlm_probability` is out of range.
+    """
+    from transformers import DataCollatorForLanguageModeling
+
+    check_tokenizer(tokenizer, len(tokenizer))
+    if not 0 < mlm_probability < 1:
+        raise ValueError(f"mlm_probability must be more than 0 and less than 1, got {mlm_probability}")
+    return DataCollatorForLanguageModeling(
+        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of, seed=seed
+    )

@@ -1,0 +1,105 @@
+"""
+Recipes: a YAML file of sections, one per dataclass, with overrides from the command line.
+
+There is no flag that is not a field: `--learning_rate 1e-3` sets the field of that name in the one section that has
+it, `--model.search soft` names the section as well.
+"""
+
+import difflib
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+
+def nearest(what, name, allowed):
+    """A `ValueError` for an unknown name that suggests the nearest allowed one."""
+    match = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"did you mean {match[0]!r}?" if match else f"allowed: {', '.join(sorted(allowed))}"
+    return ValueError(f"unknown {what} {name!r}; {hint}")
+
+
+def load_recipe(arguments, sections):
+    """
+    Read a recipe and its overrides.
+
+    Args:
+        arguments (`list[str]`): Path of a YAML file, then `--field value`, `--field=value` or `--section.field value`.
+        sections (`dict[str, type]`): Dataclass of each section.
+
+    Returns:
+        `dict[str, dict]`: Per section, the values that were set.
+    Raises:
+        FileNotFoundError: If there is no such recipe.
+        ValueError: If a section or field is unknown (names the nearest), ambiguous, or a value does not parse.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise ValueError("expected the path of a recipe first, then --field value")
+    path = Path(arguments[0])
+    if not path.is_file():
+        raise FileNotFoundError(f"recipe {path}: no such file")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {path}: {error}") from error
+    types_of = {section: _field_types(cls) for section, cls in sections.items()}
+    values = {section: {} for section in sections}
+    if not isinstance(recipe, dict):
+        raise ValueError(f"recipe {path}: expected sections {', '.join(sections)}")
+    for section, content in recipe.items():
+        if section not in sections:
+            raise nearest("section", section, list(sections))
+        for name, value in (content or {}).items():
+            if name not in types_of[section]:
+                raise nearest(f"field in section {section!r}", name, list(types_of[section]))
+            values[section][name] = _convert(f"{section}.{name}", value, types_of[section][name])
+    for flag, text in _overrides(arguments[1:]):
+        section, name = _locate(flag, types_of)
+        values[section][name] = _convert(f"--{flag}", yaml.safe_load(text), types_of[section][name])
+    return values
+
+
+def _field_types(cls):
+    return {field.name: field.type for field in fields(cls) if field.init}
+
+
+def _overrides(arguments):
+    arguments = list(arguments)
+    while arguments:
+        flag = arguments.pop(0)
+        if not flag.startswith("--"):
+            raise ValueError(f"expected --field value, got {flag!r}")
+        flag, separator, text = flag[2:].partition("=")
+        if not separator:
+            if not arguments:
+                raise ValueError(f"--{flag} needs a value")
+            text = arguments.pop(0)
+        yield flag, text
+
+
+def _locate(flag, types_of):
+    section, _, name = flag.rpartition(".")
+    if section:
+        if section not in types_of:
+            raise nearest("section", section, list(types_of))
+        if name not in types_of[section]:
+            raise nearest(f"field in section {section!r}", name, list(types_of[section]))
+        return section, name
+    homes = [section for section, types_ in types_of.items() if name in types_]
+    if not homes:
+        raise nearest("field", f"--{name}", [f"--{known}" for types_ in types_of.values() for known in types_])
+    if len(homes) > 1:
+        raise ValueError(f"--{name} is a field of {' and '.join(homes)}: write --{homes[0]}.{name}")
+    return homes[0], name
+
+
+def _convert(what, value, annotation):
+    """YAML reads 1e-3 as text: text becomes a number where only a number is meant."""
+    allowed = set(typing.get_args(annotation)) or {annotation}
+    if isinstance(value, str) and str not in allowed and allowed & {int, float}:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{what} must be a number, got {value!r}") from None
+    return value

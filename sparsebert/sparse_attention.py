@@ -1,0 +1,467 @@
+"""
+The one home of a model's attention mask, and how it is attached to the model.
+
+Letters: B batch, L layers (1 when shared), H heads, n queries, m keys, K learned parameters per head.
+"""
+
+import inspect
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.models.bert.modeling_bert import BertSelfAttention
+
+from .attention import BACKENDS, choose_backend
+from .attention.mask_inputs import REMOVED, MaskInputs, additive
+from .masks.patterns import build_pattern
+from .masks.search import (
+    SEARCHES,
+    mask_bias,
+    num_parameters,
+    parameter_index,
+    sample_mask,
+    select,
+    special_entries,
+    to_sparse_mask,
+)
+from .masks.sparse_mask import default_length_policy
+
+
+class SparseAttention(nn.Module):
+    """
+    Owns everything about a model's mask: the learned logits while searching, the frozen [`SparseMask`] afterwards.
+
+    Registered once on the base model as `sparse_attention`. While searching it has one parameter, `mask_logits` of
+    shape `(L, H, K)`, theta with alpha = `mask_logit_scale` * theta; a frozen one has none.
+
+    Args:
+        config ([`SparseBertConfig`]): Says what is searched, or which pattern is fixed.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.argument_names = ()
+        self._mask = None
+        self._drawn = None
+        self._cache = {}
+        self.register_parameter("mask_logits", None)
+        self.search = None if config.search is None else SEARCHES[config.search]
+        if self.search is not None:
+            # In a decoder the last token changes as it generates.
+            special_tokens = "first" if config.is_decoder and self.search.special_tokens != "none" else None
+            self.special_tokens = config.special_tokens or special_tokens or self.search.special_tokens
+            self.mask_constant = float(config.mask_constant or self.search.mask_constant)
+        if config.pattern is not None:
+            # The host builds models on the meta device; a mask is data, not a weight.
+            with torch.device("cpu"):
+                mask = build_pattern(
+                    config.pattern,
+                    config.mask_length,
+                    config.num_attention_heads,
+                    num_layers=config.num_hidden_layers,
+                    seed=config.mask_seed,
+                    head_configuration=config.head_configuration,
+                    **(config.pattern_kwargs or {}),
+                )
+                self.set_mask(self._configured(mask))
+        elif not config.frozen:
+            size = num_parameters(
+                self.search.form, config.mask_length, config.symmetric, self.special_tokens, config.block_size
+            )
+            num_layers = 1 if config.share_layers else config.num_hidden_layers
+            self.mask_logits = nn.Parameter(torch.empty(num_layers, config.num_attention_heads, size))
+            self.reset_parameters()
+
+    def _configured(self, mask):
+        """A pattern under the configuration's choices on diagonal, last token and length."""
+        config = self.config
+        changes = {"last_token": config.last_token}
+        if config.diagonal != "learned":
+            changes["diagonal"] = config.diagonal == "keep"
+        if config.is_decoder and mask.special_tokens == "first_last":
+            # A global last token is the one at the end of the mask, whatever has been generated so far.
+            changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
+            changes["length_policy"] = default_length_policy("table")
+        if config.length_policy is not None:
+            changes["length_policy"] = config.length_policy
+        return mask.replace(**changes)
+
+    def reset_parameters(self):
+        """alpha ~ 1e-3 N(0, 1), so that P starts at 1/2 (SparseBERT, Algorithm 1)."""
+        if self.mask_logits is not None:
+            init.normal_(self.mask_logits, mean=0.0, std=1e-3 / self.config.mask_logit_scale)
+
+    # deepcopy and pickle: a drawn mask has a graph, which neither can take; the cache is made anew.
+    def __getstate__(self):
+        return self.__dict__ | {"_drawn": None, "_cache": {}}
+
+    @property
+    def mask(self):
+        """The frozen [`SparseMask`], or `None` while searching."""
+        return self._mask
+
+    @property
+    def searching(self):
+        """Whether the mask is being learned."""
+        return self.mask_logits is not None
+
+    def set_mask(self, mask):
+        """
+        Run through this mask from now on; a search ends, and its logits are dropped.
+
+        Raises:
+            ValueError: If it is for other heads or layers, has a row that keeps nothing (unless the configuration's
+                `allow_empty_rows`), or is undefined in a decoder.
+        """
+        config = self.config
+        expected = (config.num_hidden_layers, config.num_attention_heads)
+        if mask.num_layers not in (1, expected[0]) or mask.num_heads != expected[1]:
+            raise ValueError(
+                f"the mask is for {mask.num_layers} layer(s) and {mask.num_heads} heads of length {mask.length}; "
+                f"the model has {expected[0]} layers (or 1 mask for all) and {expected[1]} heads"
+            )
+        if config.is_decoder and mask.special_tokens == "first_last":
+            raise ValueError("special_tokens 'first_last' is undefined in a decoder: use 'first' or 'none'")
+        if not config.allow_empty_rows:
+            mask.check_rows()
+        self._mask = mask
+        self._cache = {}
+        self._drawn = None
+        self.mask_logits = None
+
+    def alpha(self):
+        """Mask logits `(L, H, K)`, float32. Raises `ValueError` on a frozen model."""
+        if self.mask_logits is None:
+            raise ValueError("the mask is frozen (or not loaded): there are no mask logits")
+        return self.config.mask_logit_scale * self.mask_logits.float()
+
+    def mask_probs(self):
+        """
+        P = sigmoid(alpha) of every entry at the mask's length, special tokens and a fixed diagonal included.
+
+        Returns:
+            `torch.Tensor` of shape `(L, H, n, n)`, float32, on the CPU, without gradient.
+        """
+        length = self.config.mask_length
+        if not self.searching:
+            return self._loaded_mask().to_table(length).float()
+        with torch.no_grad():
+            probs = self._expand(torch.sigmoid(self.alpha()), length, off=0.0, on=1.0).cpu()
+            return torch.where(self._fixed(length) >= 0, self._fixed(length).float(), probs)
+
+    def freeze(self, threshold=0.5, sparsity=None, metadata=None):
+        """
+        End the search: keep the parameters with P above `threshold`, or the most probable ones up to a sparsity.
+
+        Args:
+            threshold (`float`, *optional*, defaults to 0.5): In [0, 1).
+            sparsity (`float`, *optional*): Fraction of entries to remove per head, met as nearly as the form allows.
+            metadata (`dict`, *optional*): Provenance to store with the mask.
+
+        Returns:
+            [`SparseMask`]: What the model now runs through.
+        Raises:
+            ValueError: On a frozen model, for a value out of range, or if a row would keep nothing.
+        """
+        mask = self.thresholded_mask(threshold, sparsity).replace(metadata=metadata)
+        self.set_mask(mask)
+        return mask
+
+    @torch.no_grad()
+    def thresholded_mask(self, threshold=0.5, sparsity=None):
+        """The [`SparseMask`] that [`~SparseAttention.freeze`] would set."""
+        config = self.config
+        fixed = self._fixed(config.mask_length)
+        selected = select(
+            torch.sigmoid(self.alpha()).cpu(),
+            self._counts(),
+            int((fixed == 1).sum()),
+            threshold=threshold,
+            sparsity=sparsity,
+            length=config.mask_length,
+        )
+        return to_sparse_mask(
+            selected,
+            self.search.form,
+            config.mask_length,
+            symmetric=config.symmetric,
+            block_size=config.block_size,
+            special_tokens=self.special_tokens,
+            last_token=config.last_token,
+            diagonal={"learned": None, "keep": True, "remove": False}[config.diagonal],
+            length_policy=config.length_policy,
+        )
+
+    def sparsity(self):
+        """Fraction of entries that the frozen, or now thresholded, mask removes at its own length."""
+        return (self.thresholded_mask() if self.searching else self._loaded_mask()).sparsity
+
+    def sparsity_loss(self):
+        """
+        lambda * ||M||_1 of the mask drawn in the last training forward: a sum over the entries of one layer's masks
+        at the mask's length, all heads (mean over layers). 0 when nothing was drawn.
+
+        Source: SparseBERT (arXiv 2102.12871), Eq. 7.
+        """
+        if self._drawn is None:
+            return torch.zeros(())
+        fixed = (self._cached("fixed", self._drawn.device, lambda: self._fixed(self.config.mask_length)) == 1).sum()
+        counts = self._cached("counts", self._drawn.device, self._counts)
+        norm = (self._drawn * counts).sum(dim=(1, 2)) + fixed * self._drawn.shape[1]
+        return self.config.sparsity_weight * norm.mean()
+
+    def forward(self, name, num_queries, num_keys, padding, dropout, device, output_attentions):
+        """
+        Prepare one forward of the base model: draw the mask (training search), threshold it (evaluation), or look the
+        frozen one up, and merge it with padding and causality.
+
+        Args:
+            name (`str`): The model's attention implementation.
+            num_queries (`int`): n; the queries are the last n of the m positions.
+            num_keys (`int`): m.
+            padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
+            dropout (`bool`): Whether attention dropout is active.
+            device (`torch.device`): Of the activations.
+            output_attentions (`bool`): Whether probabilities are asked for.
+
+        Returns:
+            [`MaskInputs`]
+        """
+        config = self.config
+        learning = self.searching and self.training
+        gated = learning and config.mask_form == "multiplicative"
+        required = ({"gate"} if gated else set()) | ({"weights"} if output_attentions else set())
+        backend = choose_backend(name, required, learning, dropout, num_keys, device.type)
+        inputs = {"backend": backend, "num_keys": num_keys, "padding": padding, "causal": bool(config.is_decoder)}
+        if learning:
+            inputs |= self._drawn_inputs(num_queries, num_keys, padding, device)
+        else:
+            mask = self.thresholded_mask() if self.searching else self._loaded_mask()
+            inputs["sparse_mask"] = mask
+            if BACKENDS[backend].needs_bias:
+                inputs |= self._frozen_inputs(mask, num_queries, num_keys, padding, device)
+        return MaskInputs(**inputs)
+
+    def _loaded_mask(self):
+        if self._mask is None:
+            raise ValueError("this model is frozen but its mask is not loaded: use from_pretrained or set_mask")
+        return self._mask
+
+    def _cached(self, key, device, make):
+        key = (key, device)
+        if key not in self._cache:
+            self._cache[key] = make().to(device)
+        return self._cache[key]
+
+    def _index(self, length, device):
+        config = self.config
+        return self._cached(
+            ("index", length),
+            device,
+            lambda: parameter_index(
+                self.search.form, length, config.mask_length, config.symmetric, config.block_size
+            ),
+        )
+
+    def _fixed(self, length):
+        """int8 `(n, n)`: 1 on, 0 off, -1 learned."""
+        fixed = torch.full((length, length), -1, dtype=torch.int8)
+        fixed[special_entries(length, self.special_tokens)] = 1
+        if self.config.diagonal != "learned":
+            fixed.fill_diagonal_(int(self.config.diagonal == "keep"))
+        return fixed
+
+    def _counts(self):
+        """Learned entries per parameter at the mask's length: float `(K,)`."""
+        length = self.config.mask_length
+        learned = self._index(length, torch.device("cpu"))[self._fixed(length) == -1]
+        return learned.bincount(minlength=self.mask_logits.shape[-1]).float()
+
+    def _expand(self, values, length, off, on):
+        """`(L, H, K)` values of parameters as `(L, H, n, n)` of entries."""
+        config = self.config
+        policy = config.length_policy or default_length_policy(self.search.form)
+        if length > config.mask_length and policy == "error":
+            raise ValueError(
+                f"input of {length} tokens is longer than mask_length ({config.mask_length}): shorten it, or set "
+                "length_policy to 'dense'"
+            )
+        values = nn.functional.pad(values, (0, 1), value=off)
+        index = self._index(length, values.device).clamp(max=values.shape[-1] - 1)
+        table = values.flatten(0, 1).index_select(1, index.flatten()).view(*values.shape[:2], length, length)
+        if length > config.mask_length and policy == "dense":
+            beyond = torch.arange(length, device=values.device) >= config.mask_length
+            table = table.masked_fill(beyond[:, None] | beyond[None, :], on)
+        return table
+
+    def _drawn_inputs(self, num_queries, num_keys, padding, device):
+        config = self.config
+        alpha = self.alpha()
+        if self.search.stochastic:
+            mask, noisy = sample_mask(alpha, config.temperature, config.hard)
+            hard = config.hard
+        else:
+            mask, noisy, hard = torch.sigmoid(alpha), alpha, False
+        self._drawn = mask
+        always = self._special(num_queries, num_keys, padding, device)
+        if config.mask_form == "multiplicative":
+            gate = self._expand(mask, num_keys, off=0.0, on=1.0)[:, None, :, num_keys - num_queries :]
+            gate = self._with_fixed(gate, always, on=1.0, off=0.0)
+            bias = self._with_cuts(torch.zeros(1, 1, num_queries, num_keys, device=device), padding)
+            return {"gate": gate.unbind(0), "bias": (bias,)}
+        constant = self.mask_constant
+        bias = mask_bias(mask, noisy, config.mask_form, constant, hard)
+        bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, None, :, num_keys - num_queries :]
+        bias = self._with_fixed(bias, always, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
+        return {"bias": self._with_cuts(bias, padding).unbind(0)}
+
+    def _frozen_inputs(self, mask, num_queries, num_keys, padding, device):
+        # One padded batch differs from the next; without padding the additive mask is made once per length.
+        key = ("bias", num_queries, num_keys, device)
+        if padding is None and not self.searching and key in self._cache:
+            return self._cache[key]
+        if self.searching:
+            structure = mask.structure(num_keys).to(device)
+        else:
+            structure = self._cached(("structure", num_keys), device, lambda: mask.structure(num_keys))
+        keep = structure[:, None, :, num_keys - num_queries :]
+        keep = self._with_fixed(keep, self._special(num_queries, num_keys, padding, device, mask), on=True, off=False)
+        if self.searching:
+            # As in training: a query whose mask row is empty attends as if it were full.
+            bias = torch.zeros(keep.shape, device=device).masked_fill_(~keep, -self.mask_constant)
+            return {"bias": self._with_cuts(bias, padding).unbind(0)}
+        if padding is not None:
+            keep = keep & padding[:, None, None, :]
+            keep = keep & padding[:, None, num_keys - num_queries :, None]
+        if self.config.is_decoder:
+            keep = keep & _causal(num_queries, num_keys, device)
+        live = keep.any(-1, keepdim=True)
+        inputs = {"bias": additive(keep).unbind(0)}
+        if torch.compiler.is_compiling() or not live.all():
+            inputs["live"] = live.unbind(0)
+        if padding is None and not torch.compiler.is_compiling():
+            self._cache[key] = inputs
+        return inputs
+
+    def _special(self, num_queries, num_keys, padding, device, mask=None):
+        """Bool `(B or 1, 1, n, m)` of the special tokens' entries, and the diagonal as bool `(1, 1, n, m)`."""
+        source = mask or self
+        position = torch.arange(num_keys, device=device)
+        special = torch.zeros(1, num_keys, dtype=torch.bool, device=device)
+        if source.special_tokens != "none":
+            special = special | (position == 0)
+        if source.special_tokens == "first_last":
+            if padding is None or (mask or self.config).last_token == "position":
+                special = special | (position == num_keys - 1)
+            else:
+                special = special | (position == (padding * position).argmax(-1, keepdim=True))
+        special = special[:, num_keys - num_queries :, None] | special[:, None, :]
+        diagonal = position[num_keys - num_queries :, None] == position[None, :]
+        return special[:, None], diagonal[None, None]
+
+    def _with_fixed(self, values, always, on, off):
+        """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
+        special, diagonal = always
+        mask = self._mask
+        fixed = mask.diagonal if mask is not None else {"learned": None, "keep": True, "remove": False}[self.config.diagonal]
+        on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
+        values = torch.where(special, on, values)
+        return values if fixed is None else torch.where(diagonal, on if fixed else off, values)
+
+    def _with_cuts(self, bias, padding):
+        """Padded keys and, in a decoder, future keys removed from a bias `(..., n, m)`."""
+        if padding is not None:
+            bias = bias.masked_fill(~padding[:, None, None, :], REMOVED)
+        if self.config.is_decoder:
+            bias = bias.masked_fill(~_causal(bias.shape[-2], bias.shape[-1], bias.device), REMOVED)
+        return bias
+
+
+def _causal(num_queries, num_keys, device):
+    position = torch.arange(num_keys, device=device)
+    return position[num_keys - num_queries :, None] >= position[None, :]
+
+
+def _prepare_forward(model, args, kwargs):
+    """Forward pre-hook of the base model: hands every attention layer the same [`MaskInputs`]."""
+    sparse_attention = model.sparse_attention
+    given = dict(zip(sparse_attention.argument_names, args)) | kwargs
+    states = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if states is None:
+        return None  # the host says what is missing
+    past = given.get("past_key_values")
+    num_queries = states.shape[1]
+    num_keys = num_queries + (past.get_seq_length() if past is not None else 0)
+    padding = given.get("attention_mask")
+    if padding is not None:
+        padding = padding.to(states.device).bool() if padding.dim() == 2 else None
+    # As the host does: a mask without padding is no mask. Under compilation the question would depend on data.
+    if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
+        padding = None
+    config = model.config
+    kwargs["mask_inputs"] = sparse_attention(
+        config._attn_implementation,
+        num_queries,
+        num_keys,
+        padding,
+        dropout=model.training and getattr(config, "attention_probs_dropout_prob", 0.0) > 0.0,
+        device=states.device,
+        output_attentions=bool(given.get("output_attentions")),
+    )
+    return args, kwargs
+
+
+def _add_sparsity_loss(model, args, kwargs, output):
+    """Forward hook: `loss` gains lambda * ||M||_1 in training, so that any loop trains the mask."""
+    sparse_attention = get_sparse_attention(model)
+    if not (model.training and sparse_attention.searching and sparse_attention.config.sparsity_weight):
+        return None
+    if isinstance(output, tuple):
+        # A tuple begins with the loss only when there were labels; logits are never 0-dimensional.
+        if torch.is_tensor(output[0]) and output[0].dim() == 0:
+            return (output[0] + sparse_attention.sparsity_loss(), *output[1:])
+    elif output.get("loss") is not None:
+        output["loss"] = output["loss"] + sparse_attention.sparsity_loss()
+    return output
+
+
+def get_sparse_attention(model):
+    """
+    The [`SparseAttention`] of a model or head.
+
+    Raises:
+        ValueError: If the model carries none.
+    """
+    sparse_attention = model.base_model._modules.get("sparse_attention")
+    if sparse_attention is None:
+        raise ValueError(f"{type(model).__name__} carries no sparse attention: attach it first")
+    return sparse_attention
+
+
+def attach(model):
+    """
+    Give a model the mask that its configuration describes: register [`SparseAttention`] on the base model, hand its
+    self-attention modules a reference, and add the sparsity penalty to the loss of `model`.
+    """
+    base = model.base_model
+    sparse_attention = SparseAttention(model.config)
+    sparse_attention.argument_names = tuple(inspect.signature(base.forward).parameters)
+    base.sparse_attention = sparse_attention
+    for module in base.modules():
+        if isinstance(module, BertSelfAttention):
+            # Not through Module.__setattr__, which would register it again under every layer.
+            module.__dict__["sparse_attention"] = sparse_attention
+    base.register_forward_pre_hook(_prepare_forward, with_kwargs=True)
+    model.register_forward_hook(_add_sparsity_loss, with_kwargs=True)
+    return model
+
+
+def sparsity_loss(model):
+    """lambda * ||M||_1 of the mask drawn in the model's last training forward, for loops with a loss of their own."""
+    return get_sparse_attention(model).sparsity_loss()
+
+
+def sparsity(model):
+    """Fraction of attention entries removed by the model's frozen, or now thresholded, mask."""
+    return get_sparse_attention(model).sparsity()

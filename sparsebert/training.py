@@ -1,0 +1,109 @@
+"""What the scripts share: the Trainer, the arguments of pre-training, output folders, metrics files."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Trainer
+
+from .sparse_attention import get_sparse_attention
+
+
+@dataclass
+class PretrainingArguments:
+    """
+    Section `data` of a pre-training recipe.
+
+    Args:
+        text (`str` or `list`): `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        validation (`str` or `list`, *optional*): The same for the held-out text; by default 1 document in 100.
+        tokenizer (`str`, *optional*): Folder or Hub id; by default a WordPiece of `model.vocab_size` is trained.
+        base_model (`str`, *optional*): Folder or Hub id of weights to start from.
+        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train through.
+        nsp (`bool`): Next-sentence pairs and loss (BERT); otherwise packed text and MLM only.
+        max_length (`int`): Tokens per example.
+        max_tokens (`int`, *optional*): Stop reading the training text here.
+        max_validation_tokens (`int`): Stop reading the held-out text here.
+        mlm_probability (`float`): Share of the tokens to predict.
+        freeze_threshold (`float`): Keep what has P above it.
+        freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead.
+        overwrite (`bool`): Accept an output folder that is not empty.
+    """
+
+    text: str | list = "builtin"
+    validation: str | list | None = None
+    tokenizer: str | None = None
+    base_model: str | None = None
+    mask: str | None = None
+    nsp: bool = True
+    max_length: int = 128
+    max_tokens: int | None = None
+    max_validation_tokens: int = 200_000
+    mlm_probability: float = 0.15
+    freeze_threshold: float = 0.5
+    freeze_sparsity: float | None = None
+    overwrite: bool = False
+
+
+class SparseBertTrainer(Trainer):
+    """
+    The stock Trainer, except that mask logits get no weight decay, logs and TensorBoard show the sparsity of the mask
+    being learned, and evaluation masks the same tokens each time (and leaves the training's random state alone).
+    """
+
+    def get_decay_parameter_names(self, model):
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("mask_logits")]
+
+    def log(self, logs, *args, **kwargs):
+        model = self.accelerator.unwrap_model(self.model)
+        if "loss" in logs and get_sparse_attention(model).searching:
+            logs["sparsity"] = round(get_sparse_attention(model).sparsity(), 4)
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        with torch.random.fork_rng():
+            torch.manual_seed(self.args.seed)
+            return super().evaluation_loop(*args, **kwargs)
+
+
+def check_output_dir(path, overwrite=False, resume=False):
+    """
+    Raises:
+        FileExistsError: If the folder holds anything, unless told to overwrite or resume.
+    """
+    if not (overwrite or resume) and Path(path).is_dir() and any(Path(path).iterdir()):
+        raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
+
+
+def write_metrics(path, metrics):
+    """Write a metrics file (JSON, numbers rounded to 5 digits) and return it as a dict."""
+    metrics = {key: round(value, 5) if isinstance(value, float) else value for key, value in metrics.items()}
+    Path(path).write_text(json.dumps(metrics, indent=2) + "\n")
+    return metrics
+
+
+def reduce_logits(logits, labels):
+    """
+    `preprocess_logits_for_metrics`: instead of a vocabulary of logits per token, the predicted ids `(B, n)`, the
+    negative log-likelihoods `(B, n)` (0 where nothing is masked) and, with NSP, the predicted classes `(B,)`.
+    """
+    logits = logits if isinstance(logits, tuple) else (logits,)
+    labels = labels if isinstance(labels, tuple) else (labels,)
+    losses = torch.nn.functional.cross_entropy(logits[0].flatten(0, 1).float(), labels[0].flatten(), reduction="none")
+    reduced = (logits[0].argmax(-1), losses.view(labels[0].shape))
+    return (*reduced, logits[1].argmax(-1)) if len(labels) > 1 else reduced
+
+
+def pretraining_metrics(prediction):
+    """`compute_metrics`: loss and accuracy of the masked tokens and, with NSP, accuracy of the pairs."""
+    labels = prediction.label_ids if isinstance(prediction.label_ids, tuple) else (prediction.label_ids,)
+    guesses, losses, *pairs = prediction.predictions
+    masked = labels[0] != -100
+    metrics = {
+        "mlm_loss": float(losses[masked].mean()),
+        "mlm_accuracy": float((guesses == labels[0])[masked].mean()),
+    }
+    if pairs:
+        metrics["nsp_accuracy"] = float((pairs[0] == labels[1].reshape(-1)).mean())
+    return metrics

@@ -1,0 +1,292 @@
+"""Patterns against the published ratios, against plain loops over their definitions, and against written-out masks."""
+
+import math
+
+import pytest
+import torch
+
+from sparsebert.masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS, build_pattern
+
+
+RANDOM_PATTERNS = ("bigbird", "longformer", "random", "random_drop")
+
+
+def matrix(text):
+    """A mask drawn with `1` for attend and `.` for removed."""
+    return torch.tensor([[mark == "1" for mark in row] for row in text.split()])
+
+
+def by_loops(length, definition):
+    table = torch.zeros(length, length, dtype=torch.bool)
+    for i in range(length):
+        for j in range(length):
+            table[i, j] = definition(i, j)
+    return table
+
+
+def head_table(name, length, **parameters):
+    """The only mask `(n, n)` of a pattern whose heads are all equal."""
+    table = build_pattern(name, length, num_heads=2, **parameters).to_table()
+    assert table.shape == (1, 2, length, length)
+    assert torch.equal(table[0, 0], table[0, 1])
+    return table[0, 0]
+
+
+@pytest.mark.parametrize(
+    "name, with_diagonal, without_diagonal",
+    [
+        ("strided", 70.4, 71.2),
+        ("fixed", 72.7, 73.4),
+        ("logsparse", 89.8, 90.6),
+        ("star", 96.1, 96.9),
+        ("bigbird", 93.15, 93.9),
+        ("longformer", 88.8, 89.5),
+        ("random", 90.0, 90.1),
+        ("dense", 0.0, 0.8),
+        ("no_diag", 0.8, 0.8),
+        ("random_drop", 0.8, 1.6),
+    ],
+)
+def test_sparsity_is_the_published_one(name, with_diagonal, without_diagonal):
+    """SparseBERT, Tables 3 and 4, n = 128."""
+    assert 100 * build_pattern(name, 128, 12).sparsity == pytest.approx(with_diagonal, abs=0.1)
+    assert 100 * build_pattern(name, 128, 12, diagonal=False).sparsity == pytest.approx(without_diagonal, abs=0.1)
+
+
+def test_longformer_as_in_the_text():
+    assert 100 * build_pattern("longformer", 128, 12, window_size=2, num_global_tokens=2).sparsity == pytest.approx(
+        93.1, abs=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    "name, sparsities",
+    [("strided_cycle", (93, 87, 93)), ("fixed_cycle", (93, 87, 93)), ("star_cycle", (87, 87, 87))],
+)
+def test_sparsity_of_cycles(name, sparsities):
+    """O(n) Connections, Table 1, n = 256, in whole percent."""
+    for configuration, sparsity in zip(HEAD_CONFIGURATIONS, sparsities):
+        mask = build_pattern(name, 256, 4, num_layers=2, head_configuration=configuration)
+        assert 100 * mask.sparsity == pytest.approx(sparsity, abs=1)
+
+
+def test_strided_of_the_two_papers_differ():
+    union = build_pattern("strided_cycle", 128, 1, stride=4, head_configuration="union")
+    assert 100 * union.sparsity == pytest.approx(71.9, abs=0.1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 19, 33])
+def test_definitions_by_loops(length):
+    last = length - 1
+    powers = [2**k for k in range(10)]
+
+    def on_ring(i, j, relay_first, size):
+        """Neighbours on the ring of all tokens but the relay, by its own positions."""
+        position = [k - 1 if relay_first else k for k in (i, j)]
+        steps = (position[0] - position[1]) % last
+        return min(steps, last - steps) <= size
+
+    definitions = {
+        ("strided", "stride", 3): lambda i, j: abs(i - j) < 3 or abs(i - j) % 3 == 0,
+        ("fixed", "stride", 5): lambda i, j: i // 5 == j // 5 or j % 5 == 4,
+        ("logsparse", None, None): lambda i, j: i == j or abs(i - j) in powers,
+        ("star", "window_size", 1): lambda i, j: 0 in (i, j) or on_ring(i, j, True, 1),
+        ("star", "window_size", 2): lambda i, j: 0 in (i, j) or on_ring(i, j, True, 2),
+        ("star_cycle", "window_size", 2): lambda i, j: last in (i, j) or on_ring(i, j, False, 2),
+        ("window", "window_size", 0): lambda i, j: i == j,
+        ("dense", None, None): lambda i, j: True,
+        ("no_diag", None, None): lambda i, j: i != j,
+    }
+    for (name, parameter, value), definition in definitions.items():
+        parameters = {parameter: value} if parameter else {}
+        expected = by_loops(length, definition)
+        assert torch.equal(head_table(name, length, **parameters), expected), name
+        without = expected & ~torch.eye(length, dtype=torch.bool)
+        assert torch.equal(head_table(name, length, diagonal=False, **parameters), without), name
+
+
+def test_fixed_with_several_summary_tokens():
+    expected = by_loops(17, lambda i, j: i // 5 == j // 5 or j % 5 >= 3)
+    assert torch.equal(head_table("fixed", 17, stride=5, num_summary_tokens=2), expected)
+
+
+@pytest.mark.parametrize("num_global_tokens", [0, 1, 2])
+def test_window_and_bigbird_globals(num_global_tokens):
+    special = (0, 18)[:num_global_tokens]
+    expected = by_loops(19, lambda i, j: abs(i - j) <= 2 or i in special or j in special)
+    parameters = {"window_size": 2, "num_global_tokens": num_global_tokens}
+    assert torch.equal(head_table("window", 19, **parameters), expected)
+    assert torch.equal(head_table("bigbird", 19, num_random_keys=0, **parameters), expected)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("length", [1, 9, 19])
+def test_cycles_by_the_paper_from_one(length, stride):
+    """The sets of Eq. 4 and 5 exactly as printed, tokens counted from 1."""
+    strided, fixed = ([torch.zeros(length, length, dtype=torch.bool) for _ in range(2)] for _ in range(2))
+    for k in range(1, length + 1):
+        segment = math.ceil(k / stride) * stride
+        sets = (
+            (strided[0], range(k - math.ceil(stride / 2), k + stride // 2 + 1)),
+            (strided[1], range(k - length * stride, k + length * stride + 1, stride)),
+            (fixed[0], range(segment - stride + 1, segment + 1)),
+            (fixed[1], {k} | set(range(stride, length + 1, stride))),
+        )
+        for table, keys in sets:
+            for key in keys:
+                if 1 <= key <= length:
+                    table[k - 1, key - 1] = True
+    for name, expected in (("strided_cycle", strided), ("fixed_cycle", fixed)):
+        table = CYCLES[name](length, stride=stride).to_table()
+        assert torch.equal(table[:, 0], torch.stack(expected))
+
+
+WRITTEN = {
+    ("strided", 6, "stride", 3): "1111.. 11111. 111111 111111 .11111 ..1111",
+    ("fixed", 6, "stride", 3): "111..1 111..1 111..1 ..1111 ..1111 ..1111",
+    ("logsparse", 6, None, None): "111.1. 1111.1 11111. .11111 1.1111 .1.111",
+    ("star", 6, "window_size", 1): "111111 111..1 1111.. 1.111. 1..111 11..11",
+    ("window", 6, "window_size", 1): "11.... 111... .111.. ..111. ...111 ....11",
+    ("no_diag", 3, None, None): ".11 1.1 11.",
+}
+
+
+@pytest.mark.parametrize("key", WRITTEN)
+def test_written_out(key):
+    name, length, parameter, value = key
+    parameters = {parameter: value} if parameter else {}
+    assert torch.equal(head_table(name, length, **parameters), matrix(WRITTEN[key]))
+
+
+@pytest.mark.parametrize(
+    "name, parameter, value, sets",
+    [
+        ("strided_cycle", "stride", 2, ["11... 111.. .111. ..111 ...11", "1.1.1 .1.1. 1.1.1 .1.1. 1.1.1"]),
+        ("strided_cycle", "stride", 3, ["11... 111.. 1111. .1111 ..111", "1..1. .1..1 ..1.. 1..1. .1..1"]),
+        ("fixed_cycle", "stride", 2, ["11... 11... ..11. ..11. ....1", "11.1. .1.1. .111. .1.1. .1.11"]),
+        ("star_cycle", "window_size", 1, ["11.11 111.1 .1111 1.111 11111"]),
+    ],
+)
+def test_head_configurations_written_out(name, parameter, value, sets):
+    sets = torch.stack([matrix(text) for text in sets])
+    num_sets = len(sets)
+
+    def table(**arguments):
+        return build_pattern(name, 5, 4, **arguments, **{parameter: value}).to_table()
+
+    sequential = table(num_layers=3)
+    assert torch.equal(sequential, table(num_layers=3, head_configuration="sequential"))
+    for layer in range(len(sequential)):
+        for head in range(4):
+            assert torch.equal(sequential[layer, head], sets[layer % num_sets])
+    # One pattern is the same in all layers, which is a shared mask.
+    assert len(sequential) == (3 if num_sets > 1 else 1)
+
+    union = table(num_layers=3, head_configuration="union")
+    assert torch.equal(union, sets.any(0).expand(1, 4, 5, 5))
+
+    multihead = table(num_layers=3, head_configuration="multihead")
+    assert torch.equal(multihead[0], sets.repeat_interleave(4 // num_sets, dim=0))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_diagonal_is_never_forced(name):
+    mask = build_pattern(name, 21, 4, num_layers=2)
+    bare = build_pattern(name, 21, 4, num_layers=2, diagonal=False)
+    eye = torch.eye(21, dtype=torch.bool)
+    assert not (bare.to_table() & eye).any()
+    assert torch.equal(bare.to_table() | eye, mask.to_table() | eye)
+
+
+@pytest.mark.parametrize("name", RANDOM_PATTERNS)
+def test_random_patterns(name):
+    mask = build_pattern(name, 40, 3, seed=5)
+    table = mask.to_table()[0]
+    assert mask == build_pattern(name, 40, 3, seed=5)
+    assert mask != build_pattern(name, 40, 3, seed=6)
+    assert not any(torch.equal(table[a], table[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    state = torch.get_rng_state()
+    build_pattern(name, 40, 3, seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_counts():
+    length = 40
+    for sparsity in (0, 0.25, 0.9, 1):
+        counts = build_pattern("random", length, 3, sparsity=sparsity).to_table().sum((-1, -2))
+        assert counts.eq(round((1 - sparsity) * length**2)).all()
+    assert build_pattern("random_drop", length, 3).to_table().sum((-1, -2)).eq(length**2 - length).all()
+    # Four different keys per query, of which one may be the query itself, where the window is.
+    bigbird = build_pattern("bigbird", length, 3, window_size=0, num_global_tokens=0, num_random_keys=4)
+    counts = bigbird.without_diagonal().to_table().sum(-1)
+    assert set(counts.flatten().tolist()) == {3, 4}
+
+
+def test_longformer_globals():
+    length, size = 31, 2
+    for head in build_pattern("longformer", length, 4, window_size=size, num_global_tokens=3).to_table()[0]:
+        is_global = head.all(-1)
+        assert is_global.sum() == 3
+        assert torch.equal(
+            head, by_loops(length, lambda i, j: abs(i - j) <= size or bool(is_global[i] or is_global[j]))
+        )
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_longer_input_is_masked_by_the_definition_or_refused(name):
+    short = build_pattern(name, 16, 2, num_layers=2)
+    if short.length_policy == "error":
+        with pytest.raises(ValueError, match="longer than the mask"):
+            short.to_table(32)
+    else:
+        assert torch.equal(short.to_table(32), build_pattern(name, 32, 2, num_layers=2).to_table())
+
+
+def test_metadata_says_where_the_mask_comes_from():
+    assert build_pattern("bigbird", 16, 2, seed=3, window_size=2).metadata == {
+        "pattern": "bigbird",
+        "pattern_parameters": {"window_size": 2, "num_global_tokens": 2, "num_random_keys": 2},
+        "pattern_seed": 3,
+    }
+    assert build_pattern("star_cycle", 16, 2).metadata["head_configuration"] == "sequential"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": "bigbrid"}, "did you mean 'bigbird'"),
+        ({"name": "window", "window_sise": 3}, "did you mean 'window_size'"),
+        ({"name": "dense", "window_size": 3}, "allowed: none"),
+        ({"name": "window", "window_size": -1}, "window_size must be an integer from 0 to 15, got -1"),
+        ({"name": "window", "window_size": 16}, "window_size must be an integer from 0 to 15, got 16"),
+        ({"name": "window", "window_size": 1.5}, "window_size must be an integer"),
+        ({"name": "window", "window_size": True}, "window_size must be an integer"),
+        ({"name": "window", "num_global_tokens": 3}, "num_global_tokens must be an integer from 0 to 2, got 3"),
+        ({"name": "bigbird", "num_global_tokens": 3}, "num_global_tokens must be an integer from 0 to 2, got 3"),
+        ({"name": "bigbird", "num_random_keys": 17}, "num_random_keys must be an integer from 0 to 16, got 17"),
+        ({"name": "bigbird", "window_size": -1}, "window_size must be an integer of at least 0, got -1"),
+        ({"name": "longformer", "num_global_tokens": 17}, "num_global_tokens"),
+        ({"name": "longformer", "window_size": -1}, "window_size"),
+        ({"name": "strided", "stride": 0}, "stride must be an integer of at least 1, got 0"),
+        ({"name": "fixed", "stride": 0}, "stride must be an integer of at least 1, got 0"),
+        ({"name": "fixed", "num_summary_tokens": 5}, "num_summary_tokens must be an integer from 0 to 4, got 5"),
+        ({"name": "star", "window_size": 0}, "window_size must be an integer of at least 1, got 0"),
+        ({"name": "strided_cycle", "stride": 0}, "stride"),
+        ({"name": "fixed_cycle", "stride": 0}, "stride"),
+        ({"name": "star_cycle", "window_size": 0}, "window_size"),
+        ({"name": "random", "sparsity": 1.01}, "sparsity must be a number from 0 to 1, got 1.01"),
+        ({"name": "random", "sparsity": float("nan")}, "sparsity must be a number from 0 to 1, got nan"),
+        ({"name": "random", "sparsity": "high"}, "sparsity must be a number from 0 to 1, got 'high'"),
+        ({"name": "dense", "length": 0}, "length must be an integer of at least 1, got 0"),
+        ({"name": "dense", "num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
+        ({"name": "dense", "num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
+        ({"name": "random", "seed": -1}, "seed must be an integer from 0"),
+        ({"name": "dense", "diagonal": None}, "diagonal must be one of True, False, got None"),
+        ({"name": "dense", "head_configuration": "union"}, "head_configuration is for strided_cycle"),
+        ({"name": "fixed_cycle", "head_configuration": "unoin"}, "'sequential', 'union', 'multihead', got 'unoin'"),
+        ({"name": "fixed_cycle", "head_configuration": "multihead", "num_heads": 3}, "multiple of 2"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_pattern(**{"length": 16, "num_heads": 2} | arguments)
