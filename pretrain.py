@@ -2,11 +2,12 @@
 Pre-train a SparseBERT from a recipe: `python pretrain.py RECIPE [--field value ...]`.
 
 Learns the mask with the weights (or runs through a given one), freezes it, and writes to `output_dir`: the model with
-its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` (P before freezing), pictures, TensorBoard logs.
+its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` (P before freezing), pictures (with the extra `viz`),
+TensorBoard logs.
 """
 
-import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -20,10 +21,11 @@ from sparsebert.data import (
     pretraining_dataset,
     train_tokenizer,
 )
-from sparsebert.recipes import load_recipe
+from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,
     SparseBertTrainer,
+    check_backend,
     check_output_dir,
     pretraining_metrics,
     reduce_logits,
@@ -40,6 +42,7 @@ def main(arguments):
     data = PretrainingArguments(**recipe["data"])
     training = TrainingArguments(**recipe["training"])
     output = Path(training.output_dir)
+    check_backend(data.attn_implementation)
     check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
     set_seed(training.seed)
 
@@ -50,6 +53,7 @@ def main(arguments):
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
         model.set_mask(SparseMask.from_pretrained(data.mask))
+    model.set_attn_implementation(data.attn_implementation)
     sparse_attention = model.sparse_attention
 
     def documents(split):
@@ -61,6 +65,7 @@ def main(arguments):
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
     else:
         tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
+        tokenizer.model_max_length = model.config.max_position_embeddings
     check_tokenizer(tokenizer, model.config.vocab_size)
     train_set, validation_set = (
         pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
@@ -94,15 +99,13 @@ def main(arguments):
     metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
     metrics["train_seconds"] = trained["train_runtime"]
     metrics["seconds"] = time.perf_counter() - start
-    plot_heads(sparse_attention.mask, output / "heads.png")
-    plot_mean_probs(probs, output / "mean_probs.png")
-    plot_offset_profile(probs, output / "offset_profile.png")
+    if find_spec("matplotlib"):
+        plot_heads(sparse_attention.mask, output / "heads.png")
+        plot_mean_probs(probs, output / "mean_probs.png")
+        plot_offset_profile(probs, output / "offset_profile.png")
     print(write_metrics(output / "metrics.json", metrics))
     print("pictures:", *sorted(map(str, output.glob("*.png"))))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(f"pretrain.py: {error}")
+    run_script(main)

@@ -1,16 +1,3 @@
-# Copyright 2026 The sparsebert authors. All rights reserved.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
 """Pre-training data: documents, the WordPiece tokenizer, masked-LM and next-sentence examples, and their collator."""
 
 import gzip
@@ -170,7 +157,9 @@ def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
                 # Decoded line by line, for the line number in the error.
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\0", "")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)") from error
+        raise ValueError(
+            f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
+        ) from error
     except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{file}: corrupt {compression} file after line {number} ({error})") from error
 
@@ -398,7 +387,7 @@ def pretraining_dataset(
         "token_type_ids": (positions >= np.repeat(first_lengths, lengths)).astype(np.int8),
         "special_tokens_mask": ((ids == cls) | (ids == sep)).astype(np.int8),
     }
-    # 64-bit offsets: a corpus may have more tokens than fit 31 bits. Arrow arrays take no copy of the tokens.
+    # Large lists have 64-bit offsets, for corpora of 2**31 tokens and more.
     columns = {name: pa.LargeListArray.from_arrays(offsets, values) for name, values in columns.items()}
     if labels is not None:
         columns["next_sentence_label"] = pa.array(labels)
@@ -554,8 +543,10 @@ def pretraining_collator(
     seed: int | None = None,
 ) -> "DataCollatorForLanguageModeling":
     """
-    Return the collator for the rows of [`pretraining_dataset`]: padding and dynamic masking, 80 % `[MASK]`, 10 % random
-    tokens and 10 % unchanged tokens.
+    Return the collator for the rows of [`pretraining_dataset`].
+
+    It pads, and masks anew each time a row is drawn: of the tokens to predict, 80 % become `[MASK]`, 10 % a random
+    token and 10 % stay.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):

@@ -6,11 +6,13 @@ it, `--model.search soft` names the section as well.
 """
 
 import difflib
+import sys
 import typing
 from dataclasses import fields
 from pathlib import Path
 
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 
 
 def nearest(what, name, allowed):
@@ -103,3 +105,11 @@ def _convert(what, value, annotation):
         except ValueError:
             raise ValueError(f"{what} must be a number, got {value!r}") from None
     return value
+
+
+def run_script(main):
+    """Call `main(arguments)` with the command line's; what the user got wrong ends in one sentence, not a traceback."""
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError, StrictDataclassError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")

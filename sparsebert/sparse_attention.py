@@ -259,9 +259,7 @@ class SparseAttention(nn.Module):
         return self._cached(
             ("index", length),
             device,
-            lambda: parameter_index(
-                self.search.form, length, config.mask_length, config.symmetric, config.block_size
-            ),
+            lambda: parameter_index(self.search.form, length, config.mask_length, config.symmetric, config.block_size),
         )
 
     def _fixed(self, length):
@@ -338,7 +336,7 @@ class SparseAttention(nn.Module):
             keep = keep & _causal(num_queries, num_keys, device)
         live = keep.any(-1, keepdim=True)
         inputs = {"bias": additive(keep).unbind(0)}
-        if torch.compiler.is_compiling() or not live.all():
+        if padding is not None or torch.compiler.is_compiling() or not live.all():
             inputs["live"] = live.unbind(0)
         if padding is None and not torch.compiler.is_compiling():
             self._cache[key] = inputs
@@ -364,7 +362,11 @@ class SparseAttention(nn.Module):
         """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
         special, diagonal = always
         mask = self._mask
-        fixed = mask.diagonal if mask is not None else {"learned": None, "keep": True, "remove": False}[self.config.diagonal]
+        fixed = (
+            mask.diagonal
+            if mask is not None
+            else {"learned": None, "keep": True, "remove": False}[self.config.diagonal]
+        )
         on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
         values = torch.where(special, on, values)
         return values if fixed is None else torch.where(diagonal, on if fixed else off, values)

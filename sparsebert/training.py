@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Trainer
 
+from .attention import ATTENTION_NAMES
 from .sparse_attention import get_sparse_attention
 
 
@@ -28,6 +29,7 @@ class PretrainingArguments:
         mlm_probability (`float`): Share of the tokens to predict.
         freeze_threshold (`float`): Keep what has P above it.
         freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead.
+        attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
         overwrite (`bool`): Accept an output folder that is not empty.
     """
 
@@ -43,6 +45,31 @@ class PretrainingArguments:
     mlm_probability: float = 0.15
     freeze_threshold: float = 0.5
     freeze_sparsity: float | None = None
+    attn_implementation: str = "sparse_auto"
+    overwrite: bool = False
+
+
+@dataclass
+class FinetuningArguments:
+    """
+    Section `data` of a fine-tuning recipe.
+
+    Args:
+        task (`str`, *optional*): A name of `TASKS`.
+        model (`str`, *optional*): Folder or Hub id of a pre-trained model, whose frozen mask stays as it is.
+        task_kwargs (`dict`, *optional*): Arguments of the task's `load`, such as `{"train_size": 1000}`.
+        max_length (`int`): Longer inputs are cut.
+        baseline (`bool`): Report the task's simple baseline as well.
+        attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
+        overwrite (`bool`): Accept an output folder that is not empty.
+    """
+
+    task: str | None = None
+    model: str | None = None
+    task_kwargs: dict | None = None
+    max_length: int = 128
+    baseline: bool = True
+    attn_implementation: str = "sparse_auto"
     overwrite: bool = False
 
 
@@ -65,6 +92,15 @@ class SparseBertTrainer(Trainer):
         with torch.random.fork_rng():
             torch.manual_seed(self.args.seed)
             return super().evaluation_loop(*args, **kwargs)
+
+
+def check_backend(name):
+    """
+    Raises:
+        ValueError: If `name` is not an attention implementation that applies the mask.
+    """
+    if name not in ATTENTION_NAMES:
+        raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
 
 
 def check_output_dir(path, overwrite=False, resume=False):

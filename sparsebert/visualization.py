@@ -97,7 +97,7 @@ def _save(figure, path):
 
 def _draw_mask(axis, table):
     """One mask `(n, n)`, white where a query may attend."""
-    axis.imshow(table, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axis.imshow(table.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axis.set_xticks([])
     axis.set_yticks([])
 
@@ -126,7 +126,7 @@ def plot_heads(mask_or_table, path):
     axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axis in axes[num_layers * num_heads :]:
         axis.set_axis_off()
-    for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1))):
+    for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
         _draw_mask(axis, head)
         name = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
         axis.set_title(f"{name}\n{1 - head.float().mean():.1%} removed", fontsize=7 if num_layers > 1 else 8)
@@ -156,9 +156,10 @@ def plot_mean_probs(probs, path, quantity=KEPT):
     num_heads, length, _ = probs.shape
     figure = _figure(5.6, 4.9)
     axis = figure.subplots()
-    image = axis.imshow(probs.mean(0), cmap="cividis", interpolation="nearest")
+    image = axis.imshow(probs.mean(0).numpy(), cmap="cividis", interpolation="nearest")
     figure.colorbar(image, ax=axis, label=f"mean over heads of\n{quantity}")
-    axis.set_title(f"{num_heads} head{'s' * (num_heads > 1)}, {length} tokens\n(yellow: kept most)", fontsize=11)
+    heads = f"{num_heads} head{'s' * (num_heads > 1)}"
+    axis.set_title(f"What is kept by position\n({heads}, {length} tokens; yellow: kept most)", fontsize=11)
     axis.set_xlabel("key position j")
     axis.set_ylabel("query position i")
     _save(figure, path)
@@ -185,15 +186,16 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     sums = torch.zeros(num_heads, length).index_add_(1, offset, probs[:, others])
     counts = offset.bincount(minlength=length)
     seen = counts.nonzero().flatten()
-    profile = sums[:, seen] / counts[seen]  # (H, offsets)
+    profile = (sums[:, seen] / counts[seen]).numpy()  # (H, offsets)
+    seen = seen.numpy()
 
     figure = _figure(6.4, 4.2)
     axis = figure.subplots()
     axis.fill_between(
-        seen, profile.amin(0), profile.amax(0), color="#56B4E9", alpha=0.4, lw=0, label="lowest to highest head"
+        seen, profile.min(0), profile.max(0), color="#56B4E9", alpha=0.4, lw=0, label="lowest to highest head"
     )
     marker = "o" if len(seen) <= 160 else None
-    axis.plot(seen, profile.mean(0), color="#0072B2", lw=1.5, marker=marker, ms=3, label="mean over heads")
+    axis.plot(seen, profile.mean(0), color="#0072B2", lw=1.5, marker=marker, ms=2.5, label="mean over heads")
     # Logarithmic, because what matters is near the diagonal; linear up to 1, to show offset 0.
     if seen[-1] > 16:
         ticks = [0] + [2**k for k in range(int(seen[-1]).bit_length())]
@@ -204,7 +206,7 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     heads = f"{num_heads} head{'s' * (num_heads > 1)}"
     axis.set_title(f"What is kept by distance\n({heads}, {length} tokens{left_out[special_tokens]})", fontsize=11)
     axis.set_xlabel("offset |i - j| between query and key (0 is the diagonal)")
-    axis.set_ylabel(f"mean over the diagonal of\n{quantity}")
+    axis.set_ylabel(f"mean at each offset of\n{quantity}")
     axis.set_ylim(-0.03, 1.03)
     axis.grid(alpha=0.3)
     axis.legend()
@@ -221,20 +223,19 @@ def plot_gallery(path, length=16):
         length (`int`, *optional*, defaults to 16): n.
     Source: SparseBERT (arXiv 2102.12871), Figure 1.
     """
-    num_columns = 4
+    num_columns = 5
     num_rows = math.ceil(len(PATTERNS) / num_columns)
-    figure = _figure(2.1 * num_columns + 0.5, 2.55 * num_rows + 0.8)
+    figure = _figure(2.1 * num_columns + 0.5, 2.85 * num_rows + 0.6)
     axes = figure.subplots(num_rows, num_columns).ravel()
     for axis in axes[len(PATTERNS) :]:
         axis.set_axis_off()
-    for axis, name in zip(axes, PATTERNS):
+    for axis, name in zip(axes, PATTERNS, strict=False):
         layout = "union" if name in CYCLES else None
         mask = build_pattern(name, length, 1, head_configuration=layout, **GALLERY_PARAMETERS.get(name, {}))
         _draw_mask(axis, mask.to_table()[0, 0])
         parameters = [f"{key}={value}" for key, value in mask.metadata["pattern_parameters"].items()]
         axis.set_title(f"{name}{' (union)' if layout else ''}\n{mask.sparsity:.1%} removed", fontsize=10)
-        # Always three lines: the layout spaces the rows by the longest label only if all have its height.
-        axis.set_xlabel("\n".join((parameters + [" "] * 3)[:3]), fontsize=7)
+        axis.set_xlabel("\n".join(parameters), fontsize=7)
     figure.suptitle(f"Attention patterns at {length} tokens ({WHITE_ATTENDS})", fontsize=12)
     figure.supxlabel("key position j", fontsize=9)
     figure.supylabel("query position i", fontsize=9)

@@ -143,8 +143,8 @@ def star(length, *, window_size=1):
     Source: Star-Transformer (arXiv 1902.09113) as in SparseBERT (arXiv 2102.12871), Figure 1a.
     """
     check_range("window_size", window_size, 1)
-    # Tokens 1..n-1 are a ring of n - 1, so that offset d is also n - 1 - d steps the other way round. Row and column 0,
-    # where this would not hold, are on anyway: the ring depends on the offset alone.
+    # Tokens 1..n-1 are a ring of n - 1: offset d is also n - 1 - d steps the other way round. Row and column 0, where
+    # this does not hold, are on anyway, so that the offset alone decides.
     offset = torch.arange(length)
     keep = (offset <= window_size) | (offset >= length - 1 - window_size)
     return _offsets(keep, length, "error", special_tokens="first")

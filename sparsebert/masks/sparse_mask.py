@@ -7,12 +7,14 @@ the diagonal, is on unless the structure or the special tokens say so.
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import PushToHubMixin
@@ -99,16 +101,21 @@ class SparseMask(PushToHubMixin):
         check_choice("length_policy", length_policy, LENGTH_POLICIES)
         if form == "table" and length_policy == "extend":
             raise ValueError("length_policy 'extend' needs a Toeplitz form (offsets or blocks), got form 'table'")
-        if (form == "blocks") != (block_size is not None) or (block_size is not None and block_size < 1):
-            raise ValueError(f"block_size must be a positive integer with form 'blocks' only, got {block_size!r}")
+        if (form == "blocks") != (block_size is not None):
+            raise ValueError(f"block_size goes with form 'blocks' only, got {block_size!r} with form {form!r}")
+        for field, value in (("length", length), ("block_size", block_size)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{field} must be a positive integer, got {value!r}")
         if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
             raise ValueError(f"keep must be a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
         num_dims = 4 if form == "table" else 3
-        keep = keep.detach().cpu().contiguous()
+        keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
         keep = keep[None] if keep.dim() == num_dims - 1 else keep
+        if keep.dim() != num_dims:
+            raise ValueError(f"keep of form {form!r} must have {num_dims} dimensions (L, H, ...), got {keep.dim()}")
         size = {"offsets": keep.shape[-1], "blocks": -(-length // (block_size or 1)), "table": length}[form]
         expected = {"offsets": (size,), "blocks": (size,), "table": (length, length)}[form]
-        if keep.dim() != num_dims or tuple(keep.shape[2:]) != expected or size > length or 0 in keep.shape:
+        if tuple(keep.shape[2:]) != expected or size > length or 0 in keep.shape:
             raise ValueError(f"keep of form {form!r} must have shape (L, H, {', '.join(map(str, expected))}), "
                              f"got {tuple(keep.shape)} at length {length}")  # fmt: skip
         self.keep = keep
@@ -154,7 +161,9 @@ class SparseMask(PushToHubMixin):
         Raises:
             ValueError: If `length` exceeds the mask's and `length_policy` is `"error"`.
         """
-        length = length or self.length
+        length = self.length if length is None else length
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
         known = min(length, self.length)
         if length > self.length and self.length_policy == "error":
             raise ValueError(
@@ -199,7 +208,7 @@ class SparseMask(PushToHubMixin):
         Raises:
             ValueError: As [`SparseMask.structure`].
         """
-        table = self.to_table(length)[min(layer, self.num_layers - 1)].to(device)
+        table = self.to_table(length)[0 if self.num_layers == 1 else layer].to(device)
 
         def sparse_mask_mod(b, h, q_idx, kv_idx):
             return table[h, q_idx, kv_idx]
@@ -267,9 +276,6 @@ class SparseMask(PushToHubMixin):
         from .. import __version__
 
         folder = Path(save_directory)
-        if push_to_hub:
-            repo_id = kwargs.pop("repo_id", folder.name)
-            return self.push_to_hub(repo_id, **kwargs)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "format_version": MASK_FORMAT_VERSION,
@@ -279,13 +285,14 @@ class SparseMask(PushToHubMixin):
             **self.metadata,
         }
         bits = torch.from_numpy(np.packbits(self.keep.flatten().numpy()))
-        # The old pair stays readable until both new files are complete.
-        for name, write in (
-            (MASK_WEIGHTS_NAME, lambda path: save_file({"keep": bits}, path)),
-            (MASK_CONFIG_NAME, lambda path: Path(path).write_text(json.dumps(config, indent=2) + "\n")),
-        ):
-            write(folder / f"{name}.tmp")
-            os.replace(folder / f"{name}.tmp", folder / name)
+        # The old pair stays until both new files are complete.
+        temporary = {name: folder / f"{name}.tmp" for name in (MASK_WEIGHTS_NAME, MASK_CONFIG_NAME)}
+        save_file({"keep": bits}, temporary[MASK_WEIGHTS_NAME])
+        temporary[MASK_CONFIG_NAME].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, path in temporary.items():
+            os.replace(path, folder / name)
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
@@ -313,7 +320,10 @@ class SparseMask(PushToHubMixin):
             )
         else:
             name = str(pretrained_model_name_or_path)
-            paths = [Path(hf_hub_download(name, file, **kwargs)) for file in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME)]
+            try:
+                paths = [Path(hf_hub_download(name, file, **kwargs)) for file in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME)]
+            except HFValidationError as error:
+                raise MaskFileError(f"{name}: no such folder, and not a Hub id") from error
         return cls._read(*paths)
 
     @classmethod
@@ -324,13 +334,15 @@ class SparseMask(PushToHubMixin):
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
             version = config.pop("format_version")
+            if version != MASK_FORMAT_VERSION:
+                raise MaskFileError(
+                    f"{config_path}: format_version must be {MASK_FORMAT_VERSION}, got {version!r}; update sparsebert"
+                )
             shape = [config.pop("num_layers"), config.pop("num_heads"), config.pop("num_parameters")]
             fields = {name: config.pop(name) for name in ("length", "form", "block_size", "special_tokens")}
             fields |= {name: config.pop(name) for name in ("last_token", "diagonal", "length_policy")}
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
             raise MaskFileError(f"{config_path}: not a mask description ({error!r})") from error
-        if version != MASK_FORMAT_VERSION:
-            raise MaskFileError(f"{config_path}: format_version must be {MASK_FORMAT_VERSION}, got {version!r}")
         if not all(isinstance(size, int) and 0 < size < 2**20 for size in (*shape, fields["length"])):
             raise MaskFileError(f"{config_path}: sizes must be positive integers, got {shape}, {fields['length']}")
         if fields["form"] == "table":
@@ -343,7 +355,7 @@ class SparseMask(PushToHubMixin):
             raise MaskFileError(
                 f"{weights_path}: damaged or not a safetensors file ({error}); write or download it again"
             ) from error
-        num_bits = int(np.prod(shape, dtype=np.int64))
+        num_bits = math.prod(shape)
         if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or len(bits) != -(-num_bits // 8):
             got = "nothing" if bits is None else f"{bits.dtype} {tuple(bits.shape)}"
             raise MaskFileError(f"{weights_path}: expected {-(-num_bits // 8)} bytes for shape {shape}, got {got}")

@@ -1,17 +1,3 @@
-# Copyright 2026 The sparsebert authors. All rights reserved.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The built-in corpus: English prose from the documentation strings of the standard library and installed packages."""
 """Fine-tuning tasks. A new one is a module with its `load` and `metrics` functions, and a row of [`TASKS`]."""
 
 from collections.abc import Callable

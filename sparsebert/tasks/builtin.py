@@ -1,17 +1,3 @@
-# Copyright 2026 The sparsebert authors. All rights reserved.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The built-in corpus: English prose from the documentation strings of the standard library and installed packages."""
 """The built-in task: from which package does a piece of documentation come?"""
 
 import functools
@@ -122,7 +108,9 @@ def load(
             ("validation", modules[:held_out], validation_size),
         ):
             examples = [
-                {"text": text, "label": index, "module": module} for module in members for text in pieces[label][module]
+                {"text": text, "label": index, "module": module}
+                for module in members
+                for text in pieces[label][module]
             ]
             rng.shuffle(examples)
             rows[split].extend(examples[: size // len(labels)])

@@ -1,0 +1,45 @@
+# make demo, make test, make lint: each sets up $(VENV) first where that is needed. make clean removes it and runs/.
+# Another interpreter: make test PYTHON=python3.12. Other extras of setup.cfg: make test EXTRAS=dev,gpu.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(INSTALLED)
+	@echo "1/5 A small BERT learns its mask on the documentation of the installed packages"
+	$(VENV)/bin/python pretrain.py recipes/demo_dam_s.yaml
+	@echo "2/5 The same without a mask"
+	$(VENV)/bin/python pretrain.py recipes/demo_dense.yaml
+	@echo "3/5 Fine-tuning through the frozen mask"
+	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dam_s --output_dir runs/demo/dam_s_task
+	@echo "4/5 Fine-tuning the dense model"
+	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dense --output_dir runs/demo/dense_task
+	@echo "5/5 Results"
+	$(VENV)/bin/python -m sparsebert.report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "$(PYTHON) is not Python 3.10 or newer with the venv module. Install it (Debian, Ubuntu: apt install" \
+			"python3-venv) or name another: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV) (once; downloads PyTorch and Transformers)"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	find sparsebert tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,227 @@
+"""
+A Hugging Face Hub on this machine, enough for model repositories: create, push (regular and LFS files), download.
+
+Not covered: xet, multipart LFS, branches, pull requests, datasets and spaces. Clients read the environment when they
+import `huggingface_hub`, so run them in a subprocess with [`HubServer.environment`].
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+TOKEN = "hf_local"
+# What the Hub's default .gitattributes sends through LFS, as far as this project writes it.
+LFS_SUFFIXES = (".safetensors", ".bin", ".model")
+
+
+@dataclass
+class Repo:
+    """Newest commit of a repository. `files`: path -> sha256 of its content; `lfs`: paths that came through LFS."""
+
+    sha: str
+    files: dict = field(default_factory=dict)
+    lfs: set = field(default_factory=set)
+
+
+class HubServer:
+    """
+    Context manager that serves a Hub on a free port of the loopback interface.
+
+    Attributes:
+        url (`str`): Endpoint.
+        repos (`dict[str, Repo]`): What was pushed, by `"user/name"`.
+    """
+
+    def __enter__(self):
+        self.repos = {}
+        self.folder = tempfile.TemporaryDirectory()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._http.hub = self
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+        self.folder.cleanup()
+
+    def environment(self, hf_home):
+        """The caller's environment variables with this Hub as the endpoint and `hf_home` as the (new) cache."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        return kept | {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(hf_home),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def blob(self, oid):
+        return Path(self.folder.name, oid)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self._dispatch()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def _dispatch(self):
+        # Read the body in any case: what is left of it would be taken for the next request on this connection.
+        body = self._body()
+        if self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}") or (
+            self.command == "POST" and "Authorization" not in self.headers
+        ):
+            return self._error(401, "Invalid credentials in Authorization header")
+        path = unquote(urlsplit(self.path).path)
+        method = "GET" if self.command == "HEAD" else self.command
+        for route_method, pattern, handler in _ROUTES:
+            if route_method == method and (match := re.fullmatch(pattern, path)):
+                groups = match.groupdict()
+                if "repo" not in groups:
+                    return handler(self, body, **groups)
+                repo = self.server.hub.repos.get(groups["repo"])
+                if repo is None:
+                    return self._error(404, "Repository not found", "RepoNotFound")
+                if groups.pop("revision", None) not in (None, "main", repo.sha):
+                    return self._error(404, "Invalid rev id", "RevisionNotFound")
+                return handler(self, body, **(groups | {"repo": repo, "name": groups["repo"]}))
+        return self._error(404, f"No route for {self.command} {path}")
+
+    def _body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def _send(self, status, content, headers):
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _json(self, value, status=200, headers=None):
+        self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
+
+    def _error(self, status, message, code=None):
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self._json({"error": message}, status, headers)
+
+    def _create(self, body):
+        fields = json.loads(body)
+        name = f"{fields.get('organization') or 'user'}/{fields['name']}"
+        url = f"{self.server.hub.url}/{name}"
+        if name in self.server.hub.repos:
+            return self._json({"error": "You already created this model repo", "url": url}, 409)
+        self.server.hub.repos[name] = Repo(sha=hashlib.sha1(name.encode()).hexdigest())
+        self._json({"url": url, "name": name})
+
+    def _validate_card(self, body):
+        self._json({"errors": [], "warnings": []})
+
+    def _preupload(self, body, repo, name):
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        modes = {path: "lfs" if path.endswith(LFS_SUFFIXES) else "regular" for path in paths}
+        self._json({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]})
+
+    def _lfs_batch(self, body, repo, name):
+        hub = self.server.hub
+        objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(body)["objects"]]
+        for item in objects:
+            if not hub.blob(item["oid"]).exists():
+                item["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
+        self._json({"transfer": "basic", "objects": objects})
+
+    def _lfs_put(self, body, oid):
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self._error(400, "Content does not match its sha256")
+        self.server.hub.blob(oid).write_bytes(body)
+        self._json({})
+
+    def _commit(self, body, repo, name):
+        hub = self.server.hub
+        files, lfs = dict(repo.files), set(repo.lfs)
+        for line in body.splitlines():
+            operation = json.loads(line)
+            value = operation["value"]
+            if operation["key"] == "header":
+                continue
+            path = value["path"]
+            lfs.discard(path)
+            if operation["key"] == "file":
+                content = base64.b64decode(value["content"])
+                files[path] = hashlib.sha256(content).hexdigest()
+                hub.blob(files[path]).write_bytes(content)
+            elif operation["key"] == "lfsFile" and hub.blob(value["oid"]).exists():
+                files[path] = value["oid"]
+                lfs.add(path)
+            elif operation["key"] == "deletedFile":
+                files.pop(path, None)
+            else:
+                return self._error(400, f"Cannot commit {operation['key']} {path}")
+        sha = hashlib.sha1((repo.sha + json.dumps(files, sort_keys=True)).encode()).hexdigest()
+        hub.repos[name] = Repo(sha, files, lfs)
+        self._json({"success": True, "commitOid": sha, "commitUrl": f"{hub.url}/{name}/commit/{sha}"})
+
+    def _info(self, body, repo, name):
+        siblings = [{"rfilename": path} for path in sorted(repo.files)]
+        self._json({"id": name, "sha": repo.sha, "private": False, "tags": [], "siblings": siblings})
+
+    def _tree(self, body, repo, name):
+        entries = []
+        for path, oid in sorted(repo.files.items()):
+            size = self.server.hub.blob(oid).stat().st_size
+            entry = {"type": "file", "path": path, "size": size, "oid": oid}
+            if path in repo.lfs:
+                entry["lfs"] = {"oid": oid, "size": size, "pointerSize": 130}
+            entries.append(entry)
+        self._json(entries)
+
+    def _resolve(self, body, repo, name, path):
+        if path not in repo.files:
+            return self._error(404, "Entry not found", "EntryNotFound")
+        oid = repo.files[path]
+        content = self.server.hub.blob(oid).read_bytes()
+        headers = {"ETag": f'"{oid}"', "X-Repo-Commit": repo.sha}
+        if path in repo.lfs:
+            headers |= {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
+        self._send(200, content, headers)
+
+
+_REPO = r"(?P<repo>[^/]+/[^/]+)"
+_REVISION = r"(?P<revision>[^/]+)"
+_ROUTES = (
+    ("POST", "/api/repos/create", _Handler._create),
+    ("POST", "/api/validate-yaml", _Handler._validate_card),
+    ("POST", f"/api/models/{_REPO}/preupload/{_REVISION}", _Handler._preupload),
+    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler._lfs_batch),
+    ("PUT", "/lfs/(?P<oid>[0-9a-f]{64})", _Handler._lfs_put),
+    ("POST", f"/api/models/{_REPO}/commit/{_REVISION}", _Handler._commit),
+    ("GET", f"/api/models/{_REPO}(?:/revision/{_REVISION})?", _Handler._info),
+    ("GET", f"/api/models/{_REPO}/tree/{_REVISION}/?", _Handler._tree),
+    ("GET", f"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", _Handler._resolve),
+)

@@ -1,0 +1,352 @@
+import gzip
+import json
+import logging
+import lzma
+import random
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, BertTokenizerFast
+
+from sparsebert.data import (
+    check_tokenizer,
+    load_documents,
+    pretraining_collator,
+    pretraining_dataset,
+    read_documents,
+    train_tokenizer,
+)
+
+
+WORDS = "the of red blue house walks sees tree river quickly under small world cat dog bird sings".split()
+
+
+def make_documents(number, seed=0, paragraphs=6):
+    """Documents whose sentences end with a word of their own document, so that their origin can be seen."""
+    rng = random.Random(seed)
+    return [
+        [
+            " ".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 9))).capitalize() + f" d{index}." for _ in range(3))
+            for _ in range(paragraphs)
+        ]
+        for index in range(number)
+    ]
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return make_documents(60)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents):
+    return train_tokenizer(documents, vocab_size=400)
+
+
+def write(file, text):
+    content = text if isinstance(text, bytes) else text.encode()
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+    with opener(file, "wb") as stream:
+        stream.write(content)
+    return file
+
+
+class TestReadDocuments:
+    @pytest.mark.parametrize("ending", [".txt", ".txt.gz", ".txt.xz"])
+    def test_text(self, tmp_path, ending):
+        file = write(tmp_path / f"a{ending}", b"\xef\xbb\xbfOne  two\r\nthr\0ee\r\n\r\n \n\nfour\n\t\n")
+        assert list(read_documents(file)) == [["One two", "three"], ["four"]]
+
+    @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
+    def test_jsonl(self, tmp_path, ending):
+        rows = [{"text": "One\n\ntwo  x", "id": 1}, {"text": " \n"}, {"text": "\u017elu\u0165"}]
+        file = write(tmp_path / f"a{ending}", "\n".join(map(json.dumps, rows)) + "\n\n")
+        assert list(read_documents(str(file))) == [["One", "two x"], ["\u017elu\u0165"]]
+
+    def test_several_files_in_order(self, tmp_path):
+        files = [write(tmp_path / name, f"{name}\n") for name in ("b.txt", "a.txt")]
+        assert list(read_documents(files)) == [["b.txt"], ["a.txt"]]
+
+    def test_names_are_checked_before_reading(self, tmp_path):
+        good = write(tmp_path / "a.txt", "x")
+        with pytest.raises(FileNotFoundError, match="missing.txt"):
+            read_documents([good, tmp_path / "missing.txt"])
+        for name in ("a.pdf", "a.gz", "noending"):
+            with pytest.raises(ValueError, match=r"allowed are .*\.jsonl\.xz"):
+                read_documents([good, write(tmp_path / name, "x")])
+        (tmp_path / "directory.txt").mkdir()
+        with pytest.raises(ValueError, match="directory.txt"):
+            read_documents(tmp_path / "directory.txt")
+        with pytest.raises(ValueError, match="empty"):
+            read_documents([])
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("a.txt", b"good\nb\xffd\n", r"a\.txt:2: not UTF-8 .* byte 1 "),
+            ("a.txt", "text".encode("utf-16"), r"a\.txt:1: not UTF-8"),
+            ("a.jsonl", '{"text": "a"}\n\n{"body": "a"}', r'a\.jsonl:3: .*"text", got fields \[\'body\'\]'),
+            ("a.jsonl", '{"text": 1}', r"a\.jsonl:1: "),
+            ("a.jsonl", "[1]", r"a\.jsonl:1: .*list"),
+            ("a.jsonl", "{text", r"a\.jsonl:1: not a JSON object"),
+            ("a.txt", "", "no paragraph of text in .*a.txt"),
+            ("a.txt.xz", " \n\0\n", "no paragraph of text"),
+            ("a.jsonl", '{"text": ""}', "no paragraph of text"),
+        ],
+    )
+    def test_malformed_files(self, tmp_path, name, content, message):
+        with pytest.raises(ValueError, match=message):
+            list(read_documents(write(tmp_path / name, content)))
+
+    @pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+    def test_corrupt_archives(self, tmp_path, ending, compress):
+        content = compress(random.Random(0).randbytes(1000).hex().encode())
+        for name, data in (("cut", content[:200]), ("not", b"plain text")):
+            file = tmp_path / f"{name}.txt{ending}"
+            file.write_bytes(data)
+            with pytest.raises(ValueError, match=f"{file.name}: corrupt {ending} file"):
+                list(read_documents(file))
+
+
+class TestLoadDocuments:
+    def test_splits_are_disjoint_complete_and_independent_of_order(self, tmp_path):
+        documents = [[f"paragraph {i}", "other"] for i in range(1000)]
+        blocks = ["\n".join(document) for document in documents]
+        file = write(tmp_path / "a.txt", "\n\n".join(blocks))
+        backwards = write(tmp_path / "b.txt", "\n\n".join(reversed(blocks)))
+        train, validation = (list(load_documents(file, split, holdout_every=10)) for split in ("train", "validation"))
+        assert sorted(train + validation) == sorted(documents) == sorted(load_documents(file, "all"))
+        assert 60 < len(validation) < 140
+        assert list(load_documents([backwards], "validation", holdout_every=10)) == validation[::-1]
+
+    def test_builtin(self, tmp_path, monkeypatch):
+        from sparsebert import corpus
+
+        small = corpus.builtin_documents(("json", "email"))
+        monkeypatch.setattr(corpus, "builtin_documents", lambda: small)
+        loaded = list(load_documents("builtin", "all"))
+        assert sorted(loaded) == sorted(document.paragraphs for document in small)
+
+    def test_bad_arguments(self, tmp_path):
+        file = write(tmp_path / "a.txt", "text")
+        with pytest.raises(ValueError, match="split must be one of 'train', .* got 'test'"):
+            load_documents(file, "test")
+        with pytest.raises(ValueError, match="holdout_every must be at least 2, got 1"):
+            load_documents(file, holdout_every=1)
+        with pytest.raises(ValueError, match="hub:owner/name"):
+            load_documents("hub:a/b:c:d")
+        with pytest.raises(FileNotFoundError, match="bultin"):
+            load_documents("bultin")
+        with pytest.raises(ValueError, match="split 'validation' with holdout_every=1000000"):
+            list(load_documents(file, "validation", holdout_every=1_000_000))
+
+
+class TestTokenizer:
+    def test_survives_saving(self, tokenizer, tmp_path):
+        tokenizer.save_pretrained(tmp_path)
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+        assert isinstance(loaded, BertTokenizerFast)
+        text = ("The RED house d\u00f3g.", "sees [MASK]")
+        assert dict(loaded(*text)) == dict(tokenizer(*text))
+        assert loaded.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        assert loaded("red", "dog").token_type_ids == [0, 0, 0, 1, 1]
+
+    def test_is_deterministic(self, documents, tokenizer):
+        for _ in range(3):
+            assert train_tokenizer(iter(documents), vocab_size=400).get_vocab() == tokenizer.get_vocab()
+
+    def test_learns_words_and_respects_size(self, documents, tokenizer):
+        assert len(tokenizer) <= 400
+        assert tokenizer.tokenize("River quickly") == ["river", "quickly"]
+        assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+
+    def test_case(self, documents):
+        tokenizer = train_tokenizer(documents, vocab_size=400, lowercase=False)
+        assert "The" in tokenizer.get_vocab()
+        assert tokenizer.decode(tokenizer("The red").input_ids, skip_special_tokens=True) == "The red"
+
+    def test_reads_no_more_than_it_needs(self):
+        def stream():
+            yield ["some words to learn " * 10]
+            pytest.fail("read on")
+
+        train_tokenizer(stream(), vocab_size=100, max_characters=100)
+
+    def test_bad_arguments(self, documents):
+        with pytest.raises(ValueError, match="vocab_size must be at least .*, got 20"):
+            train_tokenizer(documents, vocab_size=20)
+        with pytest.raises(ValueError, match="no text"):
+            train_tokenizer([[" "]], vocab_size=100)
+
+    def test_check_tokenizer(self, tokenizer):
+        check_tokenizer(tokenizer, len(tokenizer))
+        with pytest.raises(ValueError, match=f"has {len(tokenizer)} tokens .* vocab_size={len(tokenizer) - 1}"):
+            check_tokenizer(tokenizer, len(tokenizer) - 1)
+        broken = BertTokenizerFast(vocab=tokenizer.get_vocab(), mask_token=None)
+        with pytest.raises(ValueError, match="no mask_token"):
+            check_tokenizer(broken, 10_000)
+
+
+class TestPacked:
+    def test_rows(self, documents, tokenizer):
+        dataset = pretraining_dataset(documents, tokenizer, max_length=32)
+        ids = np.array(dataset["input_ids"][:])
+        assert set(dataset.column_names) == {"input_ids", "token_type_ids", "special_tokens_mask"}
+        assert ids.shape[1] == 32
+        assert (ids[:, 0] == tokenizer.cls_token_id).all() and (ids[:, -1] == tokenizer.sep_token_id).all()
+        assert not np.array(dataset["token_type_ids"][:]).any()
+        special = np.isin(ids, [tokenizer.cls_token_id, tokenizer.sep_token_id])
+        assert (np.array(dataset["special_tokens_mask"][:]) == special).all()
+
+    def test_text_is_complete_and_in_order(self, documents, tokenizer):
+        dataset = pretraining_dataset(documents, tokenizer, max_length=32)
+        packed = [token for row in dataset["input_ids"][:] for token in row[1:-1]]
+        expected = []
+        for document in documents:
+            for paragraph in document:
+                expected += tokenizer(paragraph, add_special_tokens=False).input_ids
+            expected.append(tokenizer.sep_token_id)
+        assert packed == expected[: len(packed)]
+        assert len(expected) - len(packed) <= 31
+
+    def test_max_tokens_bounds_rows_and_reading(self, documents, tokenizer):
+        def stream():
+            yield from documents * 100
+            pytest.fail("read everything")
+
+        dataset = pretraining_dataset(stream(), tokenizer, max_length=32, max_tokens=1000)
+        assert len(dataset) == 1000 // 32
+
+    def test_survives_saving(self, documents, tokenizer, tmp_path):
+        import datasets
+
+        dataset = pretraining_dataset(documents, tokenizer, max_length=32)
+        dataset.save_to_disk(tmp_path / "data")
+        assert datasets.load_from_disk(tmp_path / "data")[:] == dataset[:]
+
+
+@pytest.fixture(scope="module")
+def pairs(tokenizer):
+    return pretraining_dataset(make_documents(200), tokenizer, max_length=64, nsp=True, seed=3)
+
+
+class TestNextSentence:
+    def test_rows_are_pairs(self, pairs, tokenizer):
+        for row in pairs:
+            ids, types = row["input_ids"], row["token_type_ids"]
+            assert 5 <= len(ids) <= 64
+            first = ids.index(tokenizer.sep_token_id)
+            assert ids[0] == tokenizer.cls_token_id and ids[-1] == tokenizer.sep_token_id
+            assert ids.count(tokenizer.sep_token_id) == 2
+            assert types == [0] * (first + 1) + [1] * (len(ids) - first - 1)
+            assert 0 < first - 1 and first + 2 < len(ids)
+            assert [i for i, special in enumerate(row["special_tokens_mask"]) if special] == [0, first, len(ids) - 1]
+        assert max(map(len, pairs["input_ids"][:])) == 64
+
+    def test_labels_mean_what_the_host_means(self, tokenizer):
+        # Sentences of numbered words: B is next exactly if its first word follows the last one of A.
+        documents = [[f"A{d} s{i} x. " * 3 for i in range(9)] for d in range(40)]
+        own = train_tokenizer(documents, vocab_size=600)
+        dataset = pretraining_dataset(documents, own, max_length=48, nsp=True)
+        for row in dataset:
+            ids = row["input_ids"]
+            sep = ids.index(own.sep_token_id)
+            words_a, words_b = (own.decode(part).split() for part in (ids[1:sep], ids[sep + 1 : -1]))
+            from_a = {word for word in words_a if word[0] == "a" and word[1:].isdigit()}
+            from_b = {word for word in words_b if word[0] == "a" and word[1:].isdigit()}
+            if from_a and from_b:
+                assert (from_a == from_b) == (row["next_sentence_label"] == 0)
+        assert set(dataset["next_sentence_label"][:]) == {0, 1}
+
+    def test_about_half_are_random(self, pairs):
+        assert 0.4 < np.mean(pairs["next_sentence_label"][:]) < 0.6
+
+    def test_short_sequences(self, tokenizer):
+        def mean_length(share):
+            rows = pretraining_dataset(make_documents(50), tokenizer, 64, nsp=True, short_seq_prob=share)
+            return np.mean([len(ids) for ids in rows["input_ids"][:]])
+
+        assert mean_length(1.0) < mean_length(0.0) - 10
+
+    def test_seed(self, tokenizer):
+        documents = make_documents(20)
+        first, same, other = (
+            pretraining_dataset(documents, tokenizer, 64, nsp=True, seed=seed)[:] for seed in (0, 0, 1)
+        )
+        assert first == same != other
+
+    def test_max_tokens(self, tokenizer):
+        dataset = pretraining_dataset(make_documents(100), tokenizer, 64, nsp=True, max_tokens=1000)
+        assert 900 < sum(map(len, dataset["input_ids"][:])) <= 1000
+
+    def test_needs_two_documents(self, tokenizer):
+        with pytest.raises(ValueError, match="at least 2 documents, got 1"):
+            pretraining_dataset(make_documents(1), tokenizer, 64, nsp=True)
+
+
+class TestPretrainingDatasetErrors:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"max_length": 7}, "max_length must be at least 8, got 7"),
+            ({"max_length": 64, "max_tokens": 63}, "max_tokens must be at least max_length=64, got 63"),
+            ({"max_length": 64, "short_seq_prob": 1.5}, "short_seq_prob must be between 0 and 1, got 1.5"),
+        ],
+    )
+    def test_arguments(self, tokenizer, arguments, message):
+        def stream():
+            pytest.fail("read before the check")
+            yield
+
+        with pytest.raises(ValueError, match=message):
+            pretraining_dataset(stream(), tokenizer, **arguments)
+
+    @pytest.mark.parametrize("text", [[], [[" "]], [["red house"]]])
+    def test_too_little_text(self, tokenizer, text):
+        with pytest.raises(ValueError, match="too few for one row of max_length=64"):
+            pretraining_dataset(text, tokenizer, 64)
+
+    def test_warnings(self, tokenizer, caplog):
+        with caplog.at_level(logging.WARNING):
+            pretraining_dataset([["the red house walks", "\u200b", "the red house walks"] * 20], tokenizer, 16)
+        assert "58 of 60 paragraphs (97%) repeat" in caplog.text
+        assert "Skipped 20 pieces of text" in caplog.text
+
+
+class TestCollator:
+    def test_masks_and_pads(self, tokenizer):
+        import torch
+
+        rows = pretraining_dataset(make_documents(300), tokenizer, 64, nsp=True)
+        examples = [rows[index] for index in range(256)]
+        torch.manual_seed(0)
+        batch = pretraining_collator(tokenizer, pad_to_multiple_of=64)(examples)
+        assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels", "next_sentence_label"}
+        assert batch["next_sentence_label"].tolist() == [row["next_sentence_label"] for row in examples]
+        assert all(batch[name].shape == (256, 64) for name in set(batch) - {"next_sentence_label"})
+        lengths = torch.tensor([len(row["input_ids"]) for row in examples])
+        assert (batch["attention_mask"].sum(1) == lengths).all()
+
+        chosen = batch["labels"] != -100
+        original = torch.where(chosen, batch["labels"], batch["input_ids"])
+        for row, ids in zip(examples, original.tolist(), strict=True):
+            assert ids[: len(row["input_ids"])] == row["input_ids"]
+        assert not set(batch["labels"][chosen].tolist()) & {0, 2, 3}
+        assert abs(chosen.sum() / (lengths - 3).sum() - 0.15) < 0.02
+        masked = (batch["input_ids"] == tokenizer.mask_token_id)[chosen].float().mean()
+        assert abs(masked - 0.8) < 0.05
+
+    def test_masking_is_dynamic_and_can_be_seeded(self, tokenizer):
+        rows = pretraining_dataset(make_documents(20), tokenizer, 64)
+        examples = [rows[index] for index in range(8)]
+        collator = pretraining_collator(tokenizer, seed=1)
+        first, second = collator(examples), collator(examples)
+        assert not first["labels"].equal(second["labels"])
+        assert pretraining_collator(tokenizer, seed=1)(examples)["labels"].equal(first["labels"])
+
+    def test_bad_arguments(self, tokenizer):
+        for share in (0, 1, -0.1):
+            with pytest.raises(ValueError, match="mlm_probability must be more than 0"):
+                pretraining_collator(tokenizer, mlm_probability=share)
+        with pytest.raises(ValueError, match="no mask_token"):
+            pretraining_collator(BertTokenizerFast(vocab=tokenizer.get_vocab(), mask_token=None))

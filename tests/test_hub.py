@@ -1,0 +1,130 @@
+"""Masks and models through a Hub: a real client, in a process of its own, against a local server."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer
+
+
+PUSH_AND_PULL_MASK = """
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from sparsebert import SparseMask
+
+keep = torch.rand(4, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+mask = SparseMask(keep, length=16, special_tokens="first_last", metadata={"base_model": "user/base"})
+mask.push_to_hub("user/mask")
+
+loaded = SparseMask.from_pretrained("user/mask")
+assert loaded == mask
+assert loaded.metadata == {"base_model": "user/base"}
+assert SparseMask.from_pretrained(snapshot_download("user/mask")) == mask
+
+changed = mask.without_diagonal()
+changed.push_to_hub("user/mask")
+assert SparseMask.from_pretrained("user/mask") == changed != mask
+
+for call in (
+    lambda: SparseMask.from_pretrained("user/missing"),
+    lambda: SparseMask.from_pretrained("user/mask", revision="missing"),
+    lambda: mask.push_to_hub("user/mask", token="hf_wrong"),
+):
+    try:
+        call()
+    except HfHubHTTPError as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+    else:
+        raise AssertionError("the call succeeded")
+"""
+
+PUSH_MODELS = """
+import sys
+import torch
+from safetensors.torch import save_file
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+
+torch.manual_seed(0)
+for name, how in ("pattern", {"pattern": "bigbird"}), ("searched", {"search": "dam_s"}):
+    config = SparseBertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        **how,
+    )
+    model = SparseBertForMaskedLM(config).eval()
+    if name == "searched":
+        model.freeze(sparsity=0.5)
+    input_ids = torch.randint(100, (2, 24))
+    with torch.no_grad():
+        logits = model(input_ids).logits
+    model.push_to_hub(f"user/{name}")
+    model.sparse_attention.mask.save_pretrained(f"{sys.argv[1]}/{name}")
+    save_file({"input_ids": input_ids, "logits": logits}, f"{sys.argv[1]}/{name}/run.safetensors")
+"""
+
+PULL_MODELS = """
+import sys
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM
+import sparsebert
+
+for name in "pattern", "searched":
+    model, report = AutoModelForMaskedLM.from_pretrained(f"user/{name}", output_loading_info=True)
+    assert type(model) is sparsebert.SparseBertForMaskedLM
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    mask = sparsebert.SparseMask.from_pretrained(f"{sys.argv[1]}/{name}")
+    assert 0.1 < mask.sparsity < 0.95
+    assert model.sparse_attention.mask == mask
+    assert sparsebert.SparseMask.from_pretrained(f"user/{name}") == mask
+    run = load_file(f"{sys.argv[1]}/{name}/run.safetensors")
+    with torch.no_grad():
+        logits = model.eval()(run["input_ids"]).logits
+    assert torch.equal(logits, run["logits"])
+"""
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def run_client(hub, tmp_path_factory):
+    """Runs code in a new process with an empty cache of its own and returns what it printed."""
+
+    def run(code, *arguments):
+        environment = hub.environment(tmp_path_factory.mktemp("hf_home"))
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        # The repository root, for a checkout that is not installed.
+        root = Path(__file__).parents[1]
+        result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+def test_mask_round_trip(hub, run_client):
+    missing_repo, missing_revision, wrong_token = run_client(PUSH_AND_PULL_MASK).splitlines()
+    assert missing_repo.startswith("RepositoryNotFoundError") and "user/missing" in missing_repo
+    assert missing_revision.startswith("RevisionNotFoundError") and "user/mask" in missing_revision
+    assert "401" in wrong_token
+    assert set(hub.repos["user/mask"].files) >= {"mask_config.json", "mask.safetensors"}
+    assert hub.repos["user/mask"].lfs == {"mask.safetensors"}
+
+
+def test_frozen_models_round_trip(hub, run_client, tmp_path):
+    """A model with a classical pattern, and one whose searched mask only the pushed file knows."""
+    run_client(PUSH_MODELS, tmp_path)
+    for name in ("user/pattern", "user/searched"):
+        assert {"config.json", "model.safetensors", "mask_config.json"} <= set(hub.repos[name].files)
+        assert hub.repos[name].lfs == {"model.safetensors", "mask.safetensors"}
+    run_client(PULL_MODELS, tmp_path)

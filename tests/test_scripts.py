@@ -1,0 +1,139 @@
+"""The scripts as a user runs them: every recipe for two steps, the artefacts, bad input."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+
+
+ROOT = Path(__file__).parents[1]
+SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/demo_finetune.yaml"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PRETRAIN_RECIPES = [path for path in RECIPES if "task" not in yaml.safe_load(path.read_text())["data"]]
+FINETUNE_RECIPES = [path for path in RECIPES if path not in PRETRAIN_RECIPES]
+TINY = "--max_steps 2 --per_device_train_batch_size 2 --hidden_size 32 --intermediate_size 32 --vocab_size 600".split()
+
+
+def load(script):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PRETRAIN, FINETUNE = load("pretrain"), load("finetune")
+
+
+def run(script, *arguments):
+    script.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file of 60 documents: the paragraphs of the licence, in turn."""
+    paragraphs = [" ".join(block.split()) for block in (ROOT / "LICENSE").read_text().split("\n\n") if block.split()]
+    documents = ["\n".join(paragraphs[i % len(paragraphs) :] + [f"This is document number {i}."]) for i in range(60)]
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text("\n\n".join(documents) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def pretrained(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained") / "model"
+    run(PRETRAIN, SMALL, "--text", text, "--validation", text, *TINY, "--output_dir", folder)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", PRETRAIN_RECIPES, ids=lambda path: path.stem)
+def test_pretraining_recipe(recipe, text, tmp_path):
+    folder = tmp_path / "run"
+    run(PRETRAIN, recipe, "--text", text, "--validation", text, *TINY, "--output_dir", folder)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["steps"] == 2
+    assert 0 <= metrics["sparsity"] < 1
+    assert 4 < metrics["mlm_loss"] < 9 and 0 <= metrics["mlm_accuracy"] <= 1
+    assert (metrics["nsp_accuracy"] is None) != yaml.safe_load(recipe.read_text())["data"]["nsp"]
+    assert {"diagonal", "offset_1", "special_tokens"} <= set(metrics["positions"])
+    files = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "config.json", "mask.safetensors", "mask_config.json", "tokenizer.json"} <= files
+    assert {"heads.png", "mean_probs.png", "offset_profile.png"} <= files
+    assert list(folder.rglob("events.out.tfevents*")), "no TensorBoard log"
+
+
+@pytest.mark.parametrize("recipe", FINETUNE_RECIPES, ids=lambda path: path.stem)
+def test_finetuning_recipe(recipe, pretrained, tmp_path):
+    sizes = ("--task_kwargs", "{train_size: 90, validation_size: 45}", "--max_steps", 2)
+    run(FINETUNE, recipe, "--model", pretrained, *sizes, "--output_dir", tmp_path / "run")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["sparsity"] == json.loads((pretrained / "metrics.json").read_text())["sparsity"]
+    assert 0 <= metrics["accuracy"] <= 1 and 0 <= metrics["baseline"]["accuracy"] <= 1
+    assert (tmp_path / "run" / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["id2label"]["0"] == "stdlib"
+
+
+def test_training_through_a_found_mask(pretrained, text, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [SMALL, "--text", text, "--validation", text, *TINY, "--output_dir", folder]
+    arguments += ["--mask", pretrained, "--tokenizer", pretrained]
+    run(PRETRAIN, *arguments)
+    assert (folder / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        run(PRETRAIN, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--learning_rat", "1e-3"], "did you mean '--learning_rate'"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--search", "dam_x"], "'dam_s'"),
+        (["--pattern", "bigbrid"], "'bigbird'"),
+        (["--sparsity_weight", "-1"], "sparsity_weight"),
+        (["--mask", "nowhere/at/all"], "nowhere/at/all"),
+        (["--attn_implementation", "sdpa"], "sparse_sdpa"),
+        (["--pattern", "random", "--pattern_kwargs", "{sparsity: 0.99}"], "keep nothing"),
+    ],
+    ids=lambda value: "-".join(value[:2]).strip("-") if isinstance(value, list) else "",
+)
+def test_bad_pretraining_input(arguments, message, tmp_path):
+    with pytest.raises((ValueError, OSError, StrictDataclassError), match=re.escape(message)):
+        run(PRETRAIN, SMALL, *arguments, "--output_dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "something was written before the error"
+
+
+def test_empty_corpus(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(ValueError, match="empty.txt"):
+        run(PRETRAIN, SMALL, "--text", tmp_path / "empty.txt", "--output_dir", tmp_path / "run")
+
+
+def test_tokenizer_larger_than_the_model(pretrained, text, tmp_path):
+    arguments = ["--text", text, "--tokenizer", pretrained, *TINY, "--vocab_size", 100]
+    with pytest.raises(ValueError, match="vocab_size"):
+        run(PRETRAIN, SMALL, *arguments, "--output_dir", tmp_path / "run")
+
+
+def test_bad_finetuning_input(pretrained, tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'builtin'"):
+        run(FINETUNE, FINETUNE_RECIPE, "--task", "bulitin", "--model", pretrained, "--output_dir", tmp_path / "run")
+    with pytest.raises(ValueError, match="--model"):
+        run(FINETUNE, FINETUNE_RECIPE, "--output_dir", tmp_path / "run")
+
+
+def test_user_errors_are_one_line():
+    """On the command line: a sentence and an exit status, no traceback."""
+    for field, value in (("--serach", "soft"), ("--search", "dam_x")):
+        command = [sys.executable, "pretrain.py", "recipes/small.yaml", field, value]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 1
+        assert result.stderr.startswith("pretrain.py: ") and "search" in result.stderr
+        assert "Traceback" not in result.stderr
