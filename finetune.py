@@ -1,5 +1,5 @@
 """
-Fine-tune a model through its frozen mask: `python finetune.py RECIPE --task TASK --model DIR_OR_HUB_ID [--field value]`.
+Fine-tune through a frozen mask: `python finetune.py RECIPE --task TASK --model DIR_OR_HUB_ID [--field value ...]`.
 
 Writes to `output_dir`: the model with its mask, the tokenizer, `metrics.json`, TensorBoard logs.
 """
@@ -43,12 +43,11 @@ def main(arguments):
         attn_implementation=data.attn_implementation,
         **recipe["model"],
     )
-    tokenized = splits.map(
-        lambda rows: tokenizer(
-            *(rows[name] for name in task.text_columns), truncation=True, max_length=data.max_length
-        ),
-        batched=True,
-    )
+
+    def tokenize(rows):
+        return tokenizer(*(rows[name] for name in task.text_columns), truncation=True, max_length=data.max_length)
+
+    tokenized = splits.map(tokenize, batched=True)
     trainer = SparseBertTrainer(
         model,
         training,

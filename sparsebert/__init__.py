@@ -64,6 +64,7 @@ __all__ = [
     "SparseBertModel",
     "SparseBertPreTrainedModel",
     "SparseMask",
+    "__version__",
     "attach",
     "build_pattern",
     "sparsity",

@@ -12,7 +12,8 @@ from .masks.sparse_mask import LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS
 
 
 MASK_FORMS = ("additive", "log", "multiplicative")
-DIAGONALS = ("learned", "keep", "remove")
+# What the field says as the `diagonal` of a SparseMask.
+DIAGONALS = {"learned": None, "keep": True, "remove": False}
 
 
 def _choice(allowed):
@@ -70,7 +71,7 @@ class SparseBertConfig(BertConfig):
             `"first_last"`. Default: `"first_last"` for `dam_s` and `dam_b` (`"first"` in a decoder), else `"none"`.
         last_token (`str`, *optional*, defaults to `"real"`): The last token is each sequence's last non-padding token,
             or with `"position"` the last position of the input.
-        sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the drawn mask's L1 norm.
+        sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the L1 norm.
         target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove.
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
@@ -98,7 +99,7 @@ class SparseBertConfig(BertConfig):
     hard: bool = True
     symmetric: bool = True
     share_layers: bool = True
-    diagonal: str = validated_field(_choice(DIAGONALS), default="learned")
+    diagonal: str = validated_field(_choice(tuple(DIAGONALS)), default="learned")
     special_tokens: str | None = validated_field(_choice(SPECIAL_TOKENS), default=None)
     last_token: str = validated_field(_choice(LAST_TOKENS), default="real")
     sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)

@@ -108,7 +108,7 @@ def _convert(what, value, annotation):
 
 
 def run_script(main):
-    """Call `main(arguments)` with the command line's; what the user got wrong ends in one sentence, not a traceback."""
+    """Call `main` with the command line's arguments; what the user got wrong ends in one sentence, not a traceback."""
     try:
         main(sys.argv[1:])
     except (ValueError, OSError, StrictDataclassError) as error:

@@ -13,6 +13,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from .attention import BACKENDS, choose_backend
 from .attention.mask_inputs import REMOVED, MaskInputs, additive
+from .configuration_sparsebert import DIAGONALS
 from .masks.patterns import build_pattern
 from .masks.search import (
     SEARCHES,
@@ -78,7 +79,7 @@ class SparseAttention(nn.Module):
         config = self.config
         changes = {"last_token": config.last_token}
         if config.diagonal != "learned":
-            changes["diagonal"] = config.diagonal == "keep"
+            changes["diagonal"] = DIAGONALS[config.diagonal]
         if config.is_decoder and mask.special_tokens == "first_last":
             # A global last token is the one at the end of the mask, whatever has been generated so far.
             changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
@@ -189,7 +190,7 @@ class SparseAttention(nn.Module):
             block_size=config.block_size,
             special_tokens=self.special_tokens,
             last_token=config.last_token,
-            diagonal={"learned": None, "keep": True, "remove": False}[config.diagonal],
+            diagonal=DIAGONALS[config.diagonal],
             length_policy=config.length_policy,
         )
 
@@ -388,7 +389,7 @@ def _causal(num_queries, num_keys, device):
 def _prepare_forward(model, args, kwargs):
     """Forward pre-hook of the base model: hands every attention layer the same [`MaskInputs`]."""
     sparse_attention = model.sparse_attention
-    given = dict(zip(sparse_attention.argument_names, args)) | kwargs
+    given = dict(zip(sparse_attention.argument_names, args, strict=False)) | kwargs
     states = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if states is None:
         return None  # the host says what is missing

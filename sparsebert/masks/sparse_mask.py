@@ -60,8 +60,8 @@ class SparseMask(PushToHubMixin):
     and files all end as this type.
 
     Args:
-        keep (`torch.Tensor`): Bool, True = may attend. Form `"offsets"`: `(L, H, K)`, one bit per `abs(i - j)`, K <= n,
-            offsets from K on are off. Form `"blocks"`: `(L, H, ceil(n / block_size))`, one bit per tile diagonal
+        keep (`torch.Tensor`): Bool, True = may attend. Form `"offsets"`: `(L, H, K)`, one bit per `abs(i - j)`,
+            offsets from K <= n on are off. Form `"blocks"`: `(L, H, ceil(n / block_size))`, one bit per tile diagonal
             `abs(i // B - j // B)`. Form `"table"`: `(L, H, n, n)`. L = 1 means that all layers share the masks. The
             leading L may be left out.
         length (`int`): n, the length that the mask was made for.
