@@ -22,10 +22,9 @@ from .masks.search import (
     parameter_index,
     sample_mask,
     select,
-    special_entries,
     to_sparse_mask,
 )
-from .masks.sparse_mask import default_length_policy
+from .masks.sparse_mask import default_length_policy, special_entries
 
 
 class SparseAttention(nn.Module):
@@ -43,6 +42,7 @@ class SparseAttention(nn.Module):
         super().__init__()
         self.config = config
         self.argument_names = ()
+        self.diagonal = DIAGONALS[config.diagonal]
         self._mask = None
         self._drawn = None
         self._cache = {}
@@ -78,8 +78,8 @@ class SparseAttention(nn.Module):
         """A pattern under the configuration's choices on diagonal, last token and length."""
         config = self.config
         changes = {"last_token": config.last_token}
-        if config.diagonal != "learned":
-            changes["diagonal"] = DIAGONALS[config.diagonal]
+        if self.diagonal is not None:
+            changes["diagonal"] = self.diagonal
         if config.is_decoder and mask.special_tokens == "first_last":
             # A global last token is the one at the end of the mask, whatever has been generated so far.
             changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
@@ -190,7 +190,7 @@ class SparseAttention(nn.Module):
             block_size=config.block_size,
             special_tokens=self.special_tokens,
             last_token=config.last_token,
-            diagonal=DIAGONALS[config.diagonal],
+            diagonal=self.diagonal,
             length_policy=config.length_policy,
         )
 
@@ -207,8 +207,9 @@ class SparseAttention(nn.Module):
         """
         if self._drawn is None:
             return torch.zeros(())
-        fixed = (self._cached("fixed", self._drawn.device, lambda: self._fixed(self.config.mask_length)) == 1).sum()
-        counts = self._cached("counts", self._drawn.device, self._counts)
+        device = self._drawn.device
+        fixed = self._cached("fixed", device, lambda: (self._fixed(self.config.mask_length) == 1).sum())
+        counts = self._cached("counts", device, self._counts)
         norm = (self._drawn * counts).sum(dim=(1, 2)) + fixed * self._drawn.shape[1]
         return self.config.sparsity_weight * norm.mean()
 
@@ -238,6 +239,7 @@ class SparseAttention(nn.Module):
         if learning:
             inputs |= self._drawn_inputs(num_queries, num_keys, padding, device)
         else:
+            self._drawn = None
             mask = self.thresholded_mask() if self.searching else self._loaded_mask()
             inputs["sparse_mask"] = mask
             if BACKENDS[backend].needs_bias:
@@ -267,8 +269,8 @@ class SparseAttention(nn.Module):
         """int8 `(n, n)`: 1 on, 0 off, -1 learned."""
         fixed = torch.full((length, length), -1, dtype=torch.int8)
         fixed[special_entries(length, self.special_tokens)] = 1
-        if self.config.diagonal != "learned":
-            fixed.fill_diagonal_(int(self.config.diagonal == "keep"))
+        if self.diagonal is not None:
+            fixed.fill_diagonal_(int(self.diagonal))
         return fixed
 
     def _counts(self):
@@ -303,16 +305,16 @@ class SparseAttention(nn.Module):
         else:
             mask, noisy, hard = torch.sigmoid(alpha), alpha, False
         self._drawn = mask
-        always = self._special(num_queries, num_keys, padding, device)
+        special = self._special(num_queries, num_keys, padding, device, self.special_tokens, config.last_token)
         if config.mask_form == "multiplicative":
             gate = self._expand(mask, num_keys, off=0.0, on=1.0)[:, None, :, num_keys - num_queries :]
-            gate = self._with_fixed(gate, always, on=1.0, off=0.0)
+            gate = _set_entries(gate, special, self.diagonal, on=1.0, off=0.0)
             bias = self._with_cuts(torch.zeros(1, 1, num_queries, num_keys, device=device), padding)
             return {"gate": gate.unbind(0), "bias": (bias,)}
         constant = self.mask_constant
         bias = mask_bias(mask, noisy, config.mask_form, constant, hard)
         bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, None, :, num_keys - num_queries :]
-        bias = self._with_fixed(bias, always, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
+        bias = _set_entries(bias, special, self.diagonal, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
         return {"bias": self._with_cuts(bias, padding).unbind(0)}
 
     def _frozen_inputs(self, mask, num_queries, num_keys, padding, device):
@@ -325,7 +327,8 @@ class SparseAttention(nn.Module):
         else:
             structure = self._cached(("structure", num_keys), device, lambda: mask.structure(num_keys))
         keep = structure[:, None, :, num_keys - num_queries :]
-        keep = self._with_fixed(keep, self._special(num_queries, num_keys, padding, device, mask), on=True, off=False)
+        special = self._special(num_queries, num_keys, padding, device, mask.special_tokens, mask.last_token)
+        keep = _set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B or 1, H, n, m)
         if self.searching:
             # As in training: a query whose mask row is empty attends as if it were full.
             bias = torch.zeros(keep.shape, device=device).masked_fill_(~keep, -self.mask_constant)
@@ -343,34 +346,13 @@ class SparseAttention(nn.Module):
             self._cache[key] = inputs
         return inputs
 
-    def _special(self, num_queries, num_keys, padding, device, mask=None):
-        """Bool `(B or 1, 1, n, m)` of the special tokens' entries, and the diagonal as bool `(1, 1, n, m)`."""
-        source = mask or self
-        position = torch.arange(num_keys, device=device)
-        special = torch.zeros(1, num_keys, dtype=torch.bool, device=device)
-        if source.special_tokens != "none":
-            special = special | (position == 0)
-        if source.special_tokens == "first_last":
-            if padding is None or (mask or self.config).last_token == "position":
-                special = special | (position == num_keys - 1)
-            else:
-                special = special | (position == (padding * position).argmax(-1, keepdim=True))
-        special = special[:, num_keys - num_queries :, None] | special[:, None, :]
-        diagonal = position[num_keys - num_queries :, None] == position[None, :]
-        return special[:, None], diagonal[None, None]
-
-    def _with_fixed(self, values, always, on, off):
-        """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
-        special, diagonal = always
-        mask = self._mask
-        fixed = (
-            mask.diagonal
-            if mask is not None
-            else {"learned": None, "keep": True, "remove": False}[self.config.diagonal]
-        )
-        on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
-        values = torch.where(special, on, values)
-        return values if fixed is None else torch.where(diagonal, on if fixed else off, values)
+    def _special(self, num_queries, num_keys, padding, device, special_tokens, last_token):
+        """Bool `(B or 1, 1, n, m)`: rows and columns of the special tokens."""
+        last = None
+        if padding is not None and last_token == "real":
+            last = (padding * torch.arange(num_keys, device=device)).argmax(-1)
+        special = special_entries(num_keys, special_tokens, last, device).view(-1, 1, num_keys, num_keys)
+        return special[:, :, num_keys - num_queries :]
 
     def _with_cuts(self, bias, padding):
         """Padded keys and, in a decoder, future keys removed from a bias `(..., n, m)`."""
@@ -379,6 +361,18 @@ class SparseAttention(nn.Module):
         if self.config.is_decoder:
             bias = bias.masked_fill(~_causal(bias.shape[-2], bias.shape[-1], bias.device), REMOVED)
         return bias
+
+
+def _set_entries(values, special, diagonal, on, off):
+    """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
+    on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
+    values = torch.where(special, on, values)
+    if diagonal is None:
+        return values
+    num_queries, num_keys = values.shape[-2:]
+    position = torch.arange(num_keys, device=values.device)
+    on_diagonal = position[num_keys - num_queries :, None] == position
+    return torch.where(on_diagonal, on if diagonal else off, values)
 
 
 def _causal(num_queries, num_keys, device):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .masks.patterns import CYCLES, PATTERNS, build_pattern
-from .masks.sparse_mask import SPECIAL_TOKENS, SparseMask, check_choice, toeplitz_index
+from .masks.sparse_mask import SparseMask, special_entries, toeplitz_index
 
 
 WHITE_ATTENDS = "white: may attend, black: removed"
@@ -36,14 +36,6 @@ OFFSET_GROUPS = {
     "offsets_4_8": (4, 8),
     "beyond_8": (9, None),
 }
-
-
-def _special_entries(length, special_tokens):
-    """Bool `(n, n)`: rows and columns of the special tokens."""
-    check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
-    is_special = torch.zeros(length, dtype=torch.bool)
-    is_special[[0, -1][: SPECIAL_TOKENS.index(special_tokens)]] = True
-    return is_special[:, None] | is_special[None, :]
 
 
 def _as_probs(probs):
@@ -72,7 +64,7 @@ def position_groups(probs, special_tokens="first_last"):
     """
     probs = _as_probs(probs)
     length = probs.shape[-1]
-    special = _special_entries(length, special_tokens)
+    special = special_entries(length, special_tokens)
     offset = toeplitz_index(length)
     members = {
         name: ~special & (first <= offset) & (offset <= (length if last is None else last))
@@ -179,7 +171,7 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     """
     probs = _as_probs(probs)
     num_heads, length, _ = probs.shape
-    others = ~_special_entries(length, special_tokens)
+    others = ~special_entries(length, special_tokens)
     if not others.any():
         raise ValueError(f"probs of {length} tokens have no position outside special_tokens {special_tokens!r}")
     offset = toeplitz_index(length)[others]

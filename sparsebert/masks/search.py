@@ -132,17 +132,6 @@ def parameter_index(form, length, mask_length, symmetric=True, block_size=None, 
     return torch.where(beyond, mask_length * mask_length, row * mask_length + column)
 
 
-def special_entries(length, special_tokens, device=None):
-    """Bool `(length, length)`: rows and columns of the special tokens, the last one at position `length - 1`."""
-    position = torch.arange(length, device=device)
-    special = torch.zeros(length, dtype=torch.bool, device=device)
-    if special_tokens != "none":
-        special |= position == 0
-    if special_tokens == "first_last":
-        special |= position == length - 1
-    return special[:, None] | special[None, :]
-
-
 def select(probs, counts, fixed, threshold=0.5, sparsity=None, length=None):
     """
     Choose the parameters to keep.

@@ -49,6 +49,30 @@ def toeplitz_index(length, block_size=1, device=None):
     return (block[:, None] - block[None, :]).abs()
 
 
+def special_entries(length, special_tokens, last=None, device=None):
+    """
+    Rows and columns of the special tokens.
+
+    Args:
+        length (`int`): n.
+        special_tokens (`str`): `"none"`, `"first"` or `"first_last"`.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): Position of each sequence's last token; `n - 1` by default.
+
+    Returns:
+        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` with `last`, bool.
+    """
+    check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
+    position = torch.arange(length, device=device)
+    special = torch.zeros(length, dtype=torch.bool, device=device)
+    if special_tokens != "none":
+        special = position == 0
+    if special_tokens == "first_last":
+        special = special | (position == (length - 1 if last is None else last[:, None]))
+    elif last is not None:
+        special = special.expand(len(last), length)
+    return special[..., :, None] | special[..., None, :]
+
+
 def default_length_policy(form):
     """Toeplitz forms extend to unseen lengths (unseen offsets off); a table says nothing beyond its length."""
     return "error" if form == "table" else "extend"
@@ -192,11 +216,8 @@ class SparseMask(PushToHubMixin):
         Raises:
             ValueError: As [`SparseMask.structure`].
         """
-        table = self.structure(length).clone()
-        if self.special_tokens != "none":
-            table[..., 0, :] = table[..., :, 0] = True
-        if self.special_tokens == "first_last":
-            table[..., -1, :] = table[..., :, -1] = True
+        table = self.structure(length)
+        table = table | special_entries(table.shape[-1], self.special_tokens)
         if self.diagonal is not None:
             table.diagonal(dim1=-2, dim2=-1).fill_(self.diagonal)
         return table

@@ -1,0 +1,213 @@
+"""What the configuration accepts, what it says when it does not, and what survives a round trip."""
+
+import math
+
+import pytest
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from transformers import AutoConfig, BertConfig
+
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
+
+
+@pytest.mark.parametrize(
+    "field, value, allowed",
+    [
+        ("pattern", 3, "str"),
+        ("pattern_kwargs", "window_size=3", "dict"),
+        ("mask_seed", 1.5, "int"),
+        ("search", True, "str"),
+        ("frozen", "no", "bool"),
+        ("allow_empty_rows", 1, "bool"),
+        ("block_size", 64.0, "int"),
+        ("mask_form", None, "str"),
+        ("mask_constant", "10", "float"),
+        ("mask_logit_scale", None, "float"),
+        ("temperature", [1.0], "float"),
+        ("hard", "true", "bool"),
+        ("symmetric", 0, "bool"),
+        ("share_layers", None, "bool"),
+        ("diagonal", False, "str"),
+        ("special_tokens", 2, "str"),
+        ("last_token", None, "str"),
+        ("sparsity_weight", "1e-4", "float"),
+        ("target_sparsity", "0.9", "float"),
+        ("mask_length", 12.5, "int"),
+        ("length_policy", 1, "str"),
+    ],
+    ids=str,
+)
+def test_wrong_type_is_refused(field, value, allowed):
+    with pytest.raises(StrictDataclassFieldValidationError) as error:
+        SparseBertConfig(**{field: value})
+    message = str(error.value)
+    assert repr(field) in message and repr(value) in message and allowed in message
+
+
+@pytest.mark.parametrize(
+    "field, value, allowed",
+    [
+        ("pattern", "windw", "'window'"),
+        ("head_configuration", "parallel", "'sequential', 'union', 'multihead'"),
+        ("mask_seed", -1, "[0, "),
+        ("search", "dam", "'soft', 'dam_u', 'dam_s', 'dam_b'"),
+        ("block_size", 48, "16, 32, 64, 128"),
+        ("mask_form", "add", "'additive', 'log', 'multiplicative'"),
+        ("mask_constant", 0.0, "(0, "),
+        ("mask_constant", math.inf, "(0, "),
+        ("mask_logit_scale", -1.0, "(0, "),
+        ("temperature", 0.0, "(0, "),
+        ("temperature", math.nan, "(0, "),
+        ("diagonal", "drop", "'learned', 'keep', 'remove'"),
+        ("special_tokens", "last", "'none', 'first', 'first_last'"),
+        ("last_token", "padding", "'real', 'position'"),
+        ("sparsity_weight", -1e-9, "[0, "),
+        ("target_sparsity", 0.0, "(0, 1)"),
+        ("target_sparsity", 1.0, "(0, 1)"),
+        ("target_sparsity", 90.0, "(0, 1)"),
+        ("mask_length", 0, "[1, "),
+        ("length_policy", "crop", "'extend', 'dense', 'error'"),
+    ],
+    ids=str,
+)
+def test_value_out_of_range_is_refused(field, value, allowed):
+    fields = {"pattern": "strided_cycle"} if field == "head_configuration" else {}
+    with pytest.raises(StrictDataclassFieldValidationError) as error:
+        SparseBertConfig(**fields | {field: value})
+    message = str(error.value)
+    assert repr(field) in message and f"got {value!r}" in message and allowed in message
+
+
+def test_assignment_is_checked_too(tiny_config):
+    config = tiny_config()
+    with pytest.raises(StrictDataclassFieldValidationError, match="temperature"):
+        config.temperature = -1.0
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"pattern": "window", "search": "soft"}, ["'window'", "'soft'", "exclude"]),
+        ({"pattern_kwargs": {"window_size": 3}}, ["pattern_kwargs", "pattern"]),
+        ({"head_configuration": "union", "search": "dam_s"}, ["head_configuration", "pattern"]),
+        ({"is_decoder": True, "special_tokens": "first_last"}, ["first_last", "decoder", "'first'"]),
+        ({"search": "dam_u", "length_policy": "extend"}, ["extend", "'dam_u'", "dam_s"]),
+        ({"search": "soft", "length_policy": "extend"}, ["extend", "'soft'", "dam_s"]),
+        ({"mask_length": 2}, ["mask_length", "3", "got 2"]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_fields_that_exclude_each_other(tiny_config, fields, said):
+    with pytest.raises(StrictDataclassClassValidationError) as error:
+        tiny_config(**fields)
+    assert all(words in str(error.value) for words in said)
+
+
+def test_defaults(tiny_config):
+    config = tiny_config()
+    assert (config.search, config.pattern, config.frozen) == ("dam_s", None, False)
+    assert config.mask_length == 40
+    assert tiny_config(max_position_embeddings=1024).mask_length == 512
+    assert tiny_config(pattern="window").search is None
+    assert tiny_config(frozen=True).search is None
+    assert (config.mask_logit_scale, config.temperature, config.hard, config.symmetric) == (10.0, 1.0, True, True)
+    assert (config.mask_form, config.share_layers, config.diagonal, config.last_token) == (
+        "additive",
+        True,
+        "learned",
+        "real",
+    )
+
+
+@pytest.mark.parametrize(
+    "search, constant, special_tokens",
+    [("soft", 10.0, "none"), ("dam_u", 1e4, "none"), ("dam_s", 1e4, "first_last"), ("dam_b", 1e4, "first_last")],
+)
+def test_defaults_that_depend_on_the_search(tiny_config, search, constant, special_tokens):
+    sparse_attention = SparseBertModel(tiny_config(search=search)).sparse_attention
+    assert sparse_attention.mask_constant == constant
+    assert sparse_attention.special_tokens == special_tokens
+    decoder = SparseBertModel(tiny_config(search=search, is_decoder=True)).sparse_attention
+    assert decoder.special_tokens == ("none" if special_tokens == "none" else "first")
+    asked = SparseBertModel(tiny_config(search=search, special_tokens="first", mask_constant=7)).sparse_attention
+    assert (asked.special_tokens, asked.mask_constant) == ("first", 7.0)
+
+
+FULL = {
+    "a search": {
+        "search": "dam_b",
+        "block_size": 16,
+        "mask_form": "log",
+        "mask_constant": 50.0,
+        "mask_logit_scale": 3.0,
+        "temperature": 0.5,
+        "hard": False,
+        "symmetric": False,
+        "share_layers": False,
+        "diagonal": "remove",
+        "special_tokens": "first",
+        "last_token": "position",
+        "sparsity_weight": 1e-3,
+        "target_sparsity": 0.75,
+        "mask_length": 32,
+        "length_policy": "dense",
+    },
+    "a pattern": {
+        "pattern": "strided_cycle",
+        "pattern_kwargs": {"stride": 3},
+        "head_configuration": "multihead",
+        "mask_seed": 5,
+        "allow_empty_rows": True,
+        "mask_length": 24,
+    },
+}
+
+
+@pytest.mark.parametrize("fields", FULL.values(), ids=FULL)
+def test_round_trip(tiny_config, tmp_path, fields):
+    config = tiny_config(**fields)
+    config.save_pretrained(tmp_path)
+    for loaded in (SparseBertConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert type(loaded) is SparseBertConfig
+        assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict()
+        assert {name: getattr(loaded, name) for name in fields} == fields
+        assert loaded._attn_implementation == "sparse_auto"
+    assert SparseBertConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "overrides, search, pattern",
+    [
+        ({}, "dam_s", None),
+        ({"search": "soft", "special_tokens": "first"}, "soft", None),
+        ({"pattern": "window", "pattern_kwargs": {"window_size": 2}}, None, "window"),
+    ],
+    ids=["default", "search", "pattern"],
+)
+def test_stock_configuration_takes_overrides(tiny_config, tmp_path, overrides, search, pattern):
+    tiny_config(BertConfig).save_pretrained(tmp_path)
+    config = SparseBertConfig.from_pretrained(tmp_path, **overrides)
+    assert (config.search, config.pattern, config.mask_length) == (search, pattern, 40)
+    assert (config.hidden_size, config.vocab_size, config.num_hidden_layers) == (32, 100, 2)
+    assert {name: getattr(config, name) for name in overrides} == overrides
+
+
+def test_overrides_are_checked_and_a_saved_search_can_be_replaced(tiny_config, tmp_path):
+    tiny_config(search="dam_u").save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassFieldValidationError, match="search"):
+        SparseBertConfig.from_pretrained(tmp_path, search="dam")
+    with pytest.raises(StrictDataclassClassValidationError, match="exclude each other"):
+        SparseBertConfig.from_pretrained(tmp_path, pattern="window")
+    assert SparseBertConfig.from_pretrained(tmp_path, pattern="window", search=None).pattern == "window"
+    assert SparseBertConfig.from_pretrained(tmp_path, search="soft").search == "soft"
+
+
+def test_overrides_reach_the_model(tiny_config, tmp_path):
+    SparseBertForMaskedLM(tiny_config(search="dam_u")).save_pretrained(tmp_path)
+    model = SparseBertForMaskedLM.from_pretrained(tmp_path, temperature=0.25, sparsity_weight=0.5)
+    assert (model.sparse_attention.config.temperature, model.config.sparsity_weight) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("parameter, nearest", [("window", "window_size"), ("num_global", "num_global_tokens")])
+def test_unknown_pattern_parameter_names_the_nearest(tiny_config, parameter, nearest):
+    with pytest.raises(ValueError, match=nearest):
+        SparseBertModel(tiny_config(pattern="window", pattern_kwargs={parameter: 1}))
