@@ -14,13 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, SparseMask
-from sparsebert.data import (
-    check_tokenizer,
-    load_documents,
-    pretraining_collator,
-    pretraining_dataset,
-    train_tokenizer,
-)
+from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
+from sparsebert.documents import load_documents
 from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,

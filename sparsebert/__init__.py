@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .attach import attach, sparsity, sparsity_loss
 from .configuration_sparsebert import SparseBertConfig
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.search import SEARCHES
@@ -29,7 +30,7 @@ from .modeling_sparsebert import (
     SparseBertModel,
     SparseBertPreTrainedModel,
 )
-from .sparse_attention import SparseAttention, attach, sparsity, sparsity_loss
+from .sparse_attention import SparseAttention
 from .version import __version__
 
 

@@ -13,9 +13,9 @@ from transformers import (
     BertPreTrainedModel,
 )
 
+from .attach import attach, get_sparse_attention
 from .configuration_sparsebert import SparseBertConfig
 from .masks.sparse_mask import HUB_ARGUMENTS, SparseMask
-from .sparse_attention import attach, get_sparse_attention
 
 
 class SparseBertPreTrainedModel(BertPreTrainedModel):

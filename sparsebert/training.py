@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import Trainer
 
+from .attach import get_sparse_attention
 from .attention import ATTENTION_NAMES
-from .sparse_attention import get_sparse_attention
 
 
 @dataclass

