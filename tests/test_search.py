@@ -21,11 +21,13 @@ from sparsebert.masks.sparse_mask import special_entries
 SPECIAL = ("none", "first", "first_last")
 
 
-def searching(config, std=3.0):
-    """A [`SparseAttention`] in training with alpha ~ N(0, std^2)."""
+def searching(config, std=3.0, decided=False):
+    """A [`SparseAttention`] in training with alpha ~ N(0, std^2), or +-1000, which no noise can turn."""
     sparse_attention = SparseAttention(config).train()
     with torch.no_grad():
-        sparse_attention.mask_logits.normal_(std=std / config.mask_logit_scale)
+        logits = sparse_attention.mask_logits.normal_(std=std / config.mask_logit_scale)
+        if decided:
+            logits.copy_(logits.sign() * 1000.0 / config.mask_logit_scale)
     return sparse_attention
 
 
@@ -243,7 +245,7 @@ def test_penalty_is_the_norm_of_the_drawn_matrices(
 
 
 def test_penalty_counts_the_whole_mask_whatever_the_input(tiny_config):
-    sparse_attention = searching(tiny_config(mask_length=20), std=1000.0)  # no noise can turn these logits
+    sparse_attention = searching(tiny_config(mask_length=20), decided=True)
     drawn_matrices(sparse_attention, 20)
     whole = sparse_attention.sparsity_loss()
     prepare(sparse_attention, 7)
@@ -295,7 +297,7 @@ def test_structured_masks_share_the_noise_along_a_diagonal(tiny_config):
 
 def test_structured_equals_unstructured_with_tied_logits(tiny_config):
     length = 12
-    structured = searching(tiny_config(search="dam_s", mask_length=length), std=1000.0)
+    structured = searching(tiny_config(search="dam_s", mask_length=length), decided=True)
     tied = searching(tiny_config(search="dam_u", special_tokens="first_last", mask_length=length))
     offset = parameter_index("offsets", length, length)
     pair = parameter_index("table", length, length)
@@ -366,7 +368,7 @@ def test_eval_is_the_thresholded_mask_and_draws_nothing(tiny_config, form):
 @pytest.mark.parametrize("policy", ["extend", "dense", "error"])
 @pytest.mark.parametrize("phase", ["train", "eval", "frozen"])
 def test_inputs_longer_than_the_mask(tiny_config, policy, phase):
-    sparse_attention = searching(tiny_config(mask_length=10, length_policy=policy), std=1000.0)
+    sparse_attention = searching(tiny_config(mask_length=10, length_policy=policy), decided=True)
     inner = sparse_attention.mask_probs()[0, :, 1, 1:9] > 0.5  # by offset, 0..7
     if phase == "frozen":
         sparse_attention.freeze()
