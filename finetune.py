@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoTokenizer, DataCollatorWithPadding, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig
+from sparsebert.attach import get_sparse_attention
 from sparsebert.recipes import load_recipe, nearest, run_script
 from sparsebert.tasks import TASKS
 from sparsebert.training import FinetuningArguments, SparseBertTrainer, check_backend, check_output_dir, write_metrics
@@ -43,6 +44,8 @@ def main(arguments):
         attn_implementation=data.attn_implementation,
         **recipe["model"],
     )
+    if get_sparse_attention(model).searching:
+        raise ValueError(f"the mask of {data.model} is still being searched: freeze it first, as pretrain.py does")
 
     def tokenize(rows):
         return tokenizer(*(rows[name] for name in task.text_columns), truncation=True, max_length=data.max_length)

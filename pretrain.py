@@ -84,6 +84,7 @@ def main(arguments):
     metrics = {"search": model.config.search, "pattern": model.config.pattern}
     if sparse_attention.searching:
         save_file({"probs": probs}, output / "mask_probs.safetensors")
+        trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
         model.freeze(data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
     trainer.save_model()
     evaluation = trainer.evaluate()

@@ -5,6 +5,7 @@ import inspect
 import torch
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
+from .configuration_sparsebert import SparseBertConfig
 from .sparse_attention import SparseAttention
 
 
@@ -68,8 +69,13 @@ def attach(model):
     """
     Give a model the mask that its configuration describes: register [`SparseAttention`] on the base model, hand its
     self-attention modules a reference, and add the sparsity penalty to the loss of `model`.
+
+    Raises:
+        ValueError: If the model's configuration is not a [`SparseBertConfig`].
     """
     base = model.base_model
+    if not isinstance(model.config, SparseBertConfig):
+        raise ValueError(f"attach needs a model with a SparseBertConfig, got {type(model.config).__name__}")
     sparse_attention = SparseAttention(model.config)
     sparse_attention.argument_names = tuple(inspect.signature(base.forward).parameters)
     base.sparse_attention = sparse_attention

@@ -11,6 +11,8 @@ from .masks.search import SEARCHES
 from .masks.sparse_mask import LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS
 
 
+# Twice this is still less than what padding and causality subtract, so no mask outweighs them.
+MAX_MASK_CONSTANT = 1e4
 MASK_FORMS = ("additive", "log", "multiplicative")
 # What the field says as the `diagonal` of a SparseMask.
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
@@ -57,8 +59,8 @@ class SparseBertConfig(BertConfig):
         block_size (`int`, *optional*, defaults to 64): Tile size of `"dam_b"`: 16, 32, 64 or 128.
         mask_form (`str`, *optional*, defaults to `"additive"`): How the searched mask M enters: `"additive"`
             `softmax(S - c (1 - M))`, `"log"` `softmax(S + log M)`, or `"multiplicative"` `M softmax(S)`, which is not
-            normalised and kept for study. SparseBERT (arXiv 2102.12871), Eq. 4-6.
-        mask_constant (`float`, *optional*): c > 0; 1e4, or 10 for `"soft"`.
+            normalised (the frozen mask always is) and kept for study. SparseBERT (arXiv 2102.12871), Eq. 4-6.
+        mask_constant (`float`, *optional*): 0 < c <= 1e4; 1e4, or 10 for `"soft"`.
         mask_logit_scale (`float`, *optional*, defaults to 10.0): The stored logits times this are alpha: with the
             weights' learning rate, alpha moves this much faster.
         temperature (`float`, *optional*, defaults to 1.0): tau > 0 of the Gumbel-sigmoid.
@@ -72,7 +74,7 @@ class SparseBertConfig(BertConfig):
         last_token (`str`, *optional*, defaults to `"real"`): The last token is each sequence's last non-padding token,
             or with `"position"` the last position of the input.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the L1 norm.
-        target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove.
+        target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove. Stored; no search uses it yet.
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
             `"dense"`, or `"error"` (default of tables).
@@ -93,7 +95,7 @@ class SparseBertConfig(BertConfig):
     allow_empty_rows: bool = False
     block_size: int = validated_field(_choice((16, 32, 64, 128)), default=64)
     mask_form: str = validated_field(_choice(MASK_FORMS), default="additive")
-    mask_constant: float | int | None = validated_field(_between(0, 1e9, low_open=True), default=None)
+    mask_constant: float | int | None = validated_field(_between(0, MAX_MASK_CONSTANT, low_open=True), default=None)
     mask_logit_scale: float | int = validated_field(_between(0, 1e6, low_open=True), default=10.0)
     temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
     hard: bool = True
@@ -121,6 +123,10 @@ class SparseBertConfig(BertConfig):
     def from_dict(cls, config_dict, **kwargs):
         # The host sets keyword arguments after construction, when defaults that depend on them are already chosen.
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
+        if own.get("search") or own.get("pattern"):
+            # A new search or pattern takes the place of whatever the checkpoint was made with.
+            own = {"search": None, "pattern": None, "pattern_kwargs": None, "head_configuration": None} | own
+            own = {"frozen": False} | own
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     def validate_sparse_attention(self):

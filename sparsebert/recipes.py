@@ -58,7 +58,12 @@ def load_recipe(arguments, sections):
             values[section][name] = _convert(f"{section}.{name}", value, types_of[section][name])
     for flag, text in _overrides(arguments[1:]):
         section, name = _locate(flag, types_of)
-        values[section][name] = _convert(f"--{flag}", yaml.safe_load(text), types_of[section][name])
+        annotation = types_of[section][name]
+        # A field that takes text and no truth value gets what was typed: `no` is a save strategy.
+        is_text = str in (typing.get_args(annotation) or (annotation,)) and not {bool, list, dict} & set(
+            typing.get_args(annotation)
+        )
+        values[section][name] = _convert(f"--{flag}", text if is_text else yaml.safe_load(text), annotation)
     return values
 
 
@@ -97,14 +102,26 @@ def _locate(flag, types_of):
 
 
 def _convert(what, value, annotation):
-    """YAML reads 1e-3 as text: text becomes a number where only a number is meant."""
+    """
+    The value in the field's type. YAML reads 1e-3 as text, 6e6 as a fraction, `no` and a date as anything but text.
+    """
     allowed = set(typing.get_args(annotation)) or {annotation}
-    if isinstance(value, str) and str not in allowed and allowed & {int, float}:
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"{what} must be a number, got {value!r}") from None
-    return value
+    if value is None or type(value) in allowed or not allowed & {bool, int, float}:
+        return value
+    if str in allowed:
+        return value
+    try:
+        if bool in allowed:
+            raise ValueError
+        number = float(value)
+        if float in allowed:
+            return number
+        if number != int(number):
+            raise ValueError
+        return int(number)
+    except (TypeError, ValueError):
+        kind = "true or false" if bool in allowed else "a number" if float in allowed else "a whole number"
+        raise ValueError(f"{what} must be {kind}, got {value!r}") from None
 
 
 def run_script(main):

@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from .attention import BACKENDS, choose_backend
 from .attention.mask_inputs import REMOVED, MaskInputs, additive
-from .configuration_sparsebert import DIAGONALS
+from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT
 from .masks.patterns import build_pattern
 from .masks.search import (
     SEARCHES,
@@ -62,7 +62,7 @@ class SparseAttention(nn.Module):
                     head_configuration=config.head_configuration,
                     **(config.pattern_kwargs or {}),
                 )
-                self.set_mask(self._configured(mask))
+                self._set_mask(self._configured(mask))
         elif not config.frozen:
             size = num_parameters(
                 self.search.form, config.mask_length, config.symmetric, self.special_tokens, config.block_size
@@ -104,14 +104,30 @@ class SparseAttention(nn.Module):
         """Whether the mask is being learned."""
         return self.mask_logits is not None
 
-    def set_mask(self, mask):
+    def set_mask(self, mask, search=None):
         """
-        Run through this mask from now on; a search ends, and its logits are dropped.
+        Run through this mask from now on; a search ends, and its logits are dropped. The configuration then says that
+        the mask is a file beside the weights.
+
+        Args:
+            mask ([`SparseMask`]): For the model's heads and layers.
+            search (`str`, *optional*): The search that found it, for the record.
 
         Raises:
             ValueError: If it is for other heads or layers, has a row that keeps nothing (unless the configuration's
                 `allow_empty_rows`), or is undefined in a decoder.
         """
+        self._set_mask(mask)
+        config = self.config
+        config.frozen = True
+        config.pattern = config.pattern_kwargs = config.head_configuration = None
+        config.search = search
+        config.mask_length = mask.length
+        config.last_token = mask.last_token
+        config.length_policy = mask.length_policy
+        config.diagonal = {value: name for name, value in DIAGONALS.items()}[mask.diagonal]
+
+    def _set_mask(self, mask):
         config = self.config
         expected = (config.num_hidden_layers, config.num_attention_heads)
         if mask.num_layers not in (1, expected[0]) or mask.num_heads != expected[1]:
@@ -162,8 +178,14 @@ class SparseAttention(nn.Module):
         Raises:
             ValueError: On a frozen model, for a value out of range, or if a row would keep nothing.
         """
-        mask = self.thresholded_mask(threshold, sparsity).replace(metadata=metadata)
-        self.set_mask(mask)
+        config = self.config
+        provenance = {
+            "search": config.search,
+            "base_model": config.name_or_path or None,
+            "base_model_revision": getattr(config, "_commit_hash", None),
+        }
+        mask = self.thresholded_mask(threshold, sparsity).replace(metadata=provenance | (metadata or {}))
+        self.set_mask(mask, search=config.search)
         return mask
 
     @torch.no_grad()
@@ -249,17 +271,32 @@ class SparseAttention(nn.Module):
         return self._mask
 
     def _cached(self, key, device, make):
+        if torch.compiler.is_compiling():
+            return make().to(device)  # a cache that changes would have every step compiled again
         key = (key, device)
         if key not in self._cache:
-            self._cache[key] = make().to(device)
+            # What is made in inference mode could not be used in training later.
+            with torch.inference_mode(False):
+                self._cache[key] = make().to(device)
         return self._cache[key]
+
+    def _corner(self, key, length, device, make):
+        """
+        What `make(length)` gives, `(..., n, n)`, from the cache; that of a shorter length is the corner of a longer.
+        """
+        cached = self._cache.get((key, device))
+        if cached is None or cached.shape[-1] < length:
+            self._cache.pop((key, device), None)
+            cached = self._cached(key, device, lambda: make(length))
+        return cached[..., :length, :length]
 
     def _index(self, length, device):
         config = self.config
-        return self._cached(
-            ("index", length),
+        return self._corner(
+            "index",
+            length,
             device,
-            lambda: parameter_index(self.search.form, length, config.mask_length, config.symmetric, config.block_size),
+            lambda n: parameter_index(self.search.form, n, config.mask_length, config.symmetric, config.block_size),
         )
 
     def _fixed(self, length):
@@ -315,20 +352,23 @@ class SparseAttention(nn.Module):
         return {"bias": self._with_cuts(bias, padding).unbind(0)}
 
     def _frozen_inputs(self, mask, num_queries, num_keys, padding, device):
-        # One padded batch differs from the next; without padding the additive mask is made once per length.
-        key = ("bias", num_queries, num_keys, device)
-        if padding is None and not self.searching and key in self._cache:
-            return self._cache[key]
+        # One padded batch differs from the next; without padding the last additive mask is kept.
+        key = (num_queries, num_keys, device)
+        reusable = padding is None and not (
+            self.searching or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        )
+        if reusable and self._cache.get("key") == key:
+            return self._cache["bias"]
         if self.searching:
             structure = mask.structure(num_keys).to(device)
         else:
-            structure = self._cached(("structure", num_keys), device, lambda: mask.structure(num_keys))
+            structure = self._corner("structure", num_keys, device, mask.structure)
         keep = structure[:, None, :, num_keys - num_queries :]
         special = self._special(num_queries, num_keys, padding, device, mask.special_tokens, mask.last_token)
         keep = _set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B or 1, H, n, m)
         if self.searching:
             # As in training: a query whose mask row is empty attends as if it were full.
-            bias = torch.zeros(keep.shape, device=device).masked_fill_(~keep, -self.mask_constant)
+            bias = torch.zeros(keep.shape, device=device).masked_fill_(~keep, -MAX_MASK_CONSTANT)
             return {"bias": self._with_cuts(bias, padding).unbind(0)}
         if padding is not None:
             keep = keep & padding[:, None, None, :]
@@ -339,8 +379,8 @@ class SparseAttention(nn.Module):
         inputs = {"bias": additive(keep).unbind(0)}
         if padding is not None or torch.compiler.is_compiling() or not live.all():
             inputs["live"] = live.unbind(0)
-        if padding is None and not torch.compiler.is_compiling():
-            self._cache[key] = inputs
+        if reusable:
+            self._cache |= {"key": key, "bias": inputs}
         return inputs
 
     def _special(self, num_queries, num_keys, padding, device, special_tokens, last_token):

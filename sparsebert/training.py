@@ -75,8 +75,8 @@ class FinetuningArguments:
 
 class SparseBertTrainer(Trainer):
     """
-    The stock Trainer, except that mask logits get no weight decay, logs and TensorBoard show the sparsity of the mask
-    being learned, and evaluation masks the same tokens each time (and leaves the training's random state alone).
+    The stock Trainer, except that mask logits get no weight decay, logs show sparsity and empty rows of the mask being
+    learned, and evaluation masks the same tokens each time and leaves the training's random state alone.
     """
 
     def get_decay_parameter_names(self, model):
@@ -85,7 +85,8 @@ class SparseBertTrainer(Trainer):
     def log(self, logs, *args, **kwargs):
         model = self.accelerator.unwrap_model(self.model)
         if "loss" in logs and get_sparse_attention(model).searching:
-            logs["sparsity"] = round(get_sparse_attention(model).sparsity(), 4)
+            mask = get_sparse_attention(model).thresholded_mask()
+            logs |= {"sparsity": round(mask.sparsity, 4), "empty_rows": mask.num_empty_rows()}
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):

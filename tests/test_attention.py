@@ -13,7 +13,7 @@ HEADS = 4
 
 
 def reference(query, key, value, keep):
-    """softmax over the kept keys, row by row, in the inputs' dtype; `keep` is `(B, H, n, m)`; output `(B, n, H, d)`."""
+    """softmax over the kept keys, row by row; `keep` is `(B, H, n, m)`, the output `(B, n, H, d)`."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     rows = []
     for b in range(query.shape[0]):

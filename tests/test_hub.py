@@ -63,7 +63,10 @@ for name, how in ("pattern", {"pattern": "bigbird"}), ("searched", {"search": "d
     input_ids = torch.randint(100, (2, 24))
     with torch.no_grad():
         logits = model(input_ids).logits
-    model.push_to_hub(f"user/{name}")
+    if name == "pattern":
+        model.push_to_hub(f"user/{name}")
+    else:
+        model.save_pretrained(f"{sys.argv[1]}/pushed", push_to_hub=True, repo_id=f"user/{name}")
     model.sparse_attention.mask.save_pretrained(f"{sys.argv[1]}/{name}")
     save_file({"input_ids": input_ids, "logits": logits}, f"{sys.argv[1]}/{name}/run.safetensors")
 """

@@ -170,7 +170,8 @@ def test_stock_checkpoint_loads_with_only_the_logits_missing(tiny_config, tmp_pa
     dense, info = head_class(name).from_pretrained(tmp_path, pattern="dense", output_loading_info=True)
     assert not info["missing_keys"]
     with torch.no_grad():
-        for a, b in zip(tensors(dense.eval()(**head_inputs(name, False))), tensors(stock(**head_inputs(name, False)))):
+        outputs = (tensors(model(**head_inputs(name, False))) for model in (dense.eval(), stock))
+        for a, b in zip(*outputs, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
 
 
@@ -425,6 +426,19 @@ def test_frozen_model_compiles_once_as_one_graph(tiny_config, pattern, padded):
 @pytest.mark.slow
 def test_frozen_model_compiles_with_inductor(tiny_config):
     assert_compiles(tiny_config, "inductor", True, pattern="window")
+
+
+def test_compiled_model_follows_a_new_mask(tiny_config):
+    torch._dynamo.reset()
+    model = SparseBertModel(tiny_config(pattern="window")).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        before = compiled(IDS).last_hidden_state
+        model.set_mask(build_pattern("bigbird", 40, 4))
+        after = compiled(IDS).last_hidden_state
+        assert (before - after).abs().max() > 1e-3
+        torch.testing.assert_close(after, model(IDS).last_hidden_state)
+    torch._dynamo.reset()
 
 
 # State

@@ -8,7 +8,7 @@ def eager_attention(module, query, key, value, inputs, scaling, dropout):
     """
     Attention with the whole score matrix in memory. Shapes: see [`Backend`].
 
-    Scores and softmax are float32 (float64 for float64 inputs) whatever the autocast dtype.
+    Mask and softmax are float32 (float64 for float64 inputs) whatever the autocast dtype.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query, key.transpose(2, 3)).to(dtype) * scaling  # (B, H, n, m)

@@ -299,11 +299,11 @@ class SparseMask(PushToHubMixin):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
+            **self.metadata,
             "format_version": MASK_FORMAT_VERSION,
             "library_version": __version__,
             **self.description(),
             "sparsity": round(self.sparsity, 6),
-            **self.metadata,
         }
         bits = torch.from_numpy(np.packbits(self.keep.flatten().numpy()))
         # The old pair stays until both new files are complete.

@@ -1,0 +1,195 @@
+"""Recipes: how a YAML file and the command line become values, and what is said when they cannot."""
+
+import dataclasses
+
+import pytest
+import yaml
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import TrainingArguments
+
+from sparsebert import SparseBertConfig
+from sparsebert.recipes import load_recipe
+from sparsebert.training import PretrainingArguments
+
+
+SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
+NOT_A_SECTION = pytest.mark.xfail(strict=True, raises=AttributeError, reason="a traceback instead of one sentence")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """`recipe(text)`: path of a YAML file."""
+
+    def write(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+# Parsing: values
+
+
+def test_sections_hold_what_was_set(recipe):
+    path = recipe("data:\n  nsp: false\nmodel:\n  search: soft\ntraining:\n  learning_rate: 1e-3\n  max_steps: 7\n")
+    assert load_recipe([path], SECTIONS) == {
+        "data": {"nsp": False},
+        "model": {"search": "soft"},
+        "training": {"learning_rate": 1e-3, "max_steps": 7},
+    }
+
+
+@pytest.mark.parametrize("text", ["", "data:\n", "model: {}\n"], ids=["empty", "empty section", "no fields"])
+def test_a_recipe_may_set_nothing(recipe, text):
+    assert load_recipe([recipe(text)], SECTIONS) == {"data": {}, "model": {}, "training": {}}
+
+
+@pytest.mark.parametrize(
+    "flags, section, field, value",
+    [
+        (["--search", "dam_u"], "model", "search", "dam_u"),
+        (["--search=dam_u"], "model", "search", "dam_u"),
+        (["--model.search", "dam_u"], "model", "search", "dam_u"),
+        (["--model.search=dam_u"], "model", "search", "dam_u"),
+        (["--search", "null"], "model", "search", None),
+        (["--learning_rate", "5e-4"], "training", "learning_rate", 5e-4),
+        (["--sparsity_weight", "1e-6"], "model", "sparsity_weight", 1e-6),
+        (["--max_steps", "12"], "training", "max_steps", 12),
+        (["--hard", "false"], "model", "hard", False),
+        (["--text", "[a.txt, b.txt]"], "data", "text", ["a.txt", "b.txt"]),
+        (["--text", "a=b.txt"], "data", "text", "a=b.txt"),
+        (["--pattern_kwargs", "{window_size: 3}"], "model", "pattern_kwargs", {"window_size": 3}),
+        (["--max_steps", "1", "--max_steps", "2"], "training", "max_steps", 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_override_the_recipe(recipe, flags, section, field, value):
+    path = recipe("model:\n  search: soft\n  hard: true\ntraining:\n  max_steps: 3\n")
+    got = load_recipe([path, *flags], SECTIONS)[section][field]
+    assert got == value and type(got) is type(value)
+
+
+def test_overridden_recipe_builds_its_objects(recipe):
+    path = recipe("model:\n  search: soft\n  sparsity_weight: 1e-5\ntraining:\n  output_dir: runs/x\n")
+    values = load_recipe([path, "--learning_rate", "1e-3", "--weight_decay", "1e-2"], SECTIONS)
+    assert SparseBertConfig(**values["model"]).sparsity_weight == 1e-5
+    training = TrainingArguments(**values["training"])
+    assert (training.learning_rate, training.weight_decay) == (1e-3, 1e-2)
+
+
+# Parsing: errors
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("modle:\n  search: soft\n", "unknown section 'modle'; did you mean 'model'"),
+        ("model:\n  serach: soft\n", "section 'model' 'serach'; did you mean 'search'"),
+        ("training:\n  learning_rte: 1\n", "section 'training' 'learning_rte'; did you mean 'learning_rate'"),
+        ("data:\n  zzzzzz: 1\n", "section 'data' 'zzzzzz'; allowed: .*max_length"),
+    ],
+    ids=["section", "model", "training", "nothing near"],
+)
+def test_unknown_key_names_the_nearest(recipe, text, said):
+    with pytest.raises(ValueError, match=f"unknown.*{said}|{said}"):
+        load_recipe([recipe(text)], SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--serach", "soft"], "unknown field '--serach'; did you mean '--search'"),
+        (["--model.serach", "soft"], "'serach'; did you mean 'search'"),
+        (["--modle.search", "soft"], "unknown section 'modle'; did you mean 'model'"),
+        (["--training.search", "soft"], "unknown field in section 'training' 'search'"),
+        (["--max_steps"], "--max_steps needs a value"),
+        (["soft"], "expected --field value, got 'soft'"),
+        (["--max_steps", "3", "4"], "expected --field value, got '4'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_flags(recipe, flags, said):
+    with pytest.raises(ValueError, match=said):
+        load_recipe([recipe(""), *flags], SECTIONS)
+
+
+def test_ambiguous_flag_asks_for_the_section(recipe):
+    first = dataclasses.make_dataclass("First", [("size", int, 1), ("name", str, "")])
+    second = dataclasses.make_dataclass("Second", [("size", int, 1)])
+    sections = {"first": first, "second": second}
+    with pytest.raises(ValueError, match="--size is a field of first and second: write --first.size"):
+        load_recipe([recipe(""), "--size", "2"], sections)
+    assert load_recipe([recipe(""), "--second.size", "2"], sections) == {"first": {}, "second": {"size": 2}}
+
+
+@pytest.mark.parametrize(
+    "text, flags, said",
+    [
+        ("training:\n  learning_rate: fast\n", [], "training.learning_rate must be a number, got 'fast'"),
+        ("", ["--learning_rate", "fast"], "--learning_rate must be a number, got 'fast'"),
+        ("", ["--mlm_probability", "some"], "--mlm_probability must be a number, got 'some'"),
+        ("", ["--max_length", "long"], "--max_length must be a number, got 'long'"),
+    ],
+    ids=["recipe", "training", "float", "int"],
+)
+def test_text_where_a_number_is_meant(recipe, text, flags, said):
+    with pytest.raises(ValueError, match=said):
+        load_recipe([recipe(text), *flags], SECTIONS)
+
+
+@pytest.mark.parametrize("flags", [["--hard", "maybe"], ["--hard", "1"], ["--search", "3"], ["--block_size", "3.5"]])
+def test_wrong_type_of_a_model_field_names_it(recipe, flags):
+    values = load_recipe([recipe(""), *flags], SECTIONS)
+    with pytest.raises(StrictDataclassFieldValidationError, match=flags[0][2:]):
+        SparseBertConfig(**values["model"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--nsp", "maybe"],
+        ["--overwrite", "1"],
+        ["--max_length", "12.5"],
+        ["--max_length", "[1]"],
+        ["--tokenizer", "3"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="sections of plain dataclasses are not checked")
+def test_wrong_type_of_a_data_field_names_it(recipe, flags):
+    with pytest.raises(ValueError, match=flags[0][2:]):
+        PretrainingArguments(**load_recipe([recipe(""), *flags], SECTIONS)["data"])
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("model: [unclosed\n", "recipe.yaml"),
+        ("- a\n- b\n", "expected sections data, model, training"),
+        ("just words\n", "expected sections data, model, training"),
+        pytest.param("model: soft\n", "model", marks=NOT_A_SECTION),
+        pytest.param("model:\n  - search\n", "model", marks=NOT_A_SECTION),
+    ],
+    ids=["not YAML", "a list", "a text", "section is a text", "section is a list"],
+)
+def test_damaged_recipe_says_what_is_wrong(recipe, text, said):
+    with pytest.raises(ValueError, match=said):
+        load_recipe([recipe(text)], SECTIONS)
+
+
+@pytest.mark.xfail(strict=True, raises=yaml.YAMLError, reason="a traceback instead of one sentence")
+def test_value_that_is_not_yaml(recipe):
+    with pytest.raises(ValueError, match="text"):
+        load_recipe([recipe(""), "--text", "[a.txt"], SECTIONS)
+
+
+def test_missing_recipe(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere.yaml: no such file"):
+        load_recipe([str(tmp_path / "nowhere.yaml")], SECTIONS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--search", "soft"]], ids=["nothing", "flags only"])
+def test_recipe_comes_first(arguments):
+    with pytest.raises(ValueError, match="expected the path of a recipe first"):
+        load_recipe(arguments, SECTIONS)

@@ -1,0 +1,255 @@
+"""Trainer, accelerate and a plain loop all train the mask; accumulation and resumption change nothing."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import EvalPrediction, Trainer, TrainingArguments
+
+from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity
+from sparsebert.training import (
+    SparseBertTrainer,
+    check_output_dir,
+    pretraining_metrics,
+    reduce_logits,
+    write_metrics,
+)
+
+
+LENGTH = 12
+
+
+def rows(count, masked=3):
+    """Examples with the same number of tokens to predict in each."""
+    generator = torch.Generator().manual_seed(4)
+    examples = []
+    for _ in range(count):
+        ids = torch.randint(5, 100, (LENGTH,), generator=generator)
+        labels = torch.full((LENGTH,), -100)
+        chosen = torch.randperm(LENGTH, generator=generator)[:masked]
+        labels[chosen] = ids[chosen]
+        ids[chosen] = 4
+        examples.append({"input_ids": ids, "labels": labels})
+    return examples
+
+
+def make_trainer(model, folder, dataset=None, trainer_class=SparseBertTrainer, **arguments):
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+    }
+    dataset = rows(32) if dataset is None else dataset
+    return trainer_class(model, TrainingArguments(**defaults | arguments), train_dataset=dataset, eval_dataset=dataset)
+
+
+def history(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# Accumulation and resumption
+
+
+@pytest.mark.parametrize("trainer_class", [SparseBertTrainer, Trainer], ids=lambda value: value.__name__)
+def test_one_by_eight_equals_eight_by_one(tiny_config, tmp_path, trainer_class):
+    """With SGD and no clipping the parameters show any factor in loss or gradient; the penalty is a large share."""
+    results = []
+    for batch, accumulation in ((8, 1), (1, 8), (2, 4)):
+        torch.manual_seed(0)
+        model = SparseBertForMaskedLM(tiny_config(search="soft", mask_length=LENGTH, sparsity_weight=0.01))
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            trainer_class=trainer_class,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=0.1,
+            optim="sgd",
+            max_grad_norm=0.0,
+        )
+        start = weights(model)
+        trainer.train()
+        results.append((history(trainer, "loss"), weights(model)))
+    losses, expected = results[0]
+    assert len(losses) == 3 and losses[0] > 4.6 + 1.0  # ln(100) and the penalty
+    assert all((expected[name] != start[name]).any() for name in start if "pooler" not in name)
+    for other_losses, got in results[1:]:
+        assert other_losses == pytest.approx(losses, rel=1e-4)
+        for name, parameter in got.items():
+            torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("search", ["dam_s", "soft"])
+def test_resumed_search_equals_the_uninterrupted_one(tiny_config, tmp_path, search):
+    """Dropout and the mask's noise go on where they were."""
+    config = tiny_config(search=search, hidden_dropout_prob=0.1)
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    whole = SparseBertForMaskedLM(config)
+    start = weights(whole)
+    trainer = make_trainer(whole, tmp_path, **arguments)
+    trainer.train()
+    torch.manual_seed(99)
+    resumed = SparseBertForMaskedLM(config)
+    second = make_trainer(resumed, tmp_path, **arguments)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert second.state.global_step == 4
+    assert history(second, "loss") == pytest.approx(history(trainer, "loss"), rel=1e-6)
+    for name, parameter in weights(resumed).items():
+        torch.testing.assert_close(parameter, weights(whole)[name], atol=1e-7, rtol=1e-6, msg=name)
+    logits = "bert.sparse_attention.mask_logits"
+    assert not torch.equal(start[logits], weights(whole)[logits])
+
+
+# The mask is trained
+
+
+def test_logits_get_no_weight_decay(tiny_config, tmp_path):
+    model = SparseBertForMaskedLM(tiny_config())
+    optimizer = make_trainer(model, tmp_path, weight_decay=0.1).create_optimizer()
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decay[id(model.sparse_attention.mask_logits)] == 0.0
+    assert decay[id(model.bert.encoder.layer[0].attention.self.query.weight)] == 0.1
+    assert len(decay) == len(list(model.parameters()))
+
+
+def train_with_trainer(model, steps, folder):
+    make_trainer(model, folder, max_steps=steps).train()
+
+
+def train_with_stock_trainer(model, steps, folder):
+    make_trainer(model, folder, trainer_class=Trainer, max_steps=steps).train()
+
+
+def train_with_accelerate(model, steps, folder):
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(rows(8 * steps), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_with_a_plain_loop(model, steps, folder):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in torch.utils.data.DataLoader(rows(8 * steps), batch_size=8):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [train_with_trainer, train_with_stock_trainer, train_with_accelerate, train_with_a_plain_loop],
+    ids=["SparseBertTrainer", "Trainer", "accelerate", "plain loop"],
+)
+@pytest.mark.parametrize("search", ["dam_s", "soft"])
+def test_any_loop_moves_the_logits(tiny_config, tmp_path, search, train):
+    """The penalty outweighs the task here: after 10 steps of 1e-3, ten times enlarged, alpha is near -0.1."""
+    config = tiny_config(search=search, mask_length=LENGTH, sparsity_weight=1.0, mask_constant=10.0)
+    model = SparseBertForMaskedLM(config).train()
+    before = weights(model)
+    train(model, 10, tmp_path)
+    alpha = model.sparse_attention.alpha().detach()
+    assert alpha.mean().item() == pytest.approx(-0.1, abs=0.03)
+    query = "bert.encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(before[query], weights(model)[query])
+
+
+def test_loss_falls_and_the_mask_becomes_sparse(tiny_config, tmp_path):
+    """The whole path: search, train, freeze, train on through the frozen mask."""
+    model = SparseBertForMaskedLM(tiny_config(mask_length=LENGTH, sparsity_weight=0.01))
+    trainer = make_trainer(model, tmp_path, rows(8), max_steps=30, learning_rate=5e-3)
+    trainer.train()
+    losses = history(trainer, "loss")
+    assert losses[-1] < losses[0] - 1.0
+    logged = history(trainer, "sparsity")
+    assert len(logged) == 30 and logged[-1] > 0.5
+    model.freeze()
+    assert sparsity(model) == pytest.approx(logged[-1], abs=1e-4)
+    second = make_trainer(model, tmp_path, rows(8), max_steps=10, learning_rate=5e-3)
+    second.train()
+    assert history(second, "loss")[-1] < history(second, "loss")[0] and not history(second, "sparsity")
+
+
+# Evaluation
+
+
+def test_evaluation_is_the_task_loss_repeats_and_leaves_the_generator_alone(tiny_config, tmp_path):
+    def collate(examples):
+        """Chooses the tokens to predict anew each time, as the MLM collator does."""
+        ids = torch.stack([example["input_ids"] for example in examples])
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) > 0.3, -100)}
+
+    model = SparseBertForMaskedLM(tiny_config(sparsity_weight=1.0))
+    trainer = make_trainer(model, tmp_path)
+    trainer.data_collator = collate
+    torch.manual_seed(8)
+    state = torch.get_rng_state()
+    first = trainer.evaluate()["eval_loss"]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert trainer.evaluate()["eval_loss"] == first
+    assert first == pytest.approx(4.6, abs=0.4)  # ln(100): no penalty, which is in the thousands
+
+
+def test_metrics_of_pretraining(tiny_config):
+    """Reduced batch by batch, equal to the definitions over all masked tokens."""
+    model = SparseBertForPreTraining(tiny_config(pattern="window")).eval()
+    ids = torch.randint(100, (4, LENGTH))
+    labels = ids.masked_fill(torch.rand(4, LENGTH) > 0.4, -100)
+    pairs = torch.tensor([0, 1, 1, 0])
+    with torch.no_grad():
+        output = model(ids)
+    logits = (output.prediction_logits, output.seq_relationship_logits)
+    halves = [
+        reduce_logits(tuple(part[half] for part in logits), (labels[half], pairs[half]))
+        for half in (slice(0, 2), slice(2, 4))
+    ]
+    predictions = tuple(torch.cat(parts).numpy() for parts in zip(*halves, strict=True))
+    metrics = pretraining_metrics(EvalPrediction(predictions, (labels.numpy(), pairs.numpy())))
+    masked = labels != -100
+    loss = torch.nn.functional.cross_entropy(logits[0][masked], labels[masked])
+    assert metrics["mlm_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["mlm_accuracy"] == pytest.approx((logits[0].argmax(-1) == labels)[masked].float().mean().item())
+    assert metrics["nsp_accuracy"] == pytest.approx((logits[1].argmax(-1) == pairs).float().mean().item())
+
+
+def test_metrics_without_sentence_pairs():
+    logits, labels = torch.randn(2, 5, 7), torch.tensor([[1, -100, 2, -100, 3], [-100, -100, -100, 0, 6]])
+    guesses, losses = reduce_logits(logits, labels)
+    prediction = EvalPrediction((guesses.numpy(), losses.numpy()), labels.numpy())
+    assert set(pretraining_metrics(prediction)) == {"mlm_loss", "mlm_accuracy"}
+    assert (losses[labels == -100] == 0).all()
+
+
+# Output
+
+
+def test_output_folder_must_be_empty(tmp_path):
+    check_output_dir(tmp_path)
+    check_output_dir(tmp_path / "new")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FileExistsError, match="not empty.*--overwrite"):
+        check_output_dir(tmp_path)
+    check_output_dir(tmp_path, overwrite=True)
+    check_output_dir(tmp_path, resume=True)
+
+
+def test_metrics_file(tmp_path):
+    metrics = write_metrics(tmp_path / "metrics.json", {"loss": 1.23456789, "steps": 3, "search": None})
+    assert metrics == {"loss": 1.23457, "steps": 3, "search": None}
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
