@@ -125,8 +125,8 @@ class SparseBertConfig(BertConfig):
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
         if own.get("search") or own.get("pattern"):
             # A new search or pattern takes the place of whatever the checkpoint was made with.
-            own = {"search": None, "pattern": None, "pattern_kwargs": None, "head_configuration": None} | own
-            own = {"frozen": False} | own
+            replaced = ("search", "pattern", "pattern_kwargs", "head_configuration", "special_tokens", "mask_constant")
+            own = dict.fromkeys((*replaced, "length_policy")) | {"frozen": False, "diagonal": "learned"} | own
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     def validate_sparse_attention(self):

@@ -7,6 +7,7 @@ it, `--model.search soft` names the section as well.
 
 import difflib
 import sys
+import types
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -52,6 +53,8 @@ def load_recipe(arguments, sections):
     for section, content in recipe.items():
         if section not in sections:
             raise nearest("section", section, list(sections))
+        if not (content is None or isinstance(content, dict)):
+            raise ValueError(f"recipe {path}: section {section!r} must hold fields, got {content!r}")
         for name, value in (content or {}).items():
             if name not in types_of[section]:
                 raise nearest(f"field in section {section!r}", name, list(types_of[section]))
@@ -59,11 +62,7 @@ def load_recipe(arguments, sections):
     for flag, text in _overrides(arguments[1:]):
         section, name = _locate(flag, types_of)
         annotation = types_of[section][name]
-        # A field that takes text and no truth value gets what was typed: `no` is a save strategy.
-        is_text = str in (typing.get_args(annotation) or (annotation,)) and not {bool, list, dict} & set(
-            typing.get_args(annotation)
-        )
-        values[section][name] = _convert(f"--{flag}", text if is_text else yaml.safe_load(text), annotation)
+        values[section][name] = _convert(f"--{flag}", _parse(f"--{flag}", text, annotation), annotation)
     return values
 
 
@@ -101,17 +100,30 @@ def _locate(flag, types_of):
     return homes[0], name
 
 
+def _types(annotation):
+    """The plain types that an annotation such as `int | list[str] | None` allows."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    return {typing.get_origin(member) or member for member in members}
+
+
+def _parse(what, text, annotation):
+    """What was typed on the command line: YAML, but a field that takes text and no truth value gets it as it is."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what} {text!r} is not YAML: {error}") from error
+    allowed = _types(annotation)
+    return text if value is not None and str in allowed and not allowed & {bool, list, dict} else value
+
+
 def _convert(what, value, annotation):
-    """
-    The value in the field's type. YAML reads 1e-3 as text, 6e6 as a fraction, `no` and a date as anything but text.
-    """
-    allowed = set(typing.get_args(annotation)) or {annotation}
-    if value is None or type(value) in allowed or not allowed & {bool, int, float}:
-        return value
-    if str in allowed:
+    """The value in the field's type. YAML reads 1e-3 as text, and 6e6 as a fraction."""
+    allowed = _types(annotation)
+    if value is None or type(value) in allowed or str in allowed or not allowed & {bool, int, float}:
         return value
     try:
-        if bool in allowed:
+        if bool in allowed or isinstance(value, bool):
             raise ValueError
         number = float(value)
         if float in allowed:
@@ -119,7 +131,7 @@ def _convert(what, value, annotation):
         if number != int(number):
             raise ValueError
         return int(number)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         kind = "true or false" if bool in allowed else "a number" if float in allowed else "a whole number"
         raise ValueError(f"{what} must be {kind}, got {value!r}") from None
 

@@ -196,9 +196,13 @@ def test_overrides_are_checked_and_a_saved_search_can_be_replaced(tiny_config, t
     with pytest.raises(StrictDataclassFieldValidationError, match="search"):
         SparseBertConfig.from_pretrained(tmp_path, search="dam")
     with pytest.raises(StrictDataclassClassValidationError, match="exclude each other"):
-        SparseBertConfig.from_pretrained(tmp_path, pattern="window")
-    assert SparseBertConfig.from_pretrained(tmp_path, pattern="window", search=None).pattern == "window"
+        SparseBertConfig.from_pretrained(tmp_path, pattern="window", search="soft")
+    config = SparseBertConfig.from_pretrained(tmp_path, pattern="window")
+    assert (config.pattern, config.search) == ("window", None)
     assert SparseBertConfig.from_pretrained(tmp_path, search="soft").search == "soft"
+    config.save_pretrained(tmp_path)
+    config = SparseBertConfig.from_pretrained(tmp_path, search="dam_s")
+    assert (config.pattern, config.search, config.frozen) == (None, "dam_s", False)
 
 
 def test_overrides_reach_the_model(tiny_config, tmp_path):
