@@ -48,7 +48,8 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pretrained(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained") / "model"
-    run(PRETRAIN, SMALL, "--text", text, "--validation", text, *TINY, "--output_dir", folder)
+    run(PRETRAIN, SMALL, "--text", text, "--validation", text, *TINY, "--nsp", "true", "--output_dir", folder)
+    assert 0 <= json.loads((folder / "metrics.json").read_text())["nsp_accuracy"] <= 1
     return folder
 
 
