@@ -237,9 +237,9 @@ def test_probabilities_sum_to_one_and_vanish_where_removed(tiny_config, padded, 
 def checkpointed_gradients(model, checkpointing, passes, **kwargs):
     model.zero_grad()
     if checkpointing:
-        model.activation_checkpointing_enable(**kwargs)
+        model.gradient_checkpointing_enable(**kwargs)
     else:
-        model.activation_checkpointing_disable()
+        model.gradient_checkpointing_disable()
     torch.manual_seed(11)
     losses = [model(**head_inputs("ForMaskedLM"), **HEADS["ForMaskedLM"]).loss for _ in range(passes)]
     sum(losses).backward()
