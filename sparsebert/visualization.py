@@ -114,7 +114,7 @@ def plot_heads(mask_or_table, path):
     num_rows = num_layers if num_layers > 1 else math.ceil(num_heads / num_columns)
     # Small enough for a dozen layers; never narrower than the title.
     panel = 1.3 if num_layers > 1 else 1.9
-    figure = _figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 4.6))
+    figure = _figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 3.2))
     axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axis in axes[num_layers * num_heads :]:
         axis.set_axis_off()
