@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	@echo "3/5 Fine-tuning through the frozen mask"
 	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dam_s --output_dir runs/demo/dam_s_task
 	@echo "4/5 Fine-tuning the dense model"
-	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dense --output_dir runs/demo/dense_task --baseline false
+	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dense --output_dir runs/demo/dense_task --simple_baseline false
 	@echo "5/5 Results"
 	$(VENV)/bin/python -m sparsebert.report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
 

@@ -28,7 +28,8 @@ def load_recipe(arguments, sections):
     Read a recipe and its overrides.
 
     Args:
-        arguments (`list[str]`): Path of a YAML file, then `--field value`, `--field=value` or `--section.field value`.
+        arguments (`list[str]`): Path of a YAML file (may be left out), then `--field value`, `--field=value` or
+            `--section.field value`; a truth value may be left out: `--field` is `--field true`.
         sections (`dict[str, type]`): Dataclass of each section.
 
     Returns:
@@ -37,33 +38,42 @@ def load_recipe(arguments, sections):
         FileNotFoundError: If there is no such recipe.
         ValueError: If a section or field is unknown (names the nearest), ambiguous, or a value does not parse.
     """
-    if not arguments or arguments[0].startswith("-"):
-        raise ValueError("expected the path of a recipe first, then --field value")
-    path = Path(arguments[0])
+    if not arguments:
+        raise ValueError("expected the path of a recipe or --field value")
+    arguments = list(arguments)
+    recipe = {} if arguments[0].startswith("--") else _read(Path(arguments.pop(0)))
+    types_of = {section: _field_types(cls) for section, cls in sections.items()}
+    values = {section: {} for section in sections}
+    for section, content in recipe.items():
+        if section not in sections:
+            raise nearest("section", section, list(sections))
+        if not (content is None or isinstance(content, dict)):
+            raise ValueError(f"recipe: section {section!r} must hold fields, got {content!r}")
+        for name, value in (content or {}).items():
+            if name not in types_of[section]:
+                raise nearest(f"field in section {section!r}", name, list(types_of[section]))
+            values[section][name] = _convert(f"{section}.{name}", value, types_of[section][name])
+    for flag, text in _overrides(arguments):
+        section, name = _locate(flag, types_of)
+        annotation = types_of[section][name]
+        if text is None:
+            if bool not in _types(annotation):
+                raise ValueError(f"--{flag} needs a value")
+            text = "true"
+        values[section][name] = _convert(f"--{flag}", _parse(f"--{flag}", text, annotation), annotation)
+    return values
+
+
+def _read(path):
     if not path.is_file():
         raise FileNotFoundError(f"recipe {path}: no such file")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {path}: {error}") from error
-    types_of = {section: _field_types(cls) for section, cls in sections.items()}
-    values = {section: {} for section in sections}
     if not isinstance(recipe, dict):
-        raise ValueError(f"recipe {path}: expected sections {', '.join(sections)}")
-    for section, content in recipe.items():
-        if section not in sections:
-            raise nearest("section", section, list(sections))
-        if not (content is None or isinstance(content, dict)):
-            raise ValueError(f"recipe {path}: section {section!r} must hold fields, got {content!r}")
-        for name, value in (content or {}).items():
-            if name not in types_of[section]:
-                raise nearest(f"field in section {section!r}", name, list(types_of[section]))
-            values[section][name] = _convert(f"{section}.{name}", value, types_of[section][name])
-    for flag, text in _overrides(arguments[1:]):
-        section, name = _locate(flag, types_of)
-        annotation = types_of[section][name]
-        values[section][name] = _convert(f"--{flag}", _parse(f"--{flag}", text, annotation), annotation)
-    return values
+        raise ValueError(f"recipe {path}: expected sections with fields, got {recipe!r}")
+    return recipe
 
 
 def _field_types(cls):
@@ -71,16 +81,13 @@ def _field_types(cls):
 
 
 def _overrides(arguments):
-    arguments = list(arguments)
     while arguments:
         flag = arguments.pop(0)
         if not flag.startswith("--"):
             raise ValueError(f"expected --field value, got {flag!r}")
         flag, separator, text = flag[2:].partition("=")
         if not separator:
-            if not arguments:
-                raise ValueError(f"--{flag} needs a value")
-            text = arguments.pop(0)
+            text = arguments.pop(0) if arguments and not arguments[0].startswith("--") else None
         yield flag, text
 
 

@@ -1,18 +1,19 @@
 """
-One table of runs: `python -m sparsebert.report RUN_DIR ...`.
+Tables of runs: `python -m sparsebert.report RUN_DIR ...`.
 
-Reads the `metrics.json` of pre-training and fine-tuning runs; a fine-tuning run is shown in the row of the model that
-it started from.
+Reads the `metrics.json` of pre-training and fine-tuning runs.
 """
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
 
 from .recipes import run_script
+from .tasks.glue import GLUE_COLUMNS
 
 
 POSITIONS = {
@@ -24,6 +25,41 @@ POSITIONS = {
 }
 
 
+@dataclass
+class Table:
+    """Texts in rows and columns, as `(title, columns, rows)` and notes below."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: tuple = ()
+
+    @classmethod
+    def of(cls, title, rows, notes=()):
+        """From one dict a row; columns that no row fills are left out."""
+        columns = [name for name in dict.fromkeys(name for row in rows for name in row) if any(map(_get(name), rows))]
+        return cls(title, columns, [[row.get(name, "") for name in columns] for row in rows], tuple(notes))
+
+    def rich(self):
+        table = rich.table.Table(title=self.title, caption="\n".join(self.notes) or None, caption_justify="left")
+        for index, column in enumerate(self.columns):
+            # Words to the left, numbers to the right.
+            numeric = any(row[index][:1].isdigit() or row[index][:1] == "-" for row in self.rows)
+            table.add_column(column, justify="right" if numeric else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self):
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join([f"**{self.title}**", body, *self.notes]) + "\n"
+
+
+def _get(name):
+    return lambda row: row.get(name)
+
+
 def read_runs(folders):
     """
     Metrics of runs.
@@ -32,52 +68,143 @@ def read_runs(folders):
         folders (`list` of `str` or `os.PathLike`): Output folders of `pretrain.py` and `finetune.py`.
 
     Returns:
-        `dict[Path, dict]`: Per pre-trained model, its metrics, with those of its fine-tuning run as `"finetuned"`.
+        `dict[Path, dict]`: Metrics by folder.
     Raises:
         FileNotFoundError: If a folder has no `metrics.json`.
-        ValueError: If the model that a run was fine-tuned from is not among the folders.
     """
-    metrics = {}
+    runs = {}
     for folder in map(Path, folders):
         path = folder / "metrics.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; run pretrain.py or finetune.py first")
-        metrics[folder] = json.loads(path.read_text())
-    runs = {folder: values for folder, values in metrics.items() if "task" not in values}
-    for folder, values in metrics.items():
-        if "task" in values:
-            if Path(values["model"]) not in runs:
-                raise ValueError(f"{folder} was fine-tuned from {values['model']}, which is not in the list")
-            runs[Path(values["model"])]["finetuned"] = values
+        runs[folder] = json.loads(path.read_text())
     return runs
 
 
-def table(runs):
-    """The runs as a [`rich.table.Table`]; columns that no run fills are left out."""
-    rows = []
-    for folder, values in runs.items():
-        finetuned = values.get("finetuned", {})
-        baseline = finetuned.get("baseline", {})
-        row = {"run": folder.name, "sparsity": _percent(values["sparsity"])}
-        row |= {title: _number(values["positions"].get(name), 2) for name, title in POSITIONS.items()}
-        row |= {
-            "P special": _number(values["positions"].get("special_tokens"), 2),
-            "MLM loss": _number(values["mlm_loss"], 3),
-            "MLM acc.": _percent(values["mlm_accuracy"]),
-            "NSP acc.": _percent(values.get("nsp_accuracy")),
-            "task acc.": _percent(finetuned.get("accuracy")),
-            "bag of words": _percent(baseline.get("accuracy")),
-            "pre-train s": _number(values["seconds"], 0),
-            "fine-tune s": _number(finetuned.get("seconds"), 0),
-        }
-        rows.append(row)
-    result = Table(caption="P: mean keep probability by offset |i - j| before freezing; a fixed mask has 0 or 1")
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    for title in titles:
-        result.add_column(title, justify="left" if title == "run" else "right")
-    for row in rows:
-        result.add_row(*(row[title] for title in titles))
+def tables(runs):
+    """
+    Runs as tables: pre-training, fine-tuning, grids, GLUE; those that are not empty.
+
+    Args:
+        runs (`dict[Path, dict]`): Metrics by folder.
+
+    Returns:
+        `list[Table]`
+    """
+    found = {"pretraining": [], "finetuning": [], "glue": []}
+    grids, notes = [], []
+    for folder, metrics in runs.items():
+        if "glue" in metrics:
+            row, remarks = _glue_row(folder.name, metrics)
+            found["glue"].append(row)
+            notes.extend(remarks)
+            found["finetuning"].extend(
+                row
+                for task, values in metrics["glue"].items()
+                for row in _finetuning_rows(f"{folder.name}/{task}", values)
+            )
+        elif "task" in metrics:
+            found["finetuning"].extend(_finetuning_rows(folder.name, metrics))
+            if "sweep" in metrics:
+                grids.append(_sweep_table(folder.name, metrics))
+        else:
+            found["pretraining"].append(_pretraining_row(folder.name, metrics))
+    result = []
+    if found["pretraining"]:
+        note = "P: mean keep probability by offset |i - j| before freezing; a fixed mask has 0 or 1"
+        result.append(Table.of("Pre-training", found["pretraining"], [note]))
+    if found["finetuning"]:
+        note = "removed: entries of the mask at its own length; on inputs: of those evaluated. Scores in %"
+        result.append(Table.of("Fine-tuning", found["finetuning"], [note]))
+    result.extend(grids)
+    if found["glue"]:
+        result.append(Table.of("GLUE, development sets, %", found["glue"], notes))
     return result
+
+
+def _pretraining_row(name, metrics):
+    row = {"run": name, "removed": _percent(metrics["sparsity"])}
+    row |= {title: _number(metrics["positions"].get(group), 2) for group, title in POSITIONS.items()}
+    return row | {
+        "P special": _number(metrics["positions"].get("special_tokens"), 2),
+        "MLM loss": _number(metrics["mlm_loss"], 3),
+        "MLM acc.": _percent(metrics["mlm_accuracy"]),
+        "NSP acc.": _percent(metrics.get("nsp_accuracy")),
+        "seconds": _number(metrics["seconds"], 0),
+    }
+
+
+def _finetuning_rows(name, metrics):
+    main = metrics["main_metric"]
+    for split, values in metrics["splits"].items():
+        if main not in values:
+            continue
+        other = [f"{key} {_score(value)}" for key, value in values.items() if key not in (main, "loss", "seconds")]
+        difference = metrics.get("comparison", {}).get(split)
+        simple = metrics.get("simple_baseline", {}).get(main)
+        yield {
+            "run": name,
+            "task": metrics["task"] + ("*" if metrics["is_part"] else ""),
+            "split": split,
+            "mask": metrics["mask"],
+            "removed": _percent(metrics["sparsity"]),
+            "on inputs": _percent(metrics["input_sparsity"]),
+            "metric": main,
+            "score": _score(values[main]),
+            "others": ", ".join(other),
+            "vs baseline [95 %]": "" if difference is None else _difference(difference),
+            "bag of words": _percent(simple),
+            "seeds": str(len(metrics.get("seeds", [metrics.get("seed")]))),
+            "train s": _number(metrics["train_seconds"], 0),
+        }
+
+
+def _sweep_table(name, metrics):
+    sweep = metrics["sweep"]
+    rows = [
+        {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in cell["settings"].items()}
+        | {metrics["main_metric"]: _score(cell["score"]), "": "best" if cell["settings"] == sweep["best"] else ""}
+        for cell in sweep["cells"]
+    ]
+    note = "One seed a cell. The best was chosen on the split that it is reported on"
+    return Table.of(f"Grid of {name}", rows, [note])
+
+
+def _glue_row(name, metrics):
+    results, row, parts = metrics["glue"], {"run": name}, []
+    for title, task, split, metric in (*GLUE_COLUMNS, ("WNLI", "wnli", "validation", "accuracy")):
+        value = results.get(task, {}).get("splits", {}).get(split, {}).get(metric)
+        part = value is not None and results[task]["is_part"]
+        row[title] = "-" if value is None else _score(value) + ("*" if part else "")
+        if part:
+            parts.append(f"{title} ({results[task]['train_split']}, {results[task]['train_examples']} examples)")
+    for size in (9, 8):
+        count = metrics[f"num_columns_{size}"]
+        row[f"average of {size}"] = _score(metrics[f"average_{size}"]) + (
+            "" if count == size else f" ({count} of {size})"
+        )
+    notes = [
+        "average of 9: MNLI-m and -mm apart, no WNLI (SparseBERT, Table 3); of 8: MNLI's mean as one. In brackets: so "
+        "many columns only, not comparable with the whole"
+    ]
+    if parts:
+        notes.append(f"* {name}: trained on a part: {', '.join(parts)}")
+    if metrics["missing"]:
+        notes.append(f"- {name}: no data for {', '.join(metrics['missing'])}")
+    return row, notes
+
+
+def _difference(comparison):
+    low, high = comparison["interval"]
+    return f"{100 * comparison['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def _score(value):
+    if value is None:
+        return "-"
+    if not isinstance(value, dict):
+        return f"{100 * value:.1f}"
+    return f"{100 * value['mean']:.1f}" + (f" ± {100 * value['std']:.1f}" if "std" in value else "")
 
 
 def _number(value, digits):
@@ -88,15 +215,21 @@ def _percent(value):
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def print_tables(runs):
+    """Print the tables of runs, as [`tables`]."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for table in tables(runs):
+        console.print(table.rich())
+
+
 def main(folders):
     runs = read_runs(folders)
     if not runs:
-        raise ValueError("expected the output folders of pretrain.py, and of finetune.py if any")
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table(runs))
+        raise ValueError("expected the output folders of pretrain.py or finetune.py")
+    print_tables(runs)
     for folder in runs:
         for picture in sorted(folder.glob("*.png")):
-            console.print(f"picture: {picture}", highlight=False)
+            print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

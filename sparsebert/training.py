@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import Trainer
 
-from .attach import get_sparse_attention
 from .attention import ATTENTION_NAMES
 
 
@@ -49,45 +48,31 @@ class PretrainingArguments:
     overwrite: bool = False
 
 
-@dataclass
-class FinetuningArguments:
-    """
-    Section `data` of a fine-tuning recipe.
-
-    Args:
-        task (`str`, *optional*): A name of `TASKS`.
-        model (`str`, *optional*): Folder or Hub id of a pre-trained model, whose frozen mask stays as it is.
-        task_kwargs (`dict`, *optional*): Arguments of the task's `load`, such as `{"train_size": 1000}`.
-        max_length (`int`): Longer inputs are cut.
-        baseline (`bool`): Report the task's simple baseline as well.
-        attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
-        overwrite (`bool`): Accept an output folder that is not empty.
-    """
-
-    task: str | None = None
-    model: str | None = None
-    task_kwargs: dict | None = None
-    max_length: int = 128
-    baseline: bool = True
-    attn_implementation: str = "sparse_auto"
-    overwrite: bool = False
-
-
 class SparseBertTrainer(Trainer):
     """
     The stock Trainer, except that mask logits get no weight decay, logs show sparsity and empty rows of the mask being
-    learned, and evaluation masks the same tokens each time and leaves the training's random state alone.
+    learned, and evaluation keeps the examples' order, masks the same tokens each time and leaves the training's random
+    state alone.
     """
 
     def get_decay_parameter_names(self, model):
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith("mask_logits")]
 
     def log(self, logs, *args, **kwargs):
-        model = self.accelerator.unwrap_model(self.model)
-        if "loss" in logs and get_sparse_attention(model).searching:
-            mask = get_sparse_attention(model).thresholded_mask()
+        # A dense stock model has none.
+        sparse_attention = getattr(self.accelerator.unwrap_model(self.model).base_model, "sparse_attention", None)
+        if "loss" in logs and sparse_attention is not None and sparse_attention.searching:
+            mask = sparse_attention.thresholded_mask()
             logs |= {"sparsity": round(mask.sparsity, 4), "empty_rows": mask.num_empty_rows()}
         super().log(logs, *args, **kwargs)
+
+    def _get_eval_sampler(self, eval_dataset):
+        # The host groups by length here as well, and predictions would come back in that order.
+        strategy, self.args.train_sampling_strategy = self.args.train_sampling_strategy, "random"
+        try:
+            return super()._get_eval_sampler(eval_dataset)
+        finally:
+            self.args.train_sampling_strategy = strategy
 
     def evaluation_loop(self, *args, **kwargs):
         with torch.random.fork_rng():
@@ -114,10 +99,18 @@ def check_output_dir(path, overwrite=False, resume=False):
 
 
 def write_metrics(path, metrics):
-    """Write a metrics file (JSON, numbers rounded to 5 digits) and return it as a dict."""
-    metrics = {key: round(value, 5) if isinstance(value, float) else value for key, value in metrics.items()}
-    Path(path).write_text(json.dumps(metrics, indent=2) + "\n")
-    return metrics
+    """Write a metrics file (JSON, numbers rounded to 5 digits) and return what a reader gets."""
+    text = json.dumps(_rounded(metrics), indent=2) + "\n"
+    Path(path).write_text(text)
+    return json.loads(text)
+
+
+def _rounded(value):
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return round(value, 5) if isinstance(value, float) else value
 
 
 def reduce_logits(logits, labels):

@@ -1,14 +1,17 @@
 """Shared by all tests: no network, a fixed seed, tiny models."""
 
+import json
 import os
+import random
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast  # noqa: E402
 
-from sparsebert import SparseBertConfig  # noqa: E402
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM  # noqa: E402
 
 
 TINY = {
@@ -43,3 +46,103 @@ def tiny_config():
         return config_class(**TINY | fields)
 
     return make
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(94)), "yes"]
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer():
+    """100 words: w0 to w93, "yes" and the special tokens of BERT."""
+    return BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)}, model_max_length=40)
+
+
+def _sentence(rng, words=6):
+    return " ".join(f"w{rng.randrange(94)}" for _ in range(words))
+
+
+@pytest.fixture(scope="session")
+def glue_folder(tmp_path_factory):
+    """
+    Small files of GLUE: RTE, CoLA and STS-B whole, MNLI with both development sets, a part of QNLI's training set with
+    its development set, QQP without one, no others. The class of a text is whether it contains "yes".
+    """
+    rng, root = random.Random(0), tmp_path_factory.mktemp("glue")
+
+    def write(path, header, row, count):
+        path = root / path
+        path.parent.mkdir(exist_ok=True)
+        lines = ([header] if header else []) + [row(index, index % 2) for index in range(count)]
+        path.write_text("\n".join(lines) + "\n")
+
+    def pair(names):
+        return lambda i, label: f"{i}\t{_sentence(rng)}{' yes' * label}\t{_sentence(rng)}\t{names[label]}"
+
+    header, binary = "index\tsentence1\tsentence2\tlabel", pair(("not_entailment", "entailment"))
+    for split, count in (("train", 48), ("dev", 20)):
+        write(f"RTE/{split}.tsv", header, binary, count)
+        write(f"CoLA/{split}.tsv", None, lambda i, label: f"s{i}\t{label}\t\t{_sentence(rng)}{' yes' * label}", count)
+        write(f"STS-B/{split}.tsv", "index\tsentence1\tsentence2\tscore", pair(("0.500", "4.250")), count)
+    for path, count in (("RTE/test.tsv", 7), ("MNLI/test_matched.tsv", 5)):
+        write(path, "index\tsentence1\tsentence2", lambda i, label: binary(i, label).rpartition("\t")[0], count)
+    for split, count in (("train", 48), ("dev_matched", 20), ("dev_mismatched", 16)):
+        write(f"MNLI/{split}.tsv", header.replace("label", "gold_label"), pair(("neutral", "entailment")), count)
+    for split, count in (("train_part40", 40), ("dev", 20)):
+        write(f"QNLI/{split}.tsv", "index\tquestion\tsentence\tlabel", binary, count)
+    write("QQP/train.tsv", "id\tquestion1\tquestion2\tis_duplicate", pair(("0", "1")), 20)
+    return root
+
+
+@pytest.fixture(scope="session")
+def squad_folder(tmp_path_factory):
+    """`train` and `dev` of SQuAD v2.0 that are also v1.1 where all questions have answers: `*-v1.1.json`."""
+    rng, root = random.Random(1), tmp_path_factory.mktemp("squad")
+    for version in ("v1.1", "v2.0"):
+        for split, count in (("train", 16), ("dev", 10)):
+            paragraphs = []
+            for index in range(count):
+                context = _sentence(rng, 40)
+                start = context.index(" ", 40) + 1
+                answer = context[start:].split()[0]
+                question = {"id": f"{split}-{index}", "question": _sentence(rng)}
+                question["answers"] = [{"text": answer, "answer_start": start}]
+                if version == "v2.0":
+                    question["is_impossible"] = index % 2 == 1
+                    question["answers"] = question["answers"][: 1 - index % 2]
+                paragraphs.append({"context": context, "qas": [question]})
+            content = {"version": version, "data": [{"title": "words", "paragraphs": paragraphs}]}
+            (root / f"{split}-{version}.json").write_text(json.dumps(content))
+    return root
+
+
+@pytest.fixture(scope="session")
+def swag_folder(tmp_path_factory):
+    """`train.jsonl` and `val.jsonl` with three endings, of which the right one contains "yes"."""
+    rng, root = random.Random(2), tmp_path_factory.mktemp("swag")
+    for split, count in (("train", 24), ("val", 12)):
+        rows = [
+            {
+                "startphrase": _sentence(rng),
+                "choices": [_sentence(rng, 3) + " yes" * (ending == i % 3) for ending in range(3)],
+                "answer": i % 3,
+            }
+            for i in range(count)
+        ]
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory, word_tokenizer):
+    """Folders of tiny pre-trained models: `"stock"` BERT, `"window"` with a mask, `"searching"` without one yet."""
+    folders = {}
+    for name, model_class, config in (
+        ("stock", BertForMaskedLM, BertConfig(**TINY)),
+        ("window", SparseBertForMaskedLM, SparseBertConfig(**TINY, pattern="window", mask_length=32)),
+        ("searching", SparseBertForMaskedLM, SparseBertConfig(**TINY, search="dam_s", mask_length=32)),
+    ):
+        torch.manual_seed(0)
+        folders[name] = str(tmp_path_factory.mktemp("checkpoints") / name)
+        model_class(config).save_pretrained(folders[name])
+        word_tokenizer.save_pretrained(folders[name])
+    return folders

@@ -13,7 +13,6 @@ from ..corpus import Document, builtin_documents
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
 
 
 logger = logging.get_logger(__name__)
@@ -41,7 +40,22 @@ _SPELLINGS = re.compile(r"scikit-learn|hugging[ -]face", re.IGNORECASE)
 _TOKEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
 
+def splits(data: str | None = None) -> list[str]:
+    """
+    Names of the splits.
+
+    Raises:
+        ValueError: If a folder is given; the task has no files.
+    """
+    if data is not None:
+        raise ValueError(f"task builtin is made of the installed packages and takes no --data, got {data!r}")
+    return ["train", "validation"]
+
+
 def load(
+    data: str | None = None,
+    splits: Sequence[str] | None = None,
+    skip_bad: bool = False,
     train_size: int = 6000,
     validation_size: int = 1000,
     seed: int = 0,
@@ -59,6 +73,8 @@ def load(
     The texts are those of the installed versions: results are comparable within one environment only.
 
     Args:
+        data, skip_bad: As other tasks have them; there are no files and no bad rows.
+        splits (`Sequence[str]`, *optional*): Names of the splits to return, by default both.
         train_size (`int`, *optional*, defaults to 6000): Upper bound on the number of training examples.
         validation_size (`int`, *optional*, defaults to 1000): Upper bound on the number of validation examples.
         seed (`int`, *optional*, defaults to 0): Seed of the split and of the order.
@@ -66,8 +82,8 @@ def load(
         documents (`Sequence[Document]`, *optional*): Documents to use instead of the built-in corpus.
 
     Returns:
-        `datasets.DatasetDict`: Splits `train` and `validation` with the columns `text`, `label` (a `ClassLabel`) and
-        `module`.
+        `datasets.DatasetDict`: Splits `train` and `validation` with the columns `id`, `text`, `label` (a `ClassLabel`)
+        and `module`.
 
     Raises:
         ValueError: If there are fewer than two different labels, a split has no room for one example of each, or a
@@ -108,24 +124,25 @@ def load(
             ("validation", modules[:held_out], validation_size),
         ):
             examples = [
-                {"text": text, "label": index, "module": module}
+                {"id": f"{module}:{number}", "text": text, "label": index, "module": module}
                 for module in members
-                for text in pieces[label][module]
+                for number, text in enumerate(pieces[label][module])
             ]
             rng.shuffle(examples)
             rows[split].extend(examples[: size // len(labels)])
 
     features = datasets.Features(
+        id=datasets.Value("string"),
         text=datasets.Value("string"),
         label=datasets.ClassLabel(names=list(labels)),
         module=datasets.Value("string"),
     )
-    splits = datasets.DatasetDict()
+    result = datasets.DatasetDict()
     for split, examples in rows.items():
         rng.shuffle(examples)
-        splits[split] = datasets.Dataset.from_list(examples, features=features)
-        logger.info(f"builtin {split}: {len(examples)} examples, majority class {majority_share(splits[split]):.1%}.")
-    return splits
+        result[split] = datasets.Dataset.from_list(examples, features=features)
+        logger.info(f"builtin {split}: {len(examples)} examples, majority class {majority_share(result[split]):.1%}.")
+    return datasets.DatasetDict({split: result[split] for split in splits or result})
 
 
 def _name_masker(labels: Sequence[str]) -> Callable[[str], str]:
@@ -159,26 +176,21 @@ def _pieces(paragraphs: Iterable[str]) -> list[str]:
     return pieces
 
 
-def metrics(predictions: "np.ndarray", labels: "np.ndarray") -> dict[str, float]:
+def metrics(predictions: "Sequence[int]", references: "Sequence[int]") -> dict[str, float]:
     """
     Accuracy and macro F1.
 
     Args:
-        predictions (`np.ndarray` of shape `(num_examples, num_labels)`): Logits of the model.
-        labels (`np.ndarray` of shape `(num_examples,)`): Indices of the classes.
+        predictions, references (`Sequence[int]`): Indices of the classes.
 
     Returns:
         `dict[str, float]`: `accuracy` and `macro_f1`, between 0 and 1.
     """
-    return _scores(predictions.argmax(axis=-1), labels)
-
-
-def _scores(classes, labels) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, f1_score
 
     return {
-        "accuracy": float(accuracy_score(labels, classes)),
-        "macro_f1": float(f1_score(labels, classes, average="macro")),
+        "accuracy": float(accuracy_score(references, predictions)),
+        "macro_f1": float(f1_score(references, predictions, average="macro")),
     }
 
 
@@ -216,5 +228,5 @@ def bag_of_words_baseline(splits: "datasets.DatasetDict") -> dict[str, float]:
     model = make_pipeline(TfidfVectorizer(sublinear_tf=True, min_df=2), LogisticRegression(C=10.0, max_iter=1000))
     model.fit(splits["train"]["text"][:], splits["train"]["label"][:])
     validation = splits["validation"]
-    scores = _scores(model.predict(validation["text"][:]), validation["label"][:])
+    scores = metrics(model.predict(validation["text"][:]), validation["label"][:])
     return scores | {"majority_share": majority_share(validation)}

@@ -1,0 +1,80 @@
+"""How runs are compared: mean and deviation over seeds, and a paired bootstrap of their difference."""
+
+import statistics
+
+import numpy as np
+
+
+def summarize(values):
+    """
+    Mean and deviation of one number over runs.
+
+    Args:
+        values (`list[float]`): One per seed.
+
+    Returns:
+        `dict[str, float]`: `"mean"`, and `"std"` (of the sample, n - 1) if there are two or more.
+    """
+    summary = {"mean": statistics.fmean(values)}
+    return summary | ({"std": statistics.stdev(values)} if len(values) > 1 else {})
+
+
+def paired_bootstrap(metric, ours, theirs, references, resamples=1000, confidence=0.95, seed=0):
+    """
+    The difference of two systems, and its interval from resampling seeds and examples, the same for both.
+
+    Runs with the same seed are a pair, and so are predictions of the same example: the Multi-Bootstrap of
+    MultiBERTs (arXiv 2106.16163). With one seed the interval says nothing about other seeds.
+
+    Args:
+        metric (`Callable[[Sequence, Sequence], float]`): Of predictions and references.
+        ours, theirs (`list[list]`): Per seed the predictions, `(num_seeds, num_examples)`.
+        references (`list`): Of the examples.
+        resamples (`int`, *optional*, defaults to 1000): Number of resamples.
+        confidence (`float`, *optional*, defaults to 0.95): Of the interval.
+        seed (`int`, *optional*, defaults to 0): Seed of the resampling.
+
+    Returns:
+        `dict`: `"difference"` (ours minus theirs, mean over seeds), `"interval"` `[low, high]`, `"confidence"`,
+        `"num_seeds"`.
+    Raises:
+        ValueError: If the systems differ in the number of seeds or examples.
+    """
+    sizes = {len(predictions) for predictions in (*ours, *theirs)}
+    if len(ours) != len(theirs) or sizes != {len(references)}:
+        raise ValueError(
+            f"a paired comparison needs the same seeds and examples, got {len(ours)} and {len(theirs)} seeds and "
+            f"{sorted(sizes | {len(references)})} examples"
+        )
+    ours, theirs = ([_array(predictions) for predictions in system] for system in (ours, theirs))
+    references = _array(references)
+    rng = np.random.default_rng(seed)
+    num_seeds, num_examples = len(ours), len(references)
+
+    def difference(seeds, examples):
+        gold = references[examples]
+        # A seed that was drawn twice is scored once.
+        weights = np.bincount(seeds, minlength=num_seeds) / num_seeds
+        pairs = ((ours[s][examples], theirs[s][examples]) for s in range(num_seeds))
+        return sum(w * (metric(a, gold) - metric(b, gold)) for w, (a, b) in zip(weights, pairs, strict=True) if w)
+
+    samples = [
+        difference(rng.integers(num_seeds, size=num_seeds), rng.integers(num_examples, size=num_examples))
+        for _ in range(resamples)
+    ]
+    tail = (1 - confidence) / 2
+    return {
+        "difference": float(difference(np.arange(num_seeds), np.arange(num_examples))),
+        "interval": [float(value) for value in np.quantile(samples, [tail, 1 - tail])],
+        "confidence": confidence,
+        "num_seeds": num_seeds,
+    }
+
+
+def _array(values):
+    if isinstance(values[0], (str, list)):
+        array = np.empty(len(values), dtype=object)
+        for index, value in enumerate(values):
+            array[index] = value
+        return array
+    return np.asarray(values)

@@ -1,0 +1,363 @@
+"""One fine-tuning run: data, model, training, evaluation, predictions."""
+
+import json
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+from transformers import AutoConfig, AutoTokenizer, BertConfig, TrainingArguments, set_seed
+from transformers.utils import logging
+
+from . import modeling_sparsebert
+from .attention import ATTENTION_NAMES
+from .configuration_sparsebert import SparseBertConfig
+from .masks.patterns import PATTERNS
+from .masks.sparse_mask import SparseMask
+from .tasks import TASKS, TEST_SPLITS, Task
+from .training import SparseBertTrainer, check_backend, write_metrics
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class FinetuningArguments:
+    """
+    Section `data` of a fine-tuning recipe.
+
+    Args:
+        task (`str`, *optional*): A name of `TASKS`.
+        all (`bool`): Every task of GLUE for which there is data, and one table.
+        model (`str`, *optional*): Folder or Hub id of a pre-trained SparseBERT, or of a stock model.
+        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`], or a name of `PATTERNS`, to run through. By
+            default a SparseBERT keeps its frozen mask and a stock model is dense.
+        data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
+        train_split (`str`, *optional*): Split to train on; `"train"`, or the one part of it that there is.
+        validation_split (`str` or `list`, *optional*): Splits to evaluate on; those named `"validation..."`.
+        test_split (`str` or `list`, *optional*): Splits to predict; those named `"test..."`.
+        max_train_examples (`int`, *optional*): Train on so many examples, drawn with a fixed seed.
+        task_kwargs (`dict`, *optional*): More arguments of the task's `load`, such as `{"train_size": 1000}`.
+        skip_bad (`bool`): Leave rows out that are wrong, and count them, instead of stopping at the first.
+        max_length (`int`, *optional*): Tokens per input, longer ones are cut (SQuAD: slide over); the task's.
+        doc_stride (`int`): Tokens that neighbouring windows over a SQuAD context share.
+        max_question_length (`int`): Tokens of a SQuAD question.
+        n_best_size (`int`): Answers to keep per SQuAD question.
+        max_answer_length (`int`): Tokens of a SQuAD answer.
+        no_answer_threshold (`float`): SQuAD 2.0 answers "" where its score exceeds the best span's by more than this.
+        seeds (`int` or `list`): Number of runs, or their seeds; a number counts from `training.seed`.
+        sweep (`bool` or `dict`): Grid of fields of `training`, such as `{"learning_rate": [1e-5, 2e-5]}`; `true` is
+            the paper's. The best cell on the first validation split, judged with the first seed, runs all seeds.
+        baseline (`str`, *optional*): Output folder of a run to compare with, over the seeds that both have.
+        simple_baseline (`bool`): Report the task's simple model as well, where it has one.
+        attn_implementation (`str`, *optional*): Backend; `"sparse_auto"`, for a dense stock model the host's.
+        overwrite (`bool`): Accept an output folder that is not empty, and run everything anew.
+    """
+
+    task: str | None = None
+    all: bool = False
+    model: str | None = None
+    mask: str | None = None
+    data: str | None = None
+    train_split: str | None = None
+    validation_split: str | list | None = None
+    test_split: str | list | None = None
+    max_train_examples: int | None = None
+    task_kwargs: dict | None = None
+    skip_bad: bool = False
+    max_length: int | None = None
+    doc_stride: int = 128
+    max_question_length: int = 64
+    n_best_size: int = 20
+    max_answer_length: int = 30
+    no_answer_threshold: float = 0.0
+    seeds: int | list = 1
+    sweep: bool | dict = False
+    baseline: str | None = None
+    simple_baseline: bool = True
+    attn_implementation: str | None = None
+    overwrite: bool = False
+
+
+@dataclass
+class TaskData:
+    """A task's splits as examples and as the model's inputs, by split name."""
+
+    task: Task
+    options: FinetuningArguments
+    tokenizer: transformers.PreTrainedTokenizerBase
+    train_split: str
+    evaluation_splits: list[str]
+    examples: dict
+    features: dict
+    num_train_examples: int
+
+    def lengths(self, split):
+        """Tokens of every input of a split."""
+        rows = self.features[split]["input_ids"][:]
+        # Multiple choice has several inputs an example.
+        return [len(ids) for row in rows for ids in (row if row and isinstance(row[0], list) else [row])]
+
+    @property
+    def longest(self):
+        """Tokens of the longest input."""
+        return max(max(self.lengths(split)) for split in self.features)
+
+
+class MissingSplitError(ValueError):
+    """The data lacks a split that is needed."""
+
+
+def choose_splits(available, options):
+    """
+    The splits to train on, to evaluate, and to predict only.
+
+    Args:
+        available (`list[str]`): Names of the splits that there are.
+        options ([`FinetuningArguments`]): Names those that were asked for.
+
+    Returns:
+        `tuple[str, list[str], list[str]]`
+    Raises:
+        MissingSplitError: If there is no such split, or none to train on or to evaluate.
+        ValueError: If a split is to be trained and evaluated on.
+    """
+    parts = [name for name in available if name.startswith("train")]
+    train = options.train_split or ("train" if "train" in parts else parts[0] if len(parts) == 1 else "train")
+    evaluation = _listed(options.validation_split) or [name for name in available if name.startswith("validation")]
+    tests = _listed(options.test_split) or [name for name in available if name in TEST_SPLITS]
+    for split in (train, *(evaluation or ["validation"]), *tests):
+        if split not in available:
+            raise MissingSplitError(
+                f"task {options.task}: split {split!r} is missing in {options.data or 'the data set'}; there are: "
+                f"{', '.join(available) or 'none'}. See --data, --train_split and --validation_split"
+            )
+    if train in evaluation:
+        raise ValueError(f"task {options.task}: split {train!r} is both train_split and validation_split")
+    if train != (options.train_split or "train"):
+        logger.warning(f"task {options.task}: training on {train}, as {options.data} has no split 'train'.")
+    return train, evaluation, [name for name in tests if name not in (train, *evaluation)]
+
+
+def _listed(names):
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def prepare(options):
+    """
+    Read, check and tokenize a task's data.
+
+    Raises:
+        ValueError: For an unknown task, a missing split, a bad row, or inputs that cannot be made so long.
+        OSError: If a file or the tokenizer cannot be read.
+    """
+    task = TASKS[options.task]
+    options.max_length = options.max_length or task.max_length
+    train, evaluation, tests = choose_splits(task.splits(options.data), options)
+    splits = [train, *evaluation, *tests]
+    examples = dict(
+        task.load(data=options.data, splits=splits, skip_bad=options.skip_bad, **(options.task_kwargs or {}))
+    )
+    for split in (train, *evaluation):
+        if task.reference not in examples[split].column_names:
+            raise ValueError(f"task {task.name}: split {split!r} has no labels")
+    total = len(examples[train])
+    if options.max_train_examples is not None and options.max_train_examples < total:
+        examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
+    return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)
+
+
+def load_model(data, config):
+    """
+    The model of a run, with the head of its task: a SparseBERT with its own mask, with another mask, or a stock model.
+
+    Args:
+        data ([`TaskData`]): Says task, model and mask.
+        config (`dict`): Fields of the configuration to change.
+
+    Raises:
+        ValueError: If mask, model and inputs do not fit each other, before any training.
+        OSError: If there is no such model or mask.
+    """
+    options, head = data.options, data.task.head
+    stock_type = AutoConfig.from_pretrained(options.model).model_type
+    arguments = dict(config) | _labels(data.examples[data.train_split].features.get("label"))
+    if stock_type != SparseBertConfig.model_type and options.mask is None and "pattern" not in config:
+        mask_fields = {field.name for field in fields(SparseBertConfig)} - {field.name for field in fields(BertConfig)}
+        if unused := sorted(mask_fields & set(config)):
+            raise ValueError(f"model.{unused[0]} is about a mask, and {options.model} has none: give it one by --mask")
+        if options.attn_implementation in ATTENTION_NAMES:
+            raise ValueError(
+                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
+                "give it one by --mask, or leave the field out"
+            )
+        model = getattr(transformers, head).from_pretrained(
+            options.model, attn_implementation=options.attn_implementation, **arguments
+        )
+    else:
+        if stock_type not in (SparseBertConfig.model_type, BertConfig.model_type):
+            raise ValueError(f"--mask needs a BERT or a SparseBERT, got {options.model} of type {stock_type!r}")
+        backend = options.attn_implementation or "sparse_auto"
+        check_backend(backend)
+        if options.mask in PATTERNS:
+            arguments |= {"pattern": options.mask, "mask_length": config.get("mask_length", options.max_length)}
+        elif options.mask is not None:
+            mask = _read_mask(options.mask)
+            arguments |= {"pattern": "dense"}  # until the mask is set
+        model_class = getattr(modeling_sparsebert, head.replace("AutoModel", "SparseBert"))
+        model = model_class.from_pretrained(options.model, attn_implementation=backend, **arguments)
+        if options.mask is not None and options.mask not in PATTERNS:
+            changes = {name: config[name] for name in ("length_policy", "last_token") if name in config}
+            model.set_mask(mask.replace(**changes))
+        if model.sparse_attention.searching:
+            raise ValueError(
+                f"the mask of {options.model} is still being searched: freeze it first, as pretrain.py does, or give "
+                "another by --mask"
+            )
+        model.sparse_attention.mask.structure(data.longest)  # raises for inputs that the mask does not cover
+    if data.longest > model.config.max_position_embeddings:
+        raise ValueError(
+            f"inputs of {data.longest} tokens are longer than the {model.config.max_position_embeddings} positions "
+            f"of {options.model}: lower --max_length"
+        )
+    if len(data.tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
+        )
+    return model
+
+
+def _read_mask(name):
+    try:
+        return SparseMask.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(
+            f"mask {name!r} is no pattern ({', '.join(PATTERNS)}), and as a folder or Hub id it cannot be read: {error}"
+        ) from error
+
+
+def _labels(label):
+    if isinstance(label, datasets.ClassLabel):
+        names = dict(enumerate(label.names))
+        return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    if label is not None and label.dtype.startswith("float"):
+        return {"num_labels": 1, "problem_type": "regression"}
+    return {}
+
+
+def mask_metrics(model, data):
+    """Which mask a model runs through, what it removes at its own length, and what on the inputs evaluated."""
+    sparse_attention = getattr(model.base_model, "sparse_attention", None)
+    if sparse_attention is None:
+        return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
+    mask = sparse_attention.mask
+    lengths, counts = np.unique(data.lengths(data.evaluation_splits[0]), return_counts=True)
+    kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
+    entries = mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum())
+    name = data.options.mask or mask.metadata.get("pattern") or mask.metadata.get("search") or "mask"
+    return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": 1 - kept / entries}
+
+
+def train(data, recipe, output_dir):
+    """
+    One run: fine-tune, evaluate, predict.
+
+    Writes to `output_dir` the model with its mask, the tokenizer, `predictions_SPLIT.jsonl` with one example a line,
+    for SQuAD and the test splits of GLUE the files that the official scripts take, and `metrics.json`, last.
+
+    Args:
+        data ([`TaskData`]): From [`prepare`].
+        recipe (`dict`): Sections `model` and `training`; the latter over the task's settings.
+        output_dir (`str` or `os.PathLike`): Where to write.
+
+    Returns:
+        `dict`: The metrics.
+    Raises:
+        ValueError: As [`load_model`], and for fields of `training` that are wrong.
+    """
+    start = time.perf_counter()
+    task, options, output = data.task, data.options, Path(output_dir)
+    arguments = {"save_strategy": "no"} | task.settings | recipe["training"] | {"output_dir": str(output)}
+    training = TrainingArguments(**arguments)
+    set_seed(training.seed)
+    model = load_model(data, recipe["model"])
+    first = data.evaluation_splits[0]
+
+    def evaluate(split, outputs):
+        rows = task.decode(outputs, data.features[split], data.examples[split], options)
+        references = _references(data, split)
+        if references is None:
+            return rows, {}
+        values = task.metrics([row["prediction"] for row in rows], references)
+        return rows, values | ({} if task.more_metrics is None else task.more_metrics(rows, references))
+
+    trainer = SparseBertTrainer(
+        model,
+        training,
+        train_dataset=data.features[data.train_split],
+        eval_dataset=data.features[first],
+        data_collator=task.collator(data.tokenizer),
+        processing_class=data.tokenizer,
+        compute_metrics=lambda prediction: evaluate(first, prediction.predictions)[1],
+    )
+    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.compute_metrics = None  # it knows one split only
+    metrics = {"task": task.name, "model": options.model} | mask_metrics(model, data)
+    metrics |= {
+        "seed": training.seed,
+        "train_split": data.train_split,
+        "train_examples": len(data.examples[data.train_split]),
+        "is_part": data.train_split != "train" or len(data.examples[data.train_split]) < data.num_train_examples,
+        "steps": trained.global_step,
+        "main_metric": task.main_metric,
+        "splits": {},
+    }
+    for split in data.features:
+        if split == data.train_split:
+            continue
+        prediction = trainer.predict(data.features[split])
+        rows, values = evaluate(split, prediction.predictions)
+        if loss := prediction.metrics.get("test_loss") if values else None:
+            values["loss"] = loss
+        metrics["splits"][split] = values | {"seconds": prediction.metrics["test_runtime"]}
+        if trainer.is_world_process_zero():
+            write_predictions(output, split, rows, _references(data, split))
+            if task.write_submission is not None:
+                task.write_submission(split, rows, output)
+    metrics["score"] = metrics["splits"][first][task.main_metric]
+    if options.simple_baseline and task.baseline is not None:
+        metrics["simple_baseline"] = task.baseline(data.examples)
+    metrics |= {"train_seconds": trained.metrics["train_runtime"], "seconds": time.perf_counter() - start}
+    return write_metrics(output / "metrics.json", metrics)
+
+
+def _references(data, split):
+    examples = data.examples[split]
+    return examples[data.task.reference][:] if data.task.reference in examples.column_names else None
+
+
+def write_predictions(folder, split, rows, references=None):
+    """Write `predictions_SPLIT.jsonl`: id, prediction and reference (if any) of one example a line."""
+    with open(Path(folder) / f"predictions_{split}.jsonl", "w", encoding="utf-8") as file:
+        for index, row in enumerate(rows):
+            line = {"id": row["id"], "prediction": row["prediction"]}
+            if references is not None:
+                line["reference"] = references[index]
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_predictions(folder, split):
+    """
+    What [`write_predictions`] wrote.
+
+    Returns:
+        `dict[str, tuple]`: Prediction and reference by id.
+    """
+    with open(Path(folder) / f"predictions_{split}.jsonl", encoding="utf-8") as file:
+        rows = map(json.loads, file)
+        return {row["id"]: (row["prediction"], row.get("reference")) for row in rows}

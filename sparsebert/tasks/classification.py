@@ -1,0 +1,143 @@
+"""Classification of, and regression on, single texts and pairs of texts: features, predictions and metrics."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+
+
+def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", options: Any) -> "datasets.Dataset":
+    """
+    Tokenize the examples. Of a pair that is too long, tokens are cut from the longer text.
+
+    Args:
+        examples (`datasets.Dataset`): Column `text`; `text_pair` and `label` if there are any.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        options (`Any`): Its `max_length` is the largest number of tokens of an example, special ones included.
+
+    Returns:
+        `datasets.Dataset`: The features, not padded; `labels` if the examples have a `label`.
+    """
+
+    def tokenize(batch):
+        features = tokenizer(
+            batch["text"], batch.get("text_pair"), truncation="longest_first", max_length=options.max_length
+        )
+        if "label" in batch:
+            features["labels"] = batch["label"]
+        return features
+
+    return examples.map(tokenize, batched=True, remove_columns=examples.column_names)
+
+
+def collator(tokenizer: "PreTrainedTokenizerBase") -> "DataCollatorWithPadding":
+    """
+    Collator that pads the features to the longest of the batch.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+
+    Returns:
+        [`~transformers.DataCollatorWithPadding`]: The collator.
+    """
+    from transformers import DataCollatorWithPadding
+
+    return DataCollatorWithPadding(tokenizer)
+
+
+def decode(
+    outputs: np.ndarray, features: "datasets.Dataset", examples: "datasets.Dataset", options: Any
+) -> list[dict[str, Any]]:
+    """
+    Predictions of a model: the class of the largest logit, or the number that a regression gives.
+
+    Args:
+        outputs (`np.ndarray` of shape `(num_examples, num_labels)`): Logits; one label means regression.
+        features (`datasets.Dataset`): Not used, as there is one per example.
+        examples (`datasets.Dataset`): The examples.
+        options (`Any`): Not used.
+
+    Returns:
+        `list[dict]`: For each example its `id` and `prediction`, an `int` or a `float`.
+    """
+    outputs = np.asarray(outputs)
+    predictions = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(axis=1)
+    return [
+        {"id": identifier, "prediction": prediction}
+        for identifier, prediction in zip(examples["id"][:], predictions.tolist(), strict=True)
+    ]
+
+
+def accuracy(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """
+    Share of the predictions that are right.
+
+    Args:
+        predictions (`Sequence[int]`): Predicted classes.
+        references (`Sequence[int]`): The labels.
+
+    Returns:
+        `dict[str, float]`: `accuracy`, between 0 and 1.
+    """
+    return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
+
+
+def accuracy_and_f1(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """
+    Accuracy, and the F1 of class 1 of two classes.
+
+    Args:
+        predictions (`Sequence[int]`): Predicted classes, 0 or 1.
+        references (`Sequence[int]`): The labels, 0 or 1.
+
+    Returns:
+        `dict[str, float]`: `accuracy` and `f1`, between 0 and 1. Without any class 1 the F1 is 0.
+    """
+    from sklearn.metrics import f1_score
+
+    return accuracy(predictions, references) | {"f1": float(f1_score(references, predictions, zero_division=0.0))}
+
+
+def matthews(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """
+    Matthews correlation coefficient, and accuracy.
+
+    Args:
+        predictions (`Sequence[int]`): Predicted classes, 0 or 1.
+        references (`Sequence[int]`): The labels, 0 or 1.
+
+    Returns:
+        `dict[str, float]`: `matthews`, between -1 and 1 and 0 if either side has one class only, and `accuracy`.
+    """
+    coefficient = 0.0
+    if len(set(predictions)) > 1 and len(set(references)) > 1:
+        from sklearn.metrics import matthews_corrcoef
+
+        coefficient = float(matthews_corrcoef(references, predictions))
+    return {"matthews": coefficient} | accuracy(predictions, references)
+
+
+def correlations(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
+    """
+    Rank and linear correlation of a regression with its labels.
+
+    Args:
+        predictions (`Sequence[float]`): Predicted numbers.
+        references (`Sequence[float]`): The labels.
+
+    Returns:
+        `dict[str, float]`: `spearman` and `pearson`, between -1 and 1; 0 if either side is constant.
+    """
+    if len(set(predictions)) < 2 or len(set(references)) < 2:
+        return {"spearman": 0.0, "pearson": 0.0}
+    from scipy.stats import pearsonr, spearmanr
+
+    return {
+        "spearman": float(spearmanr(predictions, references).statistic),
+        "pearson": float(pearsonr(predictions, references).statistic),
+    }

@@ -1,0 +1,227 @@
+"""Seeds, grids and all of GLUE: what is run, what is not run again, what is compared."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsebert.experiments import PAPER_GRID, compare, run
+from sparsebert.report import read_runs, tables
+
+
+TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+
+
+@pytest.fixture
+def recipe(checkpoints, glue_folder, tmp_path):
+    """`recipe(training, **data)`: RTE with two steps of training into `tmp_path / "run"`."""
+
+    def make(training=None, **data):
+        return {
+            "data": {"task": "rte", "model": checkpoints["window"], "data": str(glue_folder), "max_length": 32} | data,
+            "model": {},
+            "training": TRAINING | {"output_dir": str(tmp_path / "run")} | (training or {}),
+        }
+
+    return make
+
+
+def metrics_of(folder):
+    return json.loads((Path(folder) / "metrics.json").read_text())
+
+
+# Seeds
+
+
+def test_one_seed_is_one_run_in_the_output_folder(recipe, tmp_path):
+    assert run(recipe()) == tmp_path / "run"
+    assert metrics_of(tmp_path / "run")["seed"] == 42
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        run(recipe())
+    run(recipe(overwrite=True))
+
+
+def test_seeds_are_averaged(recipe, tmp_path):
+    folder = run(recipe(seeds=[3, 5]))
+    runs = [metrics_of(folder / f"seed-{seed}") for seed in (3, 5)]
+    assert [single["seed"] for single in runs] == [3, 5]
+    assert (folder / "seed-3/model.safetensors").read_bytes() != (folder / "seed-5/model.safetensors").read_bytes()
+    metrics = metrics_of(folder)
+    losses = [single["splits"]["validation"]["loss"] for single in runs]
+    assert metrics["splits"]["validation"]["loss"]["mean"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    assert metrics["splits"]["validation"]["loss"]["std"] == pytest.approx(
+        abs(losses[0] - losses[1]) / 2**0.5, abs=1e-4
+    )
+    assert metrics["score"] == pytest.approx(sum(single["score"] for single in runs) / 2, abs=1e-5)
+    assert set(metrics["seeds"]) == {"3", "5"}
+
+
+def test_a_number_of_seeds_counts_from_the_first(recipe):
+    folder = run(recipe({"seed": 7}, seeds=2))
+    assert {path.name for path in folder.glob("seed-*")} == {"seed-7", "seed-8"}
+
+
+def test_a_seed_gives_the_same_run_alone_or_among_others(recipe, tmp_path):
+    run(recipe(seeds=[1, 2]))
+    alone = run(recipe({"output_dir": str(tmp_path / "alone")}, seeds=[2]))
+    weights = "model.safetensors"
+    assert (tmp_path / "run/seed-2" / weights).read_bytes() == (alone / weights).read_bytes()
+
+
+def test_finished_runs_are_not_run_again(recipe, tmp_path):
+    run(recipe(seeds=2))
+    first = tmp_path / "run/seed-42"
+    (tmp_path / "run/seed-43/metrics.json").unlink()  # as if it had been interrupted
+    times = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    run(recipe(seeds=3))
+    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == times
+    assert len(metrics_of(tmp_path / "run")["seeds"]) == 3
+
+
+@pytest.mark.parametrize(
+    "training, data, message",
+    [({"learning_rate": 1e-3}, {}, "training.learning_rate None, not 0.001"), ({}, {"max_length": 24}, "max_length")],
+    ids=["training", "data"],
+)
+def test_finished_runs_of_another_recipe_are_not_mixed_in(recipe, training, data, message):
+    run(recipe(seeds=2))
+    with pytest.raises(ValueError, match=message):
+        run(recipe(training, seeds=2, **data))
+    run(recipe(training, seeds=2, overwrite=True, **data))
+
+
+# Grids
+
+
+def test_grid(recipe, tmp_path):
+    grid = {"learning_rate": [0.0, 5e-3], "weight_decay": [0.1, 0.01]}
+    folder = run(recipe({"max_steps": 12}, sweep=grid, seeds=2))
+    metrics = metrics_of(folder)
+    cells = metrics["sweep"]["cells"]
+    assert [cell["settings"] for cell in cells] == [
+        {"learning_rate": rate, "weight_decay": decay} for rate in (0.0, 5e-3) for decay in (0.1, 0.01)
+    ]
+    best = max(cells, key=lambda cell: cell["score"])
+    assert metrics["sweep"]["best"] == best["settings"]
+    assert [Path(single["folder"]).parent.name for single in metrics["seeds"].values()] == [best["folder"]] * 2
+    assert metrics["seeds"]["42"]["score"] == best["score"]
+    # Weights of the best cell only, the metrics and predictions of all.
+    assert {path.parents[1].name for path in folder.rglob("model.safetensors")} == {best["folder"]}
+    assert len(list(folder.rglob("predictions_validation.jsonl"))) == 5
+    table = next(table for table in tables(read_runs([folder])) if table.title.startswith("Grid"))
+    assert len(table.rows) == 4 and sum("best" in row for row in table.rows) == 1
+
+
+def test_grid_goes_on_cell_by_cell(recipe, tmp_path):
+    run(recipe(sweep={"learning_rate": [1e-4, 1e-3]}))
+    done = tmp_path / "run/learning_rate=0.001/seed-42/metrics.json"
+    time = done.stat().st_mtime_ns
+    folder = run(recipe(sweep={"learning_rate": [1e-4, 1e-3, 1e-2]}))
+    assert done.stat().st_mtime_ns == time and len(metrics_of(folder)["sweep"]["cells"]) == 3
+
+
+def test_the_papers_grid(recipe):
+    """SparseBERT, Table 5."""
+    assert PAPER_GRID == {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
+    folder = run(recipe({"max_steps": 1}, sweep=True, max_train_examples=4))
+    assert len(metrics_of(folder)["sweep"]["cells"]) == 12
+
+
+# Comparison
+
+
+def test_comparison_with_a_baseline(recipe, tmp_path):
+    baseline = run(recipe({"output_dir": str(tmp_path / "baseline"), "learning_rate": 0.0}, seeds=3))
+    folder = run(recipe({"max_steps": 30, "learning_rate": 5e-3}, seeds=2, baseline=str(baseline)))
+    comparison = metrics_of(folder)["comparison"]
+    ours, theirs = ([metrics_of(path / f"seed-{seed}")["score"] for seed in (42, 43)] for path in (folder, baseline))
+    result = comparison["validation"]
+    assert comparison["baseline"] == str(baseline) and result["num_seeds"] == 2
+    assert result["difference"] == pytest.approx(sum(ours) / 2 - sum(theirs) / 2, abs=1e-4)
+    low, high = result["interval"]
+    assert low <= result["difference"] <= high and low < high
+    assert compare(folder, folder)["validation"]["interval"] == [0, 0]
+
+
+def test_comparison_of_answers(recipe, squad_folder, tmp_path):
+    data = {"task": "squad", "data": str(squad_folder), "max_length": 32, "doc_stride": 8, "max_question_length": 8}
+    first, second = (run(recipe({"output_dir": str(tmp_path / str(s)), "seed": s}, **data)) for s in (1, 2))
+    with pytest.raises(ValueError, match="no seed in common"):
+        compare(first, second)
+    assert compare(first, first)["validation"]["difference"] == 0
+
+
+@pytest.mark.parametrize(
+    "training, data, message",
+    [
+        ({}, {"task": "cola"}, "of task 'rte', not 'cola'"),
+        ({"seed": 9}, {}, "none of the seeds"),
+        ({}, {"baseline": "nowhere"}, "nowhere: no metrics.json"),
+    ],
+    ids=["task", "seeds", "missing"],
+)
+def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path, training, data, message):
+    baseline = run(recipe({"output_dir": str(tmp_path / "baseline")}))
+    with pytest.raises((ValueError, OSError), match=message):
+        run(recipe(training, **{"baseline": str(baseline)} | data))
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+# GLUE
+
+
+def test_all_of_glue(recipe, tmp_path):
+    arguments = recipe(all=True, task=None)
+    folder = run(arguments)
+    metrics = metrics_of(folder)
+    assert set(metrics["glue"]) == {"cola", "stsb", "mnli", "qnli", "rte"}
+    assert set(metrics["missing"]) == {"sst2", "mrpc", "qqp", "wnli"}
+    assert metrics["num_columns_9"] == 6 and metrics["num_columns_8"] == 5
+    scores = [metrics["glue"][task]["score"] for task in ("cola", "stsb", "qnli", "rte")]
+    matched, mismatched = (
+        metrics["glue"]["mnli"]["splits"][split]["accuracy"]
+        for split in ("validation_matched", "validation_mismatched")
+    )
+    assert metrics["average_9"] == pytest.approx((sum(scores) + matched + mismatched) / 6, abs=1e-4)
+    assert metrics["average_8"] == pytest.approx((sum(scores) + (matched + mismatched) / 2) / 5, abs=1e-4)
+    table = next(table for table in tables(read_runs([folder])) if table.title.startswith("GLUE"))
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["QNLI"].endswith("*") and row["QQP"] == "-" and not row["RTE"].endswith("*")
+    assert row["average of 9"].endswith("(6 of 9)")
+    notes = " ".join(table.notes)
+    assert "QNLI (train_part40, 40 examples)" in notes and "no data for sst2, mrpc, qqp, wnli" in notes
+    # A second call finds everything done.
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+    run(arguments)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == times
+
+
+def test_glue_without_any_data(recipe, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no task of GLUE"):
+        run(recipe(all=True, task=None, data=str(tmp_path / "empty")))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({"task": "rtee"}, "did you mean 'rte'"),
+        ({"task": None}, "--task NAME or --all"),
+        ({"all": True}, "--task NAME or --all"),
+        ({"model": None}, "--model"),
+        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"seeds": [1, 1]}, "seeds must be .* different"),
+        ({"seeds": ["a"]}, "seeds must be a number of runs or a list of seeds"),
+        ({"sweep": {"learning_rat": [1]}}, "did you mean 'learning_rate'"),
+        ({"sweep": {"learning_rate": 1e-3}}, "learning_rate must be a list of values"),
+        ({"data": "nowhere"}, "nowhere"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_options(recipe, tmp_path, data, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        run(recipe(**data))
+    assert not list(tmp_path.glob("run/*")), "something was written before the error"

@@ -1,0 +1,246 @@
+"""One fine-tuning run: splits, models and masks, what is written, what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification, pipeline
+
+from sparsebert import SparseBertForSequenceClassification, SparseMask
+from sparsebert.finetuning import (
+    FinetuningArguments,
+    MissingSplitError,
+    choose_splits,
+    load_model,
+    mask_metrics,
+    prepare,
+    read_predictions,
+    train,
+)
+from sparsebert.masks.patterns import build_pattern
+
+
+TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+
+
+@pytest.fixture
+def options(checkpoints, glue_folder):
+    """`options(**fields)`: RTE from local files with the model that has a mask."""
+
+    def make(**fields):
+        defaults = {"task": "rte", "model": checkpoints["window"], "data": str(glue_folder), "max_length": 32}
+        return FinetuningArguments(**defaults | fields)
+
+    return make
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    "available, fields, expected",
+    [
+        (["train", "validation", "test"], {}, ("train", ["validation"], ["test"])),
+        (["train_part7", "validation"], {}, ("train_part7", ["validation"], [])),
+        (["a", "b", "c"], {"train_split": "a", "validation_split": "b"}, ("a", ["b"], [])),
+        (["train", "test"], {"validation_split": "test"}, ("train", ["test"], [])),
+        (
+            ["train", "validation_matched", "validation_mismatched", "test_matched", "snli_dev"],
+            {"test_split": ["snli_dev"]},
+            ("train", ["validation_matched", "validation_mismatched"], ["snli_dev"]),
+        ),
+    ],
+)
+def test_which_splits_are_used(options, available, fields, expected):
+    assert choose_splits(available, options(**fields)) == expected
+
+
+@pytest.mark.parametrize(
+    "available, fields, message",
+    [
+        (["train"], {}, "'validation' is missing"),
+        (["validation"], {}, "'train' is missing"),
+        (["train_a", "train_b", "validation"], {}, "'train' is missing.*train_a, train_b"),
+        (["train", "validation"], {"train_split": "trian"}, "'trian' is missing"),
+        (["train", "validation"], {"test_split": "test"}, "'test' is missing"),
+    ],
+)
+def test_missing_splits(options, available, fields, message):
+    with pytest.raises(MissingSplitError, match=message):
+        choose_splits(available, options(**fields))
+
+
+def test_no_evaluation_on_the_training_split(options):
+    with pytest.raises(ValueError, match="both train_split and validation_split"):
+        choose_splits(["train"], options(validation_split="train"))
+
+
+def test_training_on_a_sample(options):
+    data = prepare(options(max_train_examples=10))
+    assert len(data.features["train"]) == 10 and data.num_train_examples == 48
+    again = prepare(options(max_train_examples=10))
+    assert data.examples["train"]["id"][:] == again.examples["train"]["id"][:] != [str(i) for i in range(10)]
+
+
+# Models and masks
+
+
+def test_a_sparse_model_keeps_its_mask_and_names_its_classes(options):
+    model = load_model(prepare(options()), {})
+    assert isinstance(model, SparseBertForSequenceClassification)
+    assert model.sparse_attention.mask.metadata["pattern"] == "window"
+    assert model.config.id2label == {0: "entailment", 1: "not_entailment"}
+
+
+def test_a_stock_model_is_dense_by_default(options, checkpoints):
+    data = prepare(options(model=checkpoints["stock"]))
+    model = load_model(data, {})
+    assert type(model) is BertForSequenceClassification
+    assert mask_metrics(model, data) == {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
+
+
+@pytest.mark.parametrize("model_name", ["stock", "window", "searching"])
+@pytest.mark.parametrize("kind", ["file", "pattern"])
+def test_any_model_with_a_mask(options, checkpoints, tmp_path, model_name, kind):
+    build_pattern("bigbird", 32, 4, seed=5).save_pretrained(tmp_path)
+    mask = str(tmp_path) if kind == "file" else "bigbird"
+    data = prepare(options(model=checkpoints[model_name], mask=mask))
+    model = load_model(data, {"mask_seed": 5} if kind == "pattern" else {})
+    assert model.sparse_attention.mask == SparseMask.from_pretrained(tmp_path)
+    weights = SparseBertForSequenceClassification.from_pretrained(checkpoints["window"]).bert.state_dict()
+    if model_name == "window":
+        torch.testing.assert_close(model.bert.encoder.state_dict(), _encoder(weights))
+
+
+def _encoder(weights):
+    return type(weights)(
+        (name.removeprefix("encoder."), value) for name, value in weights.items() if name.startswith("encoder.")
+    )
+
+
+def test_stock_model_with_a_full_mask_gives_the_stock_outputs(options, checkpoints):
+    data = prepare(options(model=checkpoints["stock"], mask="dense"))
+    torch.manual_seed(1)
+    masked = load_model(data, {}).eval()
+    data.options.mask = None
+    torch.manual_seed(1)
+    stock = load_model(data, {}).eval()
+    stock.load_state_dict(masked.state_dict())
+    ids = torch.randint(5, 99, (2, 20))
+    torch.testing.assert_close(masked(ids).logits, stock(ids).logits, atol=1e-6, rtol=1e-5)
+
+
+def test_sparsity_on_the_inputs_is_that_of_their_lengths(options):
+    data = prepare(options())
+    model = load_model(data, {})
+    mask = model.sparse_attention.mask
+    tables = [mask.to_table(len(ids)).float() for ids in data.features["validation"]["input_ids"]]
+    kept, entries = sum(table.sum().item() for table in tables), sum(table.numel() for table in tables)
+    metrics = mask_metrics(model, data)
+    assert metrics["input_sparsity"] == pytest.approx(1 - kept / entries)
+    assert metrics["input_sparsity"] < metrics["sparsity"] == mask.sparsity
+
+
+@pytest.mark.parametrize(
+    "fields, config, message",
+    [
+        ({"model": "searching"}, {}, "still being searched"),
+        ({"model": "stock", "attn_implementation": "sparse_sdpa"}, {}, "applies a mask.*--mask"),
+        ({"model": "stock"}, {"mask_seed": 1}, "model.mask_seed is about a mask"),
+        ({"attn_implementation": "sdpa"}, {}, "attn_implementation must be one of"),
+        ({"mask": "bigbrid"}, {}, "bigbrid"),
+        ({"mask": "bigbird"}, {"mask_length": 8, "length_policy": "error"}, "longer than the mask"),
+    ],
+    ids=["searching", "backend without mask", "field without mask", "mask ignored", "no such mask", "short mask"],
+)
+def test_models_and_masks_that_do_not_fit(options, checkpoints, fields, config, message):
+    if fields.get("model"):
+        fields = fields | {"model": checkpoints[fields["model"]]}
+    data = prepare(options(**fields))
+    with pytest.raises((ValueError, OSError), match=message):
+        load_model(data, config)
+
+
+def test_mask_for_other_heads(options, tmp_path):
+    build_pattern("window", 32, 3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="3 heads.*4 heads"):
+        load_model(prepare(options(mask=str(tmp_path))), {})
+
+
+def test_inputs_longer_than_the_positions(options, checkpoints, squad_folder):
+    data = prepare(
+        options(
+            task="squad",
+            data=str(squad_folder),
+            model=checkpoints["stock"],
+            max_length=48,
+            doc_stride=8,
+            max_question_length=16,
+        )
+    )
+    with pytest.raises(ValueError, match="longer than the 40 positions.*--max_length"):
+        load_model(data, {})
+
+
+# Runs
+
+
+@pytest.mark.parametrize("task", ["rte", "cola", "stsb", "mnli", "squad", "squad_v2", "swag"])
+def test_a_run_of_each_kind(options, glue_folder, squad_folder, swag_folder, tmp_path, task):
+    folder = squad_folder if "squad" in task else swag_folder if task == "swag" else glue_folder
+    lengths = {"max_length": 24, "doc_stride": 6, "max_question_length": 6} if "squad" in task else {}
+    data = prepare(options(task=task, data=str(folder), **lengths))
+    metrics = train(data, {"model": {}, "training": TRAINING}, tmp_path)
+    assert metrics == json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["steps"] == 2 and metrics["mask"] == "window" and 0 < metrics["sparsity"] < 1
+    for split in data.evaluation_splits:
+        values = metrics["splits"][split]
+        assert values["loss"] > 0 and -1 <= values[metrics["main_metric"]] <= 1
+        # The predictions that were saved have the metrics that were reported.
+        rows = read_predictions(tmp_path, split)
+        assert list(rows) == data.examples[split]["id"][:]
+        predictions, references = zip(*rows.values(), strict=True)
+        again = data.task.metrics(list(predictions), list(references))
+        assert again[metrics["main_metric"]] == pytest.approx(values[metrics["main_metric"]], abs=1e-5)
+    assert metrics["score"] == metrics["splits"][data.evaluation_splits[0]][metrics["main_metric"]]
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"model.safetensors", "mask.safetensors", "tokenizer.json"} <= files
+    if task == "mnli":
+        assert "MNLI-m.tsv" in files and "loss" not in metrics["splits"]["test_matched"]
+    if task == "squad_v2":
+        assert {"predictions_validation.json", "nbest_predictions_validation.json"} <= files
+        assert {"null_odds_validation.json", "predictions_validation.jsonl"} <= files
+        assert "best_f1" in metrics["splits"]["validation"] and "has_answer_f1" in metrics["splits"]["validation"]
+
+
+def test_training_learns_the_task_and_the_pipeline_names_the_classes(options, checkpoints, tmp_path):
+    arguments = TRAINING | {"max_steps": 150, "learning_rate": 5e-3, "per_device_train_batch_size": 16}
+    metrics = train(prepare(options()), {"model": {}, "training": arguments}, tmp_path)
+    assert metrics["score"] > 0.9
+    classify = pipeline("text-classification", str(tmp_path))
+    answers = [
+        classify({"text": text, "text_pair": "w4 w5 w6 w7 w8 w9"})["label"]
+        for text in ("w1 w2 w3 w7 w9 w0 yes", "w1 w2 w3 w7 w9 w0")
+    ]
+    assert answers == ["entailment", "not_entailment"]
+
+
+def test_predictions_keep_the_order_of_the_examples_when_grouped_by_length(options, squad_folder, tmp_path):
+    """The host would evaluate the longest first."""
+    data = prepare(options(task="squad", data=str(squad_folder), max_length=24, doc_stride=6, max_question_length=6))
+    predictions = []
+    for strategy in ("random", "group_by_length"):
+        training = TRAINING | {"max_steps": 1, "learning_rate": 0.0, "train_sampling_strategy": strategy}
+        training |= {"per_device_eval_batch_size": 4}
+        train(data, {"model": {}, "training": training}, tmp_path / strategy)
+        predictions.append(read_predictions(tmp_path / strategy, "validation"))
+    assert predictions[0] == predictions[1]
+
+
+def test_best_checkpoint_by_the_metric_of_the_task(options, tmp_path):
+    training = TRAINING | {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+    training |= {"save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
+    metrics = train(prepare(options()), {"model": {}, "training": training}, tmp_path)
+    states = [json.loads(path.read_text()) for path in tmp_path.glob("checkpoint-*/trainer_state.json")]
+    evaluated = [entry["eval_accuracy"] for entry in states[-1]["log_history"] if "eval_accuracy" in entry]
+    assert metrics["score"] == pytest.approx(max(evaluated), abs=1e-5)

@@ -1,0 +1,342 @@
+import gzip
+import json
+import logging
+import lzma
+
+import datasets
+import pytest
+
+from sparsebert.tasks import glue
+from sparsebert.tasks.glue import GLUE, GLUE_COLUMNS, averages, normalize, write_submission
+
+
+# Train files in the layout of GLUE's download: the name of the task, its folder, the file, texts and label.
+ORIGINALS = {
+    "cola": ("CoLA", "gj04\t1\t\tIt is so.\ngj04\t0\t*\tIs so it.\n", ["It is so.", "Is so it."], None, [1, 0]),
+    "sst2": ("SST-2", 'sentence\tlabel\n"good \t1\nbad\t0\n', ['"good ', "bad"], None, [1, 0]),
+    "mrpc": (
+        "MRPC",
+        '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t7\t8\tSo " it is .\tIt is so .\r\n'
+        "0\t7\t9\tA .\tB .\r\n",
+        ['So " it is .', "A ."],
+        ["It is so .", "B ."],
+        [1, 0],
+    ),
+    "stsb": (
+        "STS-B",
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+        "0\tg\tf\t2012\t0001\tnone\tnone\tA.\tB.\t5.000\n1\tg\tf\t2012\t0001\tnone\tnone\tC.\tD.\t0.25\n",
+        ["A.", "C."],
+        ["B.", "D."],
+        [5.0, 0.25],
+    ),
+    "qqp": (
+        "QQP",
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n133\t1\t2\tWhy?\tHow?\t0\n77\t3\t4\tWhat\tWhat?\t1\n",
+        ["Why?", "What"],
+        ["How?", "What?"],
+        [0, 1],
+    ),
+    "mnli": (
+        "MNLI",
+        "index\tpairID\tsentence1\tsentence2\tlabel\tgold_label\n"
+        "0\t63735n\tA.\tB.\tneutral\tcontradiction\n1\t91383c\tC.\tD.\tneutral\tentailment\n",
+        ["A.", "C."],
+        ["B.", "D."],
+        [2, 0],
+    ),
+    "qnli": (
+        "QNLI",
+        "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n1\tWhen?\tIt.\tnot_entailment\n",
+        ["Who?", "When?"],
+        ["He.", "It."],
+        [0, 1],
+    ),
+    "rte": (
+        "RTE",
+        "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\tnot_entailment\n1\tC.\tD.\tentailment\n",
+        ["A.", "C."],
+        ["B.", "D."],
+        [1, 0],
+    ),
+    "wnli": (
+        "WNLI",
+        "index\tsentence1\tsentence2\tlabel\n0\tA.\tB.\t1\n1\tC.\tD.\t0\n",
+        ["A.", "C."],
+        ["B.", "D."],
+        [1, 0],
+    ),
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(name, text)`: a file below the data folder, compressed as its name says; returns the data folder."""
+
+    def make(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+        with opener(path, "wb") as file:
+            file.write(text.encode())
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("name", GLUE)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_original_files(write, name, inside, suffix):
+    folder, text, texts, pairs, labels = ORIGINALS[name]
+    data = write(f"{folder}/train.tsv{suffix}", text)
+    loaded = glue.load(name, f"{data}/{folder}" if inside else data)
+    assert set(loaded) == {"train"}
+    train = loaded["train"]
+    assert train["text"][:] == texts
+    assert train["label"][:] == labels
+    if pairs is None:
+        assert train.column_names == ["id", "text", "label"]
+    else:
+        assert train["text_pair"][:] == pairs
+    if name == "stsb":
+        assert train.features["label"] == datasets.Value("float32")
+    else:
+        assert train.features["label"].names == list(GLUE[name].names)
+    assert train["id"][:] == (["133", "77"] if name == "qqp" else ["0", "1"])
+
+
+@pytest.mark.parametrize("name", GLUE)
+def test_plain_header_and_missing_test_labels(write, name):
+    pairs = len(GLUE[name].texts) == 2
+    header, texts = ("sentence1\tsentence2", "A\tB") if pairs else ("sentence", "A")
+    label = GLUE[name].names[1] if GLUE[name].named else "1"
+    for stem in ("part7", "test_labelled"):
+        write(f"{stem}.tsv", f"{header}\tlabel\n{texts}\t{label}\n")
+    write("test_blank.tsv", f"{header}\tlabel\n{texts}\t-1\n")
+    data = write("test.tsv", f"index\t{header}\n12\t{texts}\n9\t{texts}\n")
+    loaded = glue.load(name, data, ["test", "part7", "test_labelled", "test_blank"])
+    assert loaded["part7"]["label"][:] == loaded["test_labelled"]["label"][:] == [1]
+    assert "label" not in loaded["test"].column_names and "label" not in loaded["test_blank"].column_names
+    assert loaded["test"]["id"][:] == ["12", "9"] and loaded["test"]["text"][:] == ["A", "A"]
+
+
+def test_cola_test_file_has_a_header(write):
+    data = write("CoLA/test.tsv", "index\tsentence\n0\tBill whistled.\n1\tSo.\n")
+    assert glue.load("cola", data)["test"][:] == {"id": ["0", "1"], "text": ["Bill whistled.", "So."]}
+
+
+def test_sentiment_in_json_lines(write):
+    rows = [
+        {"id": "0_9", "text": "Fine.\nReally.", "label": 1, "rating": 9},
+        {"id": "1_2", "text": "Bad.", "label": 0},
+    ]
+    for split in ("train", "test"):
+        data = write(f"{split}.jsonl.xz", "".join(json.dumps(row) + "\n" for row in rows))
+    loaded = glue.load("sst2", data)
+    assert set(loaded) == {"train", "test"}
+    for split in loaded.values():
+        assert split[:] == {"id": ["0_9", "1_2"], "text": ["Fine.\nReally.", "Bad."], "label": [1, 0]}
+
+
+def test_repeated_ids_are_replaced(write):
+    data = write("train.tsv", "id\tsentence\tlabel\n4\tA\t1\n4\tB\t1\n")
+    assert glue.load("sst2", data)["train"]["id"][:] == ["0", "1"]
+
+
+class TestSplits:
+    def test_on_the_hub(self):
+        assert glue.splits("rte") == ["train", "validation", "test"]
+        assert glue.splits("mnli") == [
+            "train",
+            "validation_matched",
+            "validation_mismatched",
+            "test_matched",
+            "test_mismatched",
+            "test_ax",
+        ]
+
+    def test_in_a_folder(self, write):
+        text = ORIGINALS["mnli"][1]
+        for stem in ("test_matched", "dev_mismatched", "odd", "dev_matched", "train"):
+            data = write(f"MNLI/{stem}.tsv", text)
+        write("RTE/train.tsv", text)
+        assert glue.splits("mnli", data) == [
+            "train",
+            "validation_matched",
+            "validation_mismatched",
+            "test_matched",
+            "odd",
+        ]
+        assert "odd" not in glue.load("mnli", data)
+
+    @pytest.mark.parametrize("place", ["diagnostic/diagnostic.tsv", "AX/AX.tsv", "AX/other.tsv.gz"])
+    def test_diagnostics(self, write, place):
+        write("MNLI/train.tsv", ORIGINALS["mnli"][1])
+        data = write(place, "index\tsentence1\tsentence2\n0\tA.\tB.\n1\tC.\tD.\n")
+        assert glue.splits("mnli", data) == ["train", "test_ax"]
+        assert glue.load("mnli", data)["test_ax"]["text_pair"][:] == ["B.", "D."]
+
+    def test_other_files_are_not_opened(self, write):
+        write("RTE/train.tsv", "broken")
+        data = write("RTE/dev.tsv", ORIGINALS["rte"][1])
+        assert set(glue.load("rte", data, ["validation"])) == {"validation"}
+
+    def test_missing(self, write):
+        data = write("RTE/odd.tsv", ORIGINALS["rte"][1])
+        with pytest.raises(ValueError, match="split 'test' is missing in .*; there are: odd"):
+            glue.load("rte", data, ["test"])
+        with pytest.raises(ValueError, match="no folder RTE .* train, dev, .*; there are the splits: odd"):
+            glue.load("rte", data)
+        with pytest.raises(ValueError, match="no folder CoLA .*; there are the splits: none"):
+            glue.load("cola", data)
+        with pytest.raises(FileNotFoundError, match="no folder .*nowhere"):
+            glue.load("rte", f"{data}/nowhere")
+        with pytest.raises(ValueError, match="split 'dev' is missing in nyu-mll/glue; there are: train"):
+            glue.load("rte", None, ["dev"])
+        with pytest.raises(OSError, match="cannot load split 'train' of nyu-mll/glue .*--data DIR"):
+            glue.load("rte", None, ["train"])
+
+    def test_missing_label_column(self, write):
+        data = write("train.tsv", "index\tsentence\n0\tA\n")
+        message = r"train.tsv: row 1: expected columns \['sentence or text', 'label'\], found \['index', 'sentence'\]"
+        with pytest.raises(ValueError, match=message):
+            glue.load("sst2", data)
+
+
+class TestBadRows:
+    @pytest.mark.parametrize(
+        ("name", "label", "field", "message"),
+        [
+            ("cola", "2", "label", "'2' is not one of 0, 1"),
+            ("sst2", "positive", "label", "'positive' is not one of 0, 1"),
+            ("mrpc", "", "Quality", "'' is not one of 0, 1"),
+            ("qqp", "-1", "is_duplicate", "'-1' is not one of 0, 1"),
+            ("wnli", "1.0", "label", "'1.0' is not one of 0, 1"),
+            ("mnli", "-", "gold_label", "'-' is not one of entailment, neutral, contradiction"),
+            ("qnli", "0", "label", "'0' is not one of entailment, not_entailment"),
+            ("rte", "neutral", "label", "'neutral' is not one of entailment, not_entailment"),
+            ("stsb", "high", "score", "'high' is not a number from 0 to 5"),
+            ("stsb", "5.001", "score", "'5.001' is not a number from 0 to 5"),
+            ("stsb", "-0.1", "score", "'-0.1' is not a number from 0 to 5"),
+            ("stsb", "nan", "score", "'nan' is not a number from 0 to 5"),
+        ],
+    )
+    def test_label(self, write, caplog, name, label, field, message):
+        folder, text, texts, _, _ = ORIGINALS[name]
+        *lines, last = text.splitlines()
+        fields = last.split("\t")
+        fields[{"cola": 1, "mrpc": 0}.get(name, -1)] = label
+        lines.append("\t".join(fields))
+        data = write(f"{folder}/train.tsv", "\n".join(lines))
+        with pytest.raises(ValueError, match=f"train.tsv: row {len(lines)}, field '{field}': {message}"):
+            glue.load(name, data)
+        with caplog.at_level(logging.WARNING):
+            train = glue.load(name, data, skip_bad=True)["train"]
+        assert train["text"][:] == texts[:1]
+        assert f"skipped 1 of 2 rows, the first: row {len(lines)}, field '{field}'" in caplog.text
+
+    @pytest.mark.parametrize("row", ["4\tA\t \tentailment", "4\t\tB\tentailment"])
+    def test_empty_text(self, write, row):
+        data = write("dev.tsv", f"index\tsentence1\tsentence2\tlabel\n{row}\n")
+        with pytest.raises(ValueError, match="dev.tsv: row 2, field 'sentence[12]': is empty"):
+            glue.load("rte", data)
+
+    def test_number_of_fields(self, write):
+        data = write("dev.tsv", "sentence1\tsentence2\tlabel\nA\tB\tentailment\n\nA\tentailment\n")
+        with pytest.raises(ValueError, match="dev.tsv: row 4: 2 fields, expected 3: sentence1, sentence2, label"):
+            glue.load("rte", data)
+
+    def test_one_label_missing_in_a_test_file(self, write):
+        data = write("test.tsv", "sentence\tlabel\nA\t1\nB\t-1\n")
+        with pytest.raises(ValueError, match="test.tsv: row 3, field 'label': '-1' is not one of 0, 1"):
+            glue.load("sst2", data)
+
+    def test_json(self, write):
+        data = write("train.jsonl", '{"text": "A", "label": true}\n{"text": 3, "label": 1}\n{"label": 1}\n')
+        with pytest.raises(ValueError, match="train.jsonl: row 1, field 'label': True is not one of 0, 1"):
+            glue.load("sst2", data)
+        with pytest.raises(ValueError, match="no usable rows, 3 bad ones"):
+            glue.load("sst2", data, skip_bad=True)
+
+
+class TestNormalize:
+    def test_pairs(self):
+        rows = {"premise": ["A", "B"], "hypothesis": ["C", "D"], "label": [2, 0], "idx": [10, 7]}
+        features = datasets.Features(
+            premise=datasets.Value("string"),
+            hypothesis=datasets.Value("string"),
+            label=datasets.ClassLabel(names=["entailment", "neutral", "contradiction"]),
+            idx=datasets.Value("int32"),
+        )
+        result = normalize("mnli", datasets.Dataset.from_dict(rows, features=features))
+        assert result[:] == {"id": ["10", "7"], "text": ["A", "B"], "text_pair": ["C", "D"], "label": [2, 0]}
+        assert result.features["label"].names == list(GLUE["mnli"].names)
+
+    @pytest.mark.parametrize(("name", "label"), [("sst2", -1), ("stsb", -1.0)])
+    def test_unlabelled(self, name, label):
+        texts = {"sentence": ["A"]} if name == "sst2" else {"sentence1": ["A"], "sentence2": ["B"]}
+        result = normalize(name, datasets.Dataset.from_dict(texts | {"label": [label], "idx": [0]}))
+        assert "label" not in result.column_names
+
+    def test_regression(self):
+        rows = {"sentence1": ["A"], "sentence2": ["B"], "label": [2.5], "idx": [0]}
+        result = normalize("stsb", datasets.Dataset.from_dict(rows))
+        assert result["label"][:] == [2.5] and result.features["label"] == datasets.Value("float32")
+
+
+class TestSubmission:
+    @pytest.mark.parametrize(
+        ("name", "split", "file", "predictions", "lines"),
+        [
+            ("cola", "test", "CoLA.tsv", [1, 0], "0\t1\n1\t0\n"),
+            ("sst2", "test", "SST-2.tsv", [1, 0], "0\t1\n1\t0\n"),
+            ("mrpc", "test", "MRPC.tsv", [1, 0], "0\t1\n1\t0\n"),
+            ("stsb", "test", "STS-B.tsv", [-0.2, 5.7, 2.71828], "0\t0.000\n1\t5.000\n2\t2.718\n"),
+            ("qqp", "test", "QQP.tsv", [1, 0], "0\t1\n1\t0\n"),
+            ("mnli", "test_matched", "MNLI-m.tsv", [2, 1], "0\tcontradiction\n1\tneutral\n"),
+            ("mnli", "test_mismatched", "MNLI-mm.tsv", [0], "0\tentailment\n"),
+            ("mnli", "test_ax", "AX.tsv", [0], "0\tentailment\n"),
+            ("qnli", "test", "QNLI.tsv", [1, 0], "0\tnot_entailment\n1\tentailment\n"),
+            ("rte", "test", "RTE.tsv", [1, 0], "0\tnot_entailment\n1\tentailment\n"),
+            ("wnli", "test", "WNLI.tsv", [1, 0], "0\t1\n1\t0\n"),
+        ],
+    )
+    def test_bytes(self, tmp_path, name, split, file, predictions, lines):
+        rows = [{"id": f"x{value}", "prediction": value} for value in predictions]
+        path = write_submission(name, split, rows, tmp_path / "new" / "folder")
+        assert path == tmp_path / "new" / "folder" / file
+        assert path.read_bytes() == b"index\tprediction\n" + lines.encode()
+
+    def test_other_splits(self, tmp_path):
+        assert write_submission("mnli", "test", [], tmp_path) is None
+        assert not list(tmp_path.iterdir())
+
+
+class TestAverages:
+    def test_all(self):
+        scores = {title: index / 10 for index, (title, *_) in enumerate(GLUE_COLUMNS)}
+        assert averages(scores | {"WNLI": 9.0}) == {
+            "average_9": pytest.approx(3.6 / 9),
+            "average_8": pytest.approx((0.05 + 3.5) / 8),
+            "num_columns_9": 9,
+            "num_columns_8": 8,
+        }
+
+    @pytest.mark.parametrize(
+        ("scores", "expected"),
+        [
+            ({"MNLI-m": 0.8, "MNLI-mm": 0.6, "RTE": 0.5, "QQP": None}, (1.9 / 3, 0.6, 3, 2)),
+            ({"MNLI-mm": 0.6, "CoLA": -0.2}, (0.2, 0.2, 2, 2)),
+            ({}, (None, None, 0, 0)),
+        ],
+    )
+    def test_some(self, scores, expected):
+        result = averages(scores)
+        assert tuple(result.values()) == pytest.approx(expected) if scores else expected
+
+    def test_columns_are_of_the_tasks(self):
+        assert [title for title, *_ in GLUE_COLUMNS] == [
+            *("MNLI-m", "MNLI-mm", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE")
+        ]
+        assert all(split in glue.splits(task) for _, task, split, _ in GLUE_COLUMNS)
