@@ -236,7 +236,7 @@ def _read_mask(name):
         return SparseMask.from_pretrained(name)
     except OSError as error:
         raise ValueError(
-            f"mask {name!r} is no pattern ({', '.join(PATTERNS)}), and as a folder or Hub id it cannot be read: {error}"
+            f"mask {name!r} is no pattern ({', '.join(PATTERNS)}) and cannot be read as a folder or Hub id: {error}"
         ) from error
 
 

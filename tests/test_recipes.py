@@ -55,6 +55,8 @@ def test_a_recipe_may_set_nothing(recipe, text):
         (["--sparsity_weight", "1e-6"], "model", "sparsity_weight", 1e-6),
         (["--max_steps", "12"], "training", "max_steps", 12),
         (["--hard", "false"], "model", "hard", False),
+        (["--hard"], "model", "hard", True),
+        (["--overwrite", "--search", "dam_u"], "data", "overwrite", True),
         (["--text", "[a.txt, b.txt]"], "data", "text", ["a.txt", "b.txt"]),
         (["--text", "a=b.txt"], "data", "text", "a=b.txt"),
         (["--pattern_kwargs", "{window_size: 3}"], "model", "pattern_kwargs", {"window_size": 3}),
@@ -181,8 +183,8 @@ def test_wrong_model_value_names_its_field(recipe):
     "text, said",
     [
         ("model: [unclosed\n", "recipe.yaml"),
-        ("- a\n- b\n", "expected sections data, model, training"),
-        ("just words\n", "expected sections data, model, training"),
+        ("- a\n- b\n", "expected sections with fields"),
+        ("just words\n", "expected sections with fields"),
         ("model: soft\n", "model"),
         ("model:\n  - search\n", "model"),
     ],
@@ -203,7 +205,7 @@ def test_missing_recipe(tmp_path):
         load_recipe([str(tmp_path / "nowhere.yaml")], SECTIONS)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--search", "soft"]], ids=["nothing", "flags only"])
-def test_recipe_comes_first(arguments):
-    with pytest.raises(ValueError, match="expected the path of a recipe first"):
-        load_recipe(arguments, SECTIONS)
+def test_the_recipe_may_be_left_out():
+    assert load_recipe(["--search", "soft"], SECTIONS) == {"data": {}, "model": {"search": "soft"}, "training": {}}
+    with pytest.raises(ValueError, match="expected the path of a recipe or --field value"):
+        load_recipe([], SECTIONS)

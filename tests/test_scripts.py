@@ -11,13 +11,20 @@ import pytest
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 
+from sparsebert.recipes import load_recipe
+from sparsebert.tasks import TASKS
+
 
 ROOT = Path(__file__).parents[1]
 SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/demo_finetune.yaml"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-PRETRAIN_RECIPES = [path for path in RECIPES if "task" not in yaml.safe_load(path.read_text())["data"]]
+PRETRAIN_RECIPES = [path for path in RECIPES if "text" in yaml.safe_load(path.read_text())["data"]]
 FINETUNE_RECIPES = [path for path in RECIPES if path not in PRETRAIN_RECIPES]
-TINY = "--max_steps 2 --per_device_train_batch_size 2 --hidden_size 32 --intermediate_size 32 --vocab_size 600".split()
+TINY = (
+    "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --hidden_size 32 "
+    "--intermediate_size 32 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 600 --bf16 false"
+).split()
+ONE_RUN = "--sweep false --seeds 1 --max_steps 2 --report_to none".split()
 
 
 def load(script):
@@ -69,16 +76,73 @@ def test_pretraining_recipe(recipe, text, tmp_path):
     assert list(folder.rglob("events.out.tfevents*")), "no TensorBoard log"
 
 
-@pytest.mark.parametrize("recipe", FINETUNE_RECIPES, ids=lambda path: path.stem)
-def test_finetuning_recipe(recipe, pretrained, tmp_path):
+def test_finetuning_on_the_builtin_task(pretrained, tmp_path):
     sizes = ("--task_kwargs", "{train_size: 90, validation_size: 45}", "--max_steps", 2)
-    run(FINETUNE, recipe, "--model", pretrained, *sizes, "--output_dir", tmp_path / "run")
+    run(FINETUNE, FINETUNE_RECIPE, "--model", pretrained, *sizes, "--output_dir", tmp_path / "run")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["sparsity"] == json.loads((pretrained / "metrics.json").read_text())["sparsity"]
-    assert 0 <= metrics["accuracy"] <= 1 and 0 <= metrics["baseline"]["accuracy"] <= 1
+    assert 0 <= metrics["score"] <= 1 and 0 <= metrics["simple_baseline"]["accuracy"] <= 1
     assert (tmp_path / "run" / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["id2label"]["0"] == "stdlib"
+    assert list((tmp_path / "run").rglob("events.out.tfevents*")), "no TensorBoard log"
+
+
+@pytest.fixture(scope="session")
+def task_data(glue_folder, squad_folder, swag_folder, tmp_path_factory):
+    """`task_data(task)`: a folder with small files of the task."""
+    root = tmp_path_factory.mktemp("rest")
+    headers = {
+        "SST-2": "sentence\tlabel",
+        "MRPC": "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+        "QQP": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
+        "QNLI": "index\tquestion\tsentence\tlabel",
+        "WNLI": "index\tsentence1\tsentence2\tlabel",
+    }
+    rows = {
+        "SST-2": "w{0} w1\t{1}",
+        "MRPC": "{1}\t{0}\t{0}\tw{0}\tw1",
+        "QQP": "{0}\t1\t2\tw{0}\tw1\t{1}",
+        "QNLI": "{0}\tw{0}\tw1\t{2}",
+        "WNLI": "{0}\tw{0}\tw1\t{1}",
+    }
+    for name, header in headers.items():
+        (root / name).mkdir()
+        lines = [rows[name].format(i, i % 2, ("entailment", "not_entailment")[i % 2]) for i in range(12)]
+        for split in ("train", "dev"):
+            (root / name / f"{split}.tsv").write_text("\n".join([header, *lines]) + "\n")
+    folders = {"squad": squad_folder, "squad_v2": squad_folder, "swag": swag_folder}
+    return lambda task: folders.get(task, glue_folder if task in ("cola", "stsb", "mnli", "rte", None) else root)
+
+
+@pytest.mark.parametrize("recipe", FINETUNE_RECIPES, ids=lambda path: path.stem)
+def test_finetuning_recipe(recipe, checkpoints, task_data, tmp_path):
+    data = yaml.safe_load(recipe.read_text())["data"]
+    arguments = [*ONE_RUN, "--model", checkpoints["window"], "--output_dir", tmp_path / "run"]
+    if data.get("task") == "builtin":
+        arguments += ["--task_kwargs", "{train_size: 90, validation_size: 45}", "--max_length", 32]
+    else:
+        arguments += ["--data", task_data(data.get("task")), "--max_length", 32]
+        arguments += ["--doc_stride", 8, "--max_question_length", 8]
+    if not {"task", "all"} & data.keys():
+        arguments += ["--task", "rte"]
+    run(FINETUNE, recipe, *arguments)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    runs = metrics["glue"] if "glue" in metrics else {recipe.stem: metrics}
+    for task, values in runs.items():
+        assert values["steps"] == 2 and values["mask"] == "window" and 0 < values["sparsity"] < 1, task
+    assert (tmp_path / "run/results.md").read_text().startswith("**Fine-tuning**")
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "builtin"])
+def test_recipes_hold_the_papers_protocol(task):
+    """SparseBERT, Table 5, and three repetitions."""
+    recipe = load_recipe([str(ROOT / f"recipes/{task}.yaml")], FINETUNE.SECTIONS)
+    assert recipe["data"] == {"task": task, "sweep": True, "seeds": 3} and set(recipe["training"]) == {"output_dir"}
+    batch_size, epochs = {"swag": (16, 3), "squad_v2": (48, 2)}.get(task, (32, 3))
+    settings = TASKS[task].settings
+    assert (settings["per_device_train_batch_size"], settings["num_train_epochs"]) == (batch_size, epochs)
+    assert settings["warmup_steps"] == 0.1 and settings["lr_scheduler_type"] == "linear"
 
 
 def test_training_through_a_found_mask(pretrained, text, tmp_path):

@@ -172,7 +172,6 @@ BAD_ROWS = {
     "no offset": (qa("7", answers=[{"text": "fox", "answer_start": "8"}]), "answers", "an integer 'answer_start'"),
     "impossible": (qa("7", answers=[answer("fox")], is_impossible=True), "is_impossible", "1 answers, but True"),
     "empty question": (qa("7", " ", answers=[answer("fox")]), "question", "'7' has an empty question"),
-    "id": (qa("1", answers=[answer("fox")]), "id", "question '1' occurs more than once"),
 }
 
 
@@ -184,6 +183,20 @@ def test_bad_rows(tmp_path, question, field, message, caplog):
     with caplog.at_level(logging.WARNING):
         assert load_one(tmp_path, *questions, skip_bad=True)["id"][:] == ["1", "9"]
     assert f"skipped 1 of 3 rows, the first: row 2, field '{field}'" in caplog.text
+
+
+def test_repeated_ids_are_replaced_by_numbers(tmp_path, caplog):
+    questions = [qa("1", answers=[answer("fox")]), qa("1", answers=[answer("cat")])]
+    with caplog.at_level(logging.WARNING):
+        assert load_one(tmp_path, *questions)["id"][:] == ["0", "1"]
+    assert "ids occur more than once" in caplog.text
+
+
+def test_answers_that_are_all_empty_are_no_labels(tmp_path):
+    secret = [{"text": "", "answer_start": 0}]
+    assert "answers" not in load_one(tmp_path, qa("1", answers=secret), qa("2", answers=secret)).column_names
+    with pytest.raises(ValueError, match="row 1, field 'answers': question '1' has an empty answer"):
+        load_one(tmp_path, qa("1", answers=secret), qa("2", answers=[answer("fox")]))
 
 
 def test_bad_rows_of_v2_and_of_the_context(tmp_path):
@@ -585,13 +598,15 @@ def test_best_threshold_where_no_answer_is_best():
 
 
 def test_submission(tmp_path):
+    nbest = [{"text": "caf\u00e9", "probability": 1.0, "start_logit": 0.5, "end_logit": 0.5}]
     rows = [
-        {"id": "1", "prediction": "caf\u00e9", "null_odds": -1.5, "nbest": []},
-        {"id": "2", "prediction": "", "null_odds": 2.0},
+        {"id": "1", "prediction": "caf\u00e9", "null_odds": -1.5, "nbest": nbest},
+        {"id": "2", "prediction": "", "null_odds": 2.0, "nbest": nbest},
     ]
     file = write_submission("squad_v2", "validation", rows, tmp_path / "new")
     assert file == tmp_path / "new" / "predictions_validation.json"
     assert file.read_text(encoding="utf-8") == '{"1": "caf\u00e9", "2": ""}\n'
     assert json.loads((tmp_path / "new" / "null_odds_validation.json").read_text()) == {"1": -1.5, "2": 2.0}
+    assert json.loads((tmp_path / "new" / "nbest_predictions_validation.json").read_text()) == {"1": nbest, "2": nbest}
     write_submission("squad", "test", rows, tmp_path)
-    assert [path.name for path in tmp_path.glob("*.json")] == ["predictions_test.json"]
+    assert {path.name for path in tmp_path.glob("*.json")} == {"predictions_test.json", "nbest_predictions_test.json"}

@@ -1,12 +1,12 @@
 import re
 
-import numpy as np
 import pytest
 import transformers
+from transformers import TrainingArguments
 
 from sparsebert.corpus import Document, builtin_documents
 from sparsebert.tasks import TASKS
-from sparsebert.tasks.builtin import bag_of_words_baseline, load, majority_share, metrics
+from sparsebert.tasks.builtin import bag_of_words_baseline, load, majority_share, metrics, splits
 
 
 LABELS = ("asyncio", "email", "unittest")
@@ -20,7 +20,7 @@ def documents(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def splits(documents):
+def loaded(documents):
     return load(labels=LABELS, documents=documents)
 
 
@@ -28,13 +28,20 @@ def test_registry_rows_can_be_used():
     for name, task in TASKS.items():
         assert task.name == name
         assert hasattr(transformers, task.head)
-        assert callable(task.load) and callable(task.metrics)
+        assert {"train", "validation"} <= {split.split("_")[0] for split in task.splits(None)}
+        assert TrainingArguments(**task.settings, report_to="none").learning_rate > 0
 
 
-def test_splits(splits):
-    assert set(splits) == {"train", "validation"}
-    for split in splits.values():
-        assert set(TASKS["builtin"].text_columns) <= set(split.column_names)
+def test_the_builtin_task_has_no_files():
+    assert splits() == ["train", "validation"]
+    with pytest.raises(ValueError, match="no --data"):
+        splits("folder")
+
+
+def test_splits(loaded):
+    assert set(loaded) == {"train", "validation"}
+    for split in loaded.values():
+        assert {"id", "text"} <= set(split.column_names) and len(set(split["id"][:])) == len(split)
         assert split.features["label"].names == list(LABELS)
         assert set(split["label"][:]) == {0, 1, 2}
         assert all(60 <= len(text.split()) <= 200 for text in split["text"][:])
@@ -42,7 +49,7 @@ def test_splits(splits):
             module.split(".")[0] == LABELS[label]
             for module, label in zip(split["module"][:], split["label"][:], strict=True)
         )
-    assert not set(splits["train"]["module"][:]) & set(splits["validation"]["module"][:])
+    assert not set(loaded["train"]["module"][:]) & set(loaded["validation"]["module"][:])
 
 
 def test_names_and_import_paths_are_masked():
@@ -86,12 +93,11 @@ def test_bad_arguments(documents, arguments, message):
 
 
 def test_metrics():
-    logits = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 1.0]])
-    scores = metrics(logits, np.array([0, 1, 0, 2]))
+    scores = metrics([0, 1, 1, 2], [0, 1, 0, 2])
     assert scores == {"accuracy": pytest.approx(0.75), "macro_f1": pytest.approx((2 / 3 + 2 / 3 + 1) / 3)}
 
 
-def test_baseline_learns_but_is_not_perfect(splits):
-    scores = bag_of_words_baseline(splits)
+def test_baseline_learns_but_is_not_perfect(loaded):
+    scores = bag_of_words_baseline(loaded)
     assert scores["majority_share"] < scores["accuracy"] <= 1
     assert TASKS["builtin"].main_metric in scores

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import DataCollatorWithPadding
+from transformers.utils import logging
 
 from .files import BadRow, check_splits, find_files, load_hub, open_text, parse_rows
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerFast
 
+
+logger = logging.get_logger(__name__)
 
 HUB = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
 CANONICAL = ("train", "validation", "test")
@@ -58,13 +61,13 @@ def load(
         skip_bad (`bool`, *optional*, defaults to `False`): Skip and count bad questions instead of raising an error.
 
     Returns:
-        `datasets.DatasetDict`: Splits with the columns `id`, `title`, `question`, `context` and, unless the file has
-        no answers at all, `answers`: a list of `{"text", "answer_start"}` without surrounding whitespace,
-        `answer_start` in characters; empty if the question has no answer.
+        `datasets.DatasetDict`: Splits with the columns `id`, `title`, `question`, `context` and `answers`: a list of
+        `{"text", "answer_start"}` without surrounding whitespace, `answer_start` in characters; empty if the question
+        has no answer. A file without answers, or with empty ones only, lacks the column.
 
     Raises:
-        ValueError: If a split is unknown, a file is not in the SQuAD layout, or a question is bad: repeated id, empty
-            question, context or answer, answer that is not at its place in the context, `is_impossible` that
+        ValueError: If a split is unknown, a file is not in the SQuAD layout, or a question is bad: empty question,
+            context or answer, answer that is not at its place in the context, `is_impossible` that
             contradicts the answers, or no answer in v1.1.
         FileNotFoundError: If there is no such folder.
         OSError: If the Hub cannot be reached.
@@ -146,22 +149,30 @@ def _parse(name: str, source: "Path | str", questions: list[dict], skip_bad: boo
     import datasets
 
     columns: dict[str, Any] = dict.fromkeys(("id", "title", "question", "context"), datasets.Value("string"))
-    parse = _parser(name, labelled=any("answers" in question for question in questions))
+    parse = _parser(name, labelled=any(map(_has_answers, questions)))
     examples = parse_rows(source, enumerate(questions, start=1), parse, skip_bad)
+    if len({example["id"] for example in examples}) < len(examples):
+        logger.warning(f"{source}: ids occur more than once; the questions are numbered from 0 instead.")
+        examples = [example | {"id": str(index)} for index, example in enumerate(examples)]
     if "answers" in examples[0]:
         columns["answers"] = [{"text": datasets.Value("string"), "answer_start": datasets.Value("int32")}]
     return datasets.Dataset.from_list(examples, features=datasets.Features(columns))
 
 
+def _has_answers(question: dict) -> bool:
+    """Whether there are answers, or explicitly none; empty texts hold the place of answers kept secret."""
+    answers = question.get("answers")
+    if not isinstance(answers, list):
+        return "answers" in question
+    return not (answers and all(isinstance(answer, dict) and answer.get("text") == "" for answer in answers))
+
+
 def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
     """Return a function that checks a question and returns its normalised columns."""
-    seen = set()
 
     def parse(row: dict) -> dict:
         example = {field: row[field] for field in ("id", "title", "question", "context")}
         question = f"question {row['id']!r}"
-        if row["id"] in seen:
-            raise BadRow("id", f"{question} occurs more than once")
         for field in ("question", "context"):
             if not row[field].strip():
                 raise BadRow(field, f"{question} has an empty {field}")
@@ -174,7 +185,6 @@ def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
             if "is_impossible" in row and bool(row["is_impossible"]) == bool(answers):
                 raise BadRow("is_impossible", f"{question} has {len(answers)} answers, but {row['is_impossible']!r}")
             example["answers"] = [_check_answer(question, answer, row["context"]) for answer in answers]
-        seen.add(row["id"])
         return example
 
     return parse
@@ -557,12 +567,13 @@ def write_submission(name: str, split: str, rows: Sequence[dict], path: str | Pa
         path (`str` or `Path`): Folder to write to, made if it is missing.
 
     Returns:
-        `Path`: The file, e.g. `predictions_validation.json`. In v2 there is a second one beside it, e.g.
-        `null_odds_validation.json`, for the script's option `--na-prob-file`.
+        `Path`: The file, e.g. `predictions_validation.json`. Beside it are `nbest_predictions_validation.json` and, in
+        v2, `null_odds_validation.json` for the script's option `--na-prob-file`.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    columns = {"predictions": "prediction"} | ({"null_odds": "null_odds"} if name == "squad_v2" else {})
+    columns = {"predictions": "prediction", "nbest_predictions": "nbest"}
+    columns |= {"null_odds": "null_odds"} if name == "squad_v2" else {}
     for file, column in columns.items():
         content = json.dumps({row["id"]: row[column] for row in rows}, ensure_ascii=False)
         (folder / f"{file}_{split}.json").write_text(content + "\n", encoding="utf-8")
