@@ -58,7 +58,7 @@ def word_tokenizer():
 
 
 def _sentence(rng, words=6):
-    return " ".join(f"w{rng.randrange(94)}" for _ in range(words))
+    return " ".join(f"w{rng.randrange(12)}" for _ in range(words))
 
 
 @pytest.fixture(scope="session")

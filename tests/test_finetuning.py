@@ -214,9 +214,9 @@ def test_a_run_of_each_kind(options, glue_folder, squad_folder, swag_folder, tmp
 
 
 def test_training_learns_the_task_and_the_pipeline_names_the_classes(options, checkpoints, tmp_path):
-    arguments = TRAINING | {"max_steps": 150, "learning_rate": 5e-3, "per_device_train_batch_size": 16}
+    arguments = TRAINING | {"max_steps": 200, "learning_rate": 2e-3, "per_device_train_batch_size": 16}
     metrics = train(prepare(options()), {"model": {}, "training": arguments}, tmp_path)
-    assert metrics["score"] > 0.9
+    assert metrics["score"] >= 0.9
     classify = pipeline("text-classification", str(tmp_path))
     answers = [
         classify({"text": text, "text_pair": "w4 w5 w6 w7 w8 w9"})["label"]

@@ -1,0 +1,95 @@
+"""Tables of runs, as texts."""
+
+import pytest
+
+from sparsebert.report import Table, main, read_runs, tables
+from sparsebert.training import write_metrics
+
+
+PRETRAINED = {
+    "search": "dam_s",
+    "sparsity": 0.9,
+    "positions": {"diagonal": 0.25, "offset_1": 0.75},
+    "mlm_loss": 5.5,
+    "mlm_accuracy": 0.125,
+    "seconds": 60.0,
+}
+FINETUNED = {
+    "task": "mrpc",
+    "mask": "bigbird",
+    "sparsity": 0.9,
+    "input_sparsity": 0.5,
+    "is_part": True,
+    "main_metric": "f1",
+    "seeds": {"0": {}, "1": {}},
+    "splits": {
+        "validation": {
+            "accuracy": {"mean": 0.7, "std": 0.01},
+            "f1": {"mean": 0.8, "std": 0.02},
+            "loss": {"mean": 1.0},
+        },
+        "test": {"seconds": {"mean": 1.0}},
+    },
+    "comparison": {"baseline": "dense", "validation": {"difference": -0.011, "interval": [-0.03, 0.004]}},
+    "train_seconds": 12.0,
+}
+
+
+def cells(table, row=0):
+    return dict(zip(table.columns, table.rows[row], strict=True))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, metrics in (("model", PRETRAINED), ("tuned", FINETUNED)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.json", metrics)
+    return [tmp_path / "model", tmp_path / "tuned"]
+
+
+def test_pretraining_and_finetuning_are_two_tables(folders):
+    pretraining, finetuning = tables(read_runs(folders))
+    assert cells(pretraining) == {
+        "run": "model",
+        "removed": "90.0 %",
+        "P diag.": "0.25",
+        "P 1": "0.75",
+        "MLM loss": "5.500",
+        "MLM acc.": "12.5 %",
+        "seconds": "60",
+    }
+    assert cells(finetuning) == {
+        "run": "tuned",
+        "task": "mrpc*",
+        "split": "validation",
+        "mask": "bigbird",
+        "removed": "90.0 %",
+        "on inputs": "50.0 %",
+        "metric": "f1",
+        "score": "80.0 ± 2.0",
+        "others": "accuracy 70.0 ± 1.0",
+        "vs baseline [95 %]": "-1.1 [-3.0, +0.4]",
+        "seeds": "2",
+        "train s": "12",
+    }
+
+
+def test_markdown():
+    table = Table.of("Title", [{"run": "a", "x": "1", "empty": ""}, {"run": "b", "y": "2"}], ["note"])
+    assert table.markdown() == (
+        "**Title**\n\n| run | x | y |\n| --- | --- | --- |\n| a | 1 |  |\n| b |  | 2 |\n\nnote\n"
+    )
+
+
+def test_main_prints_tables_and_pictures(folders, capsys):
+    (folders[0] / "heads.png").touch()
+    main(folders)
+    printed = capsys.readouterr().out
+    assert "Pre-training" in printed and "80.0 ± 2.0" in printed and str(folders[0] / "heads.png") in printed
+
+
+def test_a_folder_without_metrics(tmp_path):
+    with pytest.raises(FileNotFoundError, match="metrics.json.*run pretrain.py or finetune.py first"):
+        main([tmp_path])
+    with pytest.raises(ValueError, match="expected the output folders"):
+        main([])
