@@ -7,6 +7,7 @@ several (`--seeds`), at given settings or the best of a grid (`--sweep`), one ta
 and logs.
 """
 
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig
@@ -21,6 +22,8 @@ SECTIONS = {"data": FinetuningArguments, "model": SparseBertConfig, "training": 
 
 def main(arguments):
     output = run(load_recipe(arguments, SECTIONS))
+    if not PartialState().is_main_process:
+        return
     runs = read_runs([output])
     (output / "results.md").write_text("\n".join(table.markdown() for table in tables(runs)))
     print_tables(runs)

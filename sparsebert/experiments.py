@@ -7,12 +7,20 @@ from functools import partial
 from pathlib import Path
 
 import yaml
+from accelerate import PartialState
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from .comparison import paired_bootstrap, summarize
-from .finetuning import FinetuningArguments, MissingSplitError, prepare, read_predictions, train
-from .recipes import nearest
+from .finetuning import (
+    FinetuningArguments,
+    MissingSplitError,
+    prepare,
+    read_predictions,
+    train,
+    training_arguments,
+)
+from .recipes import convert, nearest
 from .tasks import TASKS
 from .tasks.glue import GLUE, GLUE_COLUMNS, averages
 from .training import check_output_dir, write_metrics
@@ -42,13 +50,12 @@ def run(recipe):
     """
     options = FinetuningArguments(**recipe["data"])
     _check(options)
-    training = recipe["training"]
-    output = Path(training.get("output_dir") or f"runs/{'glue' if options.all else options.task}")
-    several = options.all or options.sweep or len(_seeds(options, training)) > 1
+    output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
+    training = training_arguments({}, recipe, output)
+    several = options.all or options.sweep or len(_seeds(options, recipe["training"])) > 1
     # Several runs go on where they were: each of them is checked.
-    check_output_dir(
-        output, options.overwrite, training.get("resume_from_checkpoint") or (several and _started(output))
-    )
+    check_output_dir(output, options.overwrite, training.resume_from_checkpoint or (several and _started(output)))
+    PartialState().wait_for_everyone()  # before one of the processes writes to the folder
     if several:
         output.mkdir(parents=True, exist_ok=True)
         (output / "experiment.yaml").write_text(yaml.safe_dump(recipe))
@@ -66,12 +73,7 @@ def _check(options):
         raise nearest("task", str(options.task), list(TASKS))
     if options.model is None:
         raise ValueError("--model must name the folder or Hub id of a pre-trained model")
-    known = [field.name for field in fields(TrainingArguments)]
-    for name, values in _grid(options).items():
-        if name not in known:
-            raise nearest("field of training in sweep", name, known)
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
+    _grid(options)
     seeds = options.seeds if isinstance(options.seeds, list) else [options.seeds]
     if not seeds or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in seeds):
         raise ValueError(f"seeds must be a number of runs or a list of seeds, got {options.seeds!r}")
@@ -82,7 +84,15 @@ def _check(options):
 
 
 def _grid(options):
-    return PAPER_GRID if options.sweep is True else options.sweep or {}
+    known = {field.name: field.type for field in fields(TrainingArguments)}
+    grid = {}
+    for name, values in (PAPER_GRID if options.sweep is True else options.sweep or {}).items():
+        if name not in known:
+            raise nearest("field of training in sweep", name, list(known))
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
+        grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
+    return grid
 
 
 def _seeds(options, training):

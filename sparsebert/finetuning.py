@@ -262,6 +262,13 @@ def mask_metrics(model, data):
     return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": 1 - kept / entries}
 
 
+def training_arguments(settings, recipe, output_dir):
+    """The `TrainingArguments` of a recipe over a task's settings."""
+    return TrainingArguments(
+        **{"save_strategy": "no"} | settings | recipe["training"] | {"output_dir": str(output_dir)}
+    )
+
+
 def train(data, recipe, output_dir):
     """
     One run: fine-tune, evaluate, predict.
@@ -281,8 +288,7 @@ def train(data, recipe, output_dir):
     """
     start = time.perf_counter()
     task, options, output = data.task, data.options, Path(output_dir)
-    arguments = {"save_strategy": "no"} | task.settings | recipe["training"] | {"output_dir": str(output)}
-    training = TrainingArguments(**arguments)
+    training = training_arguments(task.settings, recipe, output)
     set_seed(training.seed)
     model = load_model(data, recipe["model"])
     first = data.evaluation_splits[0]

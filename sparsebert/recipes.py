@@ -52,7 +52,7 @@ def load_recipe(arguments, sections):
         for name, value in (content or {}).items():
             if name not in types_of[section]:
                 raise nearest(f"field in section {section!r}", name, list(types_of[section]))
-            values[section][name] = _convert(f"{section}.{name}", value, types_of[section][name])
+            values[section][name] = convert(f"{section}.{name}", value, types_of[section][name])
     for flag, text in _overrides(arguments):
         section, name = _locate(flag, types_of)
         annotation = types_of[section][name]
@@ -60,7 +60,7 @@ def load_recipe(arguments, sections):
             if bool not in _types(annotation):
                 raise ValueError(f"--{flag} needs a value")
             text = "true"
-        values[section][name] = _convert(f"--{flag}", _parse(f"--{flag}", text, annotation), annotation)
+        values[section][name] = convert(f"--{flag}", _parse(f"--{flag}", text, annotation), annotation)
     return values
 
 
@@ -124,8 +124,13 @@ def _parse(what, text, annotation):
     return text if value is not None and str in allowed and not allowed & {bool, list, dict} else value
 
 
-def _convert(what, value, annotation):
-    """The value in the field's type. YAML reads 1e-3 as text, and 6e6 as a fraction."""
+def convert(what, value, annotation):
+    """
+    The value in a field's type: YAML reads 1e-3 as text, and 6e6 as a fraction.
+
+    Raises:
+        ValueError: If it is not of that type; `what` names the field.
+    """
     allowed = _types(annotation)
     if value is None or type(value) in allowed or str in allowed or not allowed & {bool, int, float}:
         return value

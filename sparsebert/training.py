@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import Trainer
 
 from .attention import ATTENTION_NAMES
@@ -99,9 +100,12 @@ def check_output_dir(path, overwrite=False, resume=False):
 
 
 def write_metrics(path, metrics):
-    """Write a metrics file (JSON, numbers rounded to 5 digits) and return what a reader gets."""
+    """Write a metrics file (JSON, numbers rounded to 5 digits), by one process, and return what a reader gets."""
     text = json.dumps(_rounded(metrics), indent=2) + "\n"
-    Path(path).write_text(text)
+    state = PartialState()
+    if state.is_main_process:
+        Path(path).write_text(text)
+    state.wait_for_everyone()
     return json.loads(text)
 
 

@@ -113,7 +113,7 @@ def test_grid(recipe, tmp_path):
 
 
 def test_grid_goes_on_cell_by_cell(recipe, tmp_path):
-    run(recipe(sweep={"learning_rate": [1e-4, 1e-3]}))
+    run(recipe(sweep={"learning_rate": ["1e-4", 1e-3]}))  # YAML takes 1e-4 for a text
     done = tmp_path / "run/learning_rate=0.001/seed-42/metrics.json"
     time = done.stat().st_mtime_ns
     folder = run(recipe(sweep={"learning_rate": [1e-4, 1e-3, 1e-2]}))
@@ -217,6 +217,7 @@ def test_glue_without_any_data(recipe, tmp_path):
         ({"seeds": ["a"]}, "seeds must be a number of runs or a list of seeds"),
         ({"sweep": {"learning_rat": [1]}}, "did you mean 'learning_rate'"),
         ({"sweep": {"learning_rate": 1e-3}}, "learning_rate must be a list of values"),
+        ({"sweep": {"learning_rate": ["fast"]}}, "sweep: learning_rate must be a number, got 'fast'"),
         ({"data": "nowhere"}, "nowhere"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
