@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import classification
 from .files import (
     BadRow,
     check_splits,
@@ -22,7 +21,6 @@ from .files import (
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
     import torch
     from transformers import DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
@@ -246,21 +244,3 @@ def _collate(collate: "DataCollatorForMultipleChoice", features: list[dict[str, 
     batch = collate([{**feature, "labels": 0} for feature in features])  # it fails without labels
     del batch["labels"]
     return batch
-
-
-def decode(
-    outputs: "np.ndarray", features: "datasets.Dataset", examples: "datasets.Dataset", options: Any
-) -> list[dict[str, Any]]:
-    """
-    Predictions of a model: the ending with the largest logit.
-
-    Args:
-        outputs (`np.ndarray` of shape `(num_examples, num_endings)`): Logits.
-        features (`datasets.Dataset`): Not used, as there is one per example.
-        examples (`datasets.Dataset`): The examples.
-        options (`Any`): Not used.
-
-    Returns:
-        `list[dict]`: For each example its `id` and `prediction`, the index of an ending.
-    """
-    return classification.decode(outputs, features, examples, options)
