@@ -37,7 +37,7 @@ class FinetuningArguments:
         data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
         train_split (`str`, *optional*): Split to train on; `"train"`, or the one part of it that there is.
         validation_split (`str` or `list`, *optional*): Splits to evaluate on; those named `"validation..."`.
-        test_split (`str` or `list`, *optional*): Splits to predict; those named `"test..."`.
+        test_split (`str` or `list`, *optional*): Splits to predict; those named `"test..."`. `[]` for none.
         max_train_examples (`int`, *optional*): Train on so many examples, drawn with a fixed seed.
         task_kwargs (`dict`, *optional*): More arguments of the task's `load`, such as `{"train_size": 1000}`.
         skip_bad (`bool`): Leave rows out that are wrong, and count them, instead of stopping at the first.
@@ -127,7 +127,9 @@ def choose_splits(available, options):
     parts = [name for name in available if name.startswith("train")]
     train = options.train_split or ("train" if "train" in parts else parts[0] if len(parts) == 1 else "train")
     evaluation = _listed(options.validation_split) or [name for name in available if name.startswith("validation")]
-    tests = _listed(options.test_split) or [name for name in available if name in TEST_SPLITS]
+    tests = _listed(
+        [name for name in available if name in TEST_SPLITS] if options.test_split is None else options.test_split
+    )
     for split in (train, *(evaluation or ["validation"]), *tests):
         if split not in available:
             raise MissingSplitError(

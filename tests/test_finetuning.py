@@ -44,6 +44,7 @@ def options(checkpoints, glue_folder):
         (["train_part7", "validation"], {}, ("train_part7", ["validation"], [])),
         (["a", "b", "c"], {"train_split": "a", "validation_split": "b"}, ("a", ["b"], [])),
         (["train", "test"], {"validation_split": "test"}, ("train", ["test"], [])),
+        (["train", "validation", "test"], {"test_split": []}, ("train", ["validation"], [])),
         (
             ["train", "validation_matched", "validation_mismatched", "test_matched", "snli_dev"],
             {"test_split": ["snli_dev"]},
