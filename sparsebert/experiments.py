@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import zipfile
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -281,6 +282,18 @@ def _run_all(recipe, output):
     if not results:
         raise ValueError(f"there is no task of GLUE in {options.data}: {'; '.join(missing.values())}")
     write_metrics(output / "metrics.json", {"glue": results, "missing": missing} | averages(glue_scores(results)))
+    if PartialState().is_main_process:
+        _write_submission(results, output)
+
+
+def _write_submission(results, output):
+    """One archive for GLUE's server: of each task the predictions of the seed that is best on the development set."""
+    with zipfile.ZipFile(output / "submission.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for task, metrics in results.items():
+            runs = metrics.get("seeds", {metrics.get("seed"): {"folder": "", "score": metrics["score"]}})
+            best = max(runs.values(), key=lambda run: run["score"])
+            for path in sorted((output / task / best["folder"]).glob("*.tsv")):
+                archive.write(path, path.name)
 
 
 def glue_scores(results):

@@ -1,6 +1,7 @@
 """Seeds, grids and all of GLUE: what is run, what is not run again, what is compared."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,9 @@ def test_all_of_glue(recipe, tmp_path):
     assert row["average of 9"].endswith("(6 of 9)")
     notes = " ".join(table.notes)
     assert "QNLI (train_part40, 40 examples)" in notes and "no data for sst2, mrpc, qqp, wnli" in notes
+    with zipfile.ZipFile(folder / "submission.zip") as archive:
+        assert archive.namelist() == ["MNLI-m.tsv", "RTE.tsv"]  # the others have no test set
+        assert archive.read("RTE.tsv") == (folder / "rte/RTE.tsv").read_bytes()
     # A second call finds everything done.
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
     run(arguments)
