@@ -27,6 +27,7 @@ def main(arguments):
     runs = read_runs([output])
     (output / "results.md").write_text("\n".join(table.markdown() for table in tables(runs)))
     print_tables(runs)
+    print(f"written to {output}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """One fine-tuning run: data, model, training, evaluation, predictions."""
 
+import inspect
+import itertools
 import json
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 
 import datasets
@@ -13,14 +17,36 @@ from transformers.utils import logging
 
 from . import modeling_sparsebert
 from .attention import ATTENTION_NAMES
-from .configuration_sparsebert import SparseBertConfig
+from .configuration_sparsebert import DIAGONALS, SparseBertConfig
 from .masks.patterns import PATTERNS
+from .masks.search import SEARCHES
 from .masks.sparse_mask import SparseMask
+from .recipes import nearest
 from .tasks import TASKS, TEST_SPLITS, Task
+from .tasks.glue import GLUE, SUBMISSIONS
 from .training import SparseBertTrainer, check_backend, write_metrics
 
 
 logger = logging.get_logger(__name__)
+
+# Fields of the configuration that say how a fixed mask is used, and those that define one by its pattern.
+_MASK_FIELDS = ("length_policy", "last_token", "diagonal", "allow_empty_rows")
+_PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
+# Lower bounds of the section `data`.
+_LOWEST = {
+    "max_train_examples": 1,
+    "max_length": 4,
+    "doc_stride": 0,
+    "max_question_length": 1,
+    "n_best_size": 1,
+    "max_answer_length": 1,
+}
+# What a run writes, apart from the tokenizer, checkpoints and logs.
+_WRITTEN = (
+    *("model*.safetensors*", "mask.safetensors", "mask_config.json", "metrics.json", "recipe.yaml", "results.md"),
+    *("predictions_*.json*", "nbest_predictions_*.json", "null_odds_*.json"),
+    *(f"{name}.tsv" for name in SUBMISSIONS.values()),
+)
 
 
 @dataclass
@@ -94,20 +120,27 @@ class TaskData:
     features: dict
     num_train_examples: int
 
-    def lengths(self, split):
-        """Tokens of every input of a split."""
-        rows = self.features[split]["input_ids"][:]
-        # Multiple choice has several inputs an example.
-        return [len(ids) for row in rows for ids in (row if row and isinstance(row[0], list) else [row])]
+    @cached_property
+    def lengths(self):
+        """Tokens of every input, by split: arrays."""
+        lengths = {}
+        for split, features in self.features.items():
+            rows = features["input_ids"][:]
+            # Multiple choice has several inputs an example.
+            nested = isinstance(rows[0][0], list)
+            lengths[split] = np.array([len(ids) for row in rows for ids in (row if nested else [row])])
+        return lengths
 
-    @property
-    def longest(self):
-        """Tokens of the longest input."""
-        return max(max(self.lengths(split)) for split in self.features)
+    def references(self, split):
+        """What the predictions on a split are compared with, by the id of the example; `None` without labels."""
+        examples = self.examples[split]
+        if self.task.reference not in examples.column_names:
+            return None
+        return dict(zip(examples["id"][:], examples[self.task.reference][:], strict=True))
 
 
 class MissingSplitError(ValueError):
-    """The data lacks a split that is needed."""
+    """The data lacks a split that every run of the task needs."""
 
 
 def choose_splits(available, options):
@@ -121,8 +154,8 @@ def choose_splits(available, options):
     Returns:
         `tuple[str, list[str], list[str]]`
     Raises:
-        MissingSplitError: If there is no such split, or none to train on or to evaluate.
-        ValueError: If a split is to be trained and evaluated on.
+        MissingSplitError: If there is none to train on or to evaluate.
+        ValueError: If there is none of a name that was asked for, or one is to be trained and evaluated on.
     """
     parts = [name for name in available if name.startswith("train")]
     train = options.train_split or ("train" if "train" in parts else parts[0] if len(parts) == 1 else "train")
@@ -130,9 +163,11 @@ def choose_splits(available, options):
     tests = _listed(
         [name for name in available if name in TEST_SPLITS] if options.test_split is None else options.test_split
     )
+    asked = {options.train_split, *_listed(options.validation_split), *_listed(options.test_split)}
     for split in (train, *(evaluation or ["validation"]), *tests):
         if split not in available:
-            raise MissingSplitError(
+            error = ValueError if split in asked else MissingSplitError
+            raise error(
                 f"task {options.task}: split {split!r} is missing in {options.data or 'the data set'}; there are: "
                 f"{', '.join(available) or 'none'}. See --data, --train_split and --validation_split"
             )
@@ -147,21 +182,93 @@ def _listed(names):
     return [names] if isinstance(names, str) else list(names or ())
 
 
+def check(options, config):
+    """
+    Check what can be without reading data or weights.
+
+    Args:
+        options ([`FinetuningArguments`]): What was asked for.
+        config (`dict`): Section `model` of the recipe.
+
+    Raises:
+        ValueError: If a field is missing, unknown, out of its range, or means nothing here.
+        OSError: If there is no such model or mask.
+    """
+    if options.all == (options.task is not None):
+        raise ValueError("choose --task NAME or --all; the tasks are " + ", ".join(TASKS))
+    if options.task is not None and options.task not in TASKS:
+        raise nearest("task", str(options.task), list(TASKS))
+    for name, low in _LOWEST.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value!r}")
+    if options.model is None:
+        raise ValueError("--model must name the folder or Hub id of a pre-trained model")
+    for name in ("model", "mask"):
+        value = getattr(options, name)
+        if value is not None and value.startswith(("/", ".", "~")) and not Path(value).is_dir():
+            raise FileNotFoundError(f"{name}: there is no folder {value!r}")
+    model = AutoConfig.from_pretrained(options.model)
+    lengths = {
+        name: options.max_length or TASKS[name].max_length for name in ([options.task] if options.task else GLUE)
+    }
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and max(lengths.values()) > positions:
+        raise ValueError(
+            f"max_length {max(lengths.values())} is more than the {positions} positions of {options.model}: "
+            f"--max_length must be at most {positions}"
+        )
+    sparse = model.model_type == SparseBertConfig.model_type
+    if options.mask in SEARCHES:
+        raise ValueError(
+            f"mask {options.mask!r} is a search: give the folder or Hub id of a model that it found a mask for"
+        )
+    if options.mask is not None and options.mask not in PATTERNS:
+        if not Path(options.mask).is_dir() and "/" not in options.mask and get_close_matches(options.mask, PATTERNS):
+            raise nearest("mask", options.mask, list(PATTERNS))
+        _read_mask(options.mask)
+    if options.mask is not None and not sparse and model.model_type != BertConfig.model_type:
+        raise ValueError(f"--mask needs a BERT or a SparseBERT, got {options.model} of type {model.model_type!r}")
+    if options.mask is None and not sparse:
+        if options.attn_implementation in ATTENTION_NAMES:
+            raise ValueError(
+                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
+                "give it one by --mask, or leave the field out"
+            )
+        meaningful = ()
+    else:
+        check_backend(options.attn_implementation or "sparse_auto")
+        meaningful = _MASK_FIELDS + (_PATTERN_FIELDS if options.mask in PATTERNS else ())
+    own = {field.name for field in fields(SparseBertConfig)} - {field.name for field in fields(BertConfig)}
+    if refused := sorted(own & config.keys() - set(meaningful)):
+        raise ValueError(
+            f"model.{refused[0]} has no meaning here: "
+            + (
+                f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
+                if meaningful
+                else "there is no mask"
+            )
+            + "; another mask is given by --mask"
+        )
+
+
 def prepare(options):
     """
     Read, check and tokenize a task's data.
 
     Raises:
-        ValueError: For an unknown task, a missing split, a bad row, or inputs that cannot be made so long.
+        ValueError: For a missing split, a bad row, or inputs that cannot be made so long.
         OSError: If a file or the tokenizer cannot be read.
     """
     task = TASKS[options.task]
-    options.max_length = options.max_length or task.max_length
+    options = replace(options, max_length=options.max_length or task.max_length)
     train, evaluation, tests = choose_splits(task.splits(options.data), options)
     splits = [train, *evaluation, *tests]
-    examples = dict(
-        task.load(data=options.data, splits=splits, skip_bad=options.skip_bad, **(options.task_kwargs or {}))
-    )
+    arguments = {"data": options.data, "splits": splits, "skip_bad": options.skip_bad}
+    allowed = inspect.signature(task.load).parameters.keys() - arguments.keys() - {"name"}
+    if unknown := set(options.task_kwargs or ()) - allowed:
+        raise ValueError(f"task_kwargs of {task.name} may be {', '.join(sorted(allowed)) or 'none'}, got {unknown}")
+    examples = dict(task.load(**arguments, **(options.task_kwargs or {})))
     for split in (train, *evaluation):
         if task.reference not in examples[split].column_names:
             raise ValueError(f"task {task.name}: split {split!r} has no labels")
@@ -186,46 +293,37 @@ def load_model(data, config):
         OSError: If there is no such model or mask.
     """
     options, head = data.options, data.task.head
-    stock_type = AutoConfig.from_pretrained(options.model).model_type
+    stock = AutoConfig.from_pretrained(options.model).model_type != SparseBertConfig.model_type
     arguments = dict(config) | _labels(data.examples[data.train_split].features.get("label"))
-    if stock_type != SparseBertConfig.model_type and options.mask is None and "pattern" not in config:
-        mask_fields = {field.name for field in fields(SparseBertConfig)} - {field.name for field in fields(BertConfig)}
-        if unused := sorted(mask_fields & set(config)):
-            raise ValueError(f"model.{unused[0]} is about a mask, and {options.model} has none: give it one by --mask")
-        if options.attn_implementation in ATTENTION_NAMES:
-            raise ValueError(
-                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
-                "give it one by --mask, or leave the field out"
-            )
-        model = getattr(transformers, head).from_pretrained(
-            options.model, attn_implementation=options.attn_implementation, **arguments
-        )
+    # A model that was fine-tuned on another task has another head.
+    arguments |= {"ignore_mismatched_sizes": True, "attn_implementation": options.attn_implementation}
+    if stock and options.mask is None:
+        model = getattr(transformers, head).from_pretrained(options.model, **arguments)
     else:
-        if stock_type not in (SparseBertConfig.model_type, BertConfig.model_type):
-            raise ValueError(f"--mask needs a BERT or a SparseBERT, got {options.model} of type {stock_type!r}")
-        backend = options.attn_implementation or "sparse_auto"
-        check_backend(backend)
+        mask, changes = None, {}
+        arguments["attn_implementation"] = options.attn_implementation or "sparse_auto"
         if options.mask in PATTERNS:
             arguments |= {"pattern": options.mask, "mask_length": config.get("mask_length", options.max_length)}
         elif options.mask is not None:
             mask = _read_mask(options.mask)
             arguments |= {"pattern": "dense"}  # until the mask is set
+            changes = {name: arguments.pop(name) for name in ("length_policy", "last_token") if name in arguments}
+            if "diagonal" in arguments:
+                changes["diagonal"] = DIAGONALS[arguments.pop("diagonal")]
         model_class = getattr(modeling_sparsebert, head.replace("AutoModel", "SparseBert"))
-        model = model_class.from_pretrained(options.model, attn_implementation=backend, **arguments)
-        if options.mask is not None and options.mask not in PATTERNS:
-            changes = {name: config[name] for name in ("length_policy", "last_token") if name in config}
-            model.set_mask(mask.replace(**changes))
+        model = model_class.from_pretrained(options.model, **arguments)
+        if mask is not None:
+            try:
+                model.set_mask(mask.replace(**changes))
+            except ValueError as error:
+                raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
         if model.sparse_attention.searching:
             raise ValueError(
                 f"the mask of {options.model} is still being searched: freeze it first, as pretrain.py does, or give "
                 "another by --mask"
             )
-        model.sparse_attention.mask.structure(data.longest)  # raises for inputs that the mask does not cover
-    if data.longest > model.config.max_position_embeddings:
-        raise ValueError(
-            f"inputs of {data.longest} tokens are longer than the {model.config.max_position_embeddings} positions "
-            f"of {options.model}: lower --max_length"
-        )
+        longest = max(int(lengths.max()) for lengths in data.lengths.values())
+        model.sparse_attention.mask.structure(longest)  # raises if the mask does not cover it
     if len(data.tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -247,7 +345,7 @@ def _labels(label):
         names = dict(enumerate(label.names))
         return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
     if label is not None and label.dtype.startswith("float"):
-        return {"num_labels": 1, "problem_type": "regression"}
+        return {"id2label": {0: "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
     return {}
 
 
@@ -257,10 +355,11 @@ def mask_metrics(model, data):
     if sparse_attention is None:
         return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
     mask = sparse_attention.mask
-    lengths, counts = np.unique(data.lengths(data.evaluation_splits[0]), return_counts=True)
+    lengths, counts = np.unique(data.lengths[data.evaluation_splits[0]], return_counts=True)
     kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
     entries = mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum())
-    name = data.options.mask or mask.metadata.get("pattern") or mask.metadata.get("search") or "mask"
+    name = Path(data.options.mask).name if data.options.mask else None
+    name = name or mask.metadata.get("pattern") or mask.metadata.get("search") or "mask"
     return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": 1 - kept / entries}
 
 
@@ -281,12 +380,12 @@ def train(data, recipe, output_dir):
     Args:
         data ([`TaskData`]): From [`prepare`].
         recipe (`dict`): Sections `model` and `training`; the latter over the task's settings.
-        output_dir (`str` or `os.PathLike`): Where to write.
+        output_dir (`str` or `os.PathLike`): Where to write; a run that is there is replaced.
 
     Returns:
         `dict`: The metrics.
     Raises:
-        ValueError: As [`load_model`], and for fields of `training` that are wrong.
+        ValueError: As [`load_model`], and for fields of `training` that are wrong; nothing was written then.
     """
     start = time.perf_counter()
     task, options, output = data.task, data.options, Path(output_dir)
@@ -297,9 +396,10 @@ def train(data, recipe, output_dir):
 
     def evaluate(split, outputs):
         rows = task.decode(outputs, data.features[split], data.examples[split], options)
-        references = _references(data, split)
+        references = data.references(split)
         if references is None:
             return rows, {}
+        references = list(references.values())
         values = task.metrics([row["prediction"] for row in rows], references)
         return rows, values | ({} if task.more_metrics is None else task.more_metrics(rows, references))
 
@@ -312,15 +412,21 @@ def train(data, recipe, output_dir):
         processing_class=data.tokenizer,
         compute_metrics=lambda prediction: evaluate(first, prediction.predictions)[1],
     )
+    main_process = trainer.is_world_process_zero()
+    if main_process:
+        for path in itertools.chain.from_iterable(map(output.glob, _WRITTEN)):
+            path.unlink()
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     trainer.compute_metrics = None  # it knows one split only
+    train_examples = len(data.examples[data.train_split])
     metrics = {"task": task.name, "model": options.model} | mask_metrics(model, data)
     metrics |= {
         "seed": training.seed,
         "train_split": data.train_split,
-        "train_examples": len(data.examples[data.train_split]),
-        "is_part": data.train_split != "train" or len(data.examples[data.train_split]) < data.num_train_examples,
+        "train_examples": train_examples,
+        "is_part": data.train_split != "train" or train_examples < data.num_train_examples,
+        "skipped": {split: text for split in data.examples if (text := data.examples[split].info.description)},
         "steps": trained.global_step,
         "main_metric": task.main_metric,
         "splits": {},
@@ -330,11 +436,12 @@ def train(data, recipe, output_dir):
             continue
         prediction = trainer.predict(data.features[split])
         rows, values = evaluate(split, prediction.predictions)
-        if loss := prediction.metrics.get("test_loss") if values else None:
-            values["loss"] = loss
+        if values and "test_loss" in prediction.metrics:
+            values["loss"] = prediction.metrics["test_loss"]
+        trainer.log({f"eval_{split}_{name}": value for name, value in values.items()})
         metrics["splits"][split] = values | {"seconds": prediction.metrics["test_runtime"]}
-        if trainer.is_world_process_zero():
-            write_predictions(output, split, rows, _references(data, split))
+        if main_process:
+            write_predictions(output, split, rows, data.references(split))
             if task.write_submission is not None:
                 task.write_submission(split, rows, output)
     metrics["score"] = metrics["splits"][first][task.main_metric]
@@ -344,18 +451,13 @@ def train(data, recipe, output_dir):
     return write_metrics(output / "metrics.json", metrics)
 
 
-def _references(data, split):
-    examples = data.examples[split]
-    return examples[data.task.reference][:] if data.task.reference in examples.column_names else None
-
-
 def write_predictions(folder, split, rows, references=None):
     """Write `predictions_SPLIT.jsonl`: id, prediction and reference (if any) of one example a line."""
     with open(Path(folder) / f"predictions_{split}.jsonl", "w", encoding="utf-8") as file:
-        for index, row in enumerate(rows):
+        for row in rows:
             line = {"id": row["id"], "prediction": row["prediction"]}
             if references is not None:
-                line["reference"] = references[index]
+                line["reference"] = references[row["id"]]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -6,6 +6,7 @@ it, `--model.search soft` names the section as well.
 """
 
 import difflib
+import inspect
 import sys
 import types
 import typing
@@ -36,8 +37,12 @@ def load_recipe(arguments, sections):
         `dict[str, dict]`: Per section, the values that were set.
     Raises:
         FileNotFoundError: If there is no such recipe.
+        SystemExit: After printing help, if `--help` is among the arguments.
         ValueError: If a section or field is unknown (names the nearest), ambiguous, or a value does not parse.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(_help(sections))
+        sys.exit()
     if not arguments:
         raise ValueError("expected the path of a recipe or --field value")
     arguments = list(arguments)
@@ -62,6 +67,17 @@ def load_recipe(arguments, sections):
             text = "true"
         values[section][name] = convert(f"--{flag}", _parse(f"--{flag}", text, annotation), annotation)
     return values
+
+
+def _help(sections):
+    """What the script does, and every field: those of our own sections explained, those of the host's by name."""
+    texts = [inspect.getdoc(sys.modules["__main__"]) or ""]
+    for section, cls in sections.items():
+        if cls.__module__.startswith(__package__):
+            texts.append(f"{section}: {inspect.getdoc(cls)}")
+        else:
+            texts.append(f"{section}: the fields of {cls.__name__}: {', '.join(_field_types(cls))}")
+    return "\n\n".join(texts)
 
 
 def _read(path):

@@ -91,34 +91,40 @@ def tables(runs):
     Returns:
         `list[Table]`
     """
-    found = {"pretraining": [], "finetuning": [], "glue": []}
-    grids, notes = [], []
+    pretraining, finetuning, glue, grids, notes, glue_notes = [], [], [], [], [], []
     for folder, metrics in runs.items():
         if "glue" in metrics:
+            tasks = {f"{folder.name}/{task}": values for task, values in metrics["glue"].items()}
             row, remarks = _glue_row(folder.name, metrics)
-            found["glue"].append(row)
-            notes.extend(remarks)
-            found["finetuning"].extend(
-                row
-                for task, values in metrics["glue"].items()
-                for row in _finetuning_rows(f"{folder.name}/{task}", values)
-            )
+            glue.append(row)
+            glue_notes.extend(remarks)
         elif "task" in metrics:
-            found["finetuning"].extend(_finetuning_rows(folder.name, metrics))
-            if "sweep" in metrics:
-                grids.append(_sweep_table(folder.name, metrics))
+            tasks = {folder.name: metrics}
         else:
-            found["pretraining"].append(_pretraining_row(folder.name, metrics))
+            pretraining.append(_pretraining_row(folder.name, metrics))
+            continue
+        for name, values in tasks.items():
+            finetuning.extend(_finetuning_rows(name, values))
+            notes.extend(_finetuning_notes(name, values))
+            if "sweep" in values:
+                grids.append(_sweep_table(name, values))
     result = []
-    if found["pretraining"]:
+    if pretraining:
         note = "P: mean keep probability by offset |i - j| before freezing; a fixed mask has 0 or 1"
-        result.append(Table.of("Pre-training", found["pretraining"], [note]))
-    if found["finetuning"]:
-        note = "removed: entries of the mask at its own length; on inputs: of those evaluated. Scores in %"
-        result.append(Table.of("Fine-tuning", found["finetuning"], [note]))
+        result.append(Table.of("Pre-training", pretraining, [note]))
+    if finetuning:
+        note = (
+            "removed: entries of the mask at its own length; on inputs: of those evaluated. Scores in %, with several "
+            "seeds mean ± sample deviation; train s: mean per seed"
+        )
+        result.append(Table.of("Fine-tuning", finetuning, [note, *notes]))
     result.extend(grids)
-    if found["glue"]:
-        result.append(Table.of("GLUE, development sets, %", found["glue"], notes))
+    if glue:
+        note = (
+            "average of 9: MNLI-m and -mm apart, no WNLI (SparseBERT, Table 3); of 8: MNLI's mean as one. In "
+            "brackets: of so many columns only, not comparable with the whole"
+        )
+        result.append(Table.of("GLUE, development sets, %", glue, [note, *glue_notes]))
     return result
 
 
@@ -139,7 +145,11 @@ def _finetuning_rows(name, metrics):
     for split, values in metrics["splits"].items():
         if main not in values:
             continue
-        other = [f"{key} {_score(value)}" for key, value in values.items() if key not in (main, "loss", "seconds")]
+        other = [
+            f"{key} {_score(value, 1 if key.endswith('_threshold') else 100)}"
+            for key, value in values.items()
+            if key not in (main, "loss", "seconds")
+        ]
         difference = metrics.get("comparison", {}).get(split)
         simple = metrics.get("simple_baseline", {}).get(main)
         yield {
@@ -152,11 +162,21 @@ def _finetuning_rows(name, metrics):
             "metric": main,
             "score": _score(values[main]),
             "others": ", ".join(other),
-            "vs baseline [95 %]": "" if difference is None else _difference(difference),
+            "difference [95 %]": "" if difference is None else _difference(difference),
             "bag of words": _percent(simple),
             "seeds": str(len(metrics.get("seeds", [metrics.get("seed")]))),
-            "train s": _number(metrics["train_seconds"], 0),
+            "train s": _number(metrics["train_seconds"], 1 if metrics["train_seconds"] < 10 else 0),
         }
+
+
+def _finetuning_notes(name, metrics):
+    if metrics["is_part"]:
+        yield f"* {name}: trained on a part, {metrics['train_examples']} examples of {metrics['train_split']}"
+    for split, skipped in metrics.get("skipped", {}).items():
+        yield f"{name}, {split}: {skipped}"
+    if "comparison" in metrics:
+        seeds = ", ".join(map(str, metrics["comparison"]["seeds"]))
+        yield f"{name}: difference to {metrics['comparison']['baseline']}, paired by example and seed ({seeds})"
 
 
 def _sweep_table(name, metrics):
@@ -166,7 +186,10 @@ def _sweep_table(name, metrics):
         | {metrics["main_metric"]: _score(cell["score"]), "": "best" if cell["settings"] == sweep["best"] else ""}
         for cell in sweep["cells"]
     ]
-    note = "One seed a cell. The best was chosen on the split that it is reported on"
+    note = (
+        f"The first seed ({next(iter(metrics['seeds']))}) of each cell; the best cell, chosen on the split that it is "
+        "reported on, has all seeds in the table above"
+    )
     return Table.of(f"Grid of {name}", rows, [note])
 
 
@@ -183,14 +206,11 @@ def _glue_row(name, metrics):
         row[f"average of {size}"] = _score(metrics[f"average_{size}"]) + (
             "" if count == size else f" ({count} of {size})"
         )
-    notes = [
-        "average of 9: MNLI-m and -mm apart, no WNLI (SparseBERT, Table 3); of 8: MNLI's mean as one. In brackets: so "
-        "many columns only, not comparable with the whole"
-    ]
+    notes = []
     if parts:
         notes.append(f"* {name}: trained on a part: {', '.join(parts)}")
     if metrics["missing"]:
-        notes.append(f"- {name}: no data for {', '.join(metrics['missing'])}")
+        notes.append(f"- {name}: no training or no development set of {', '.join(metrics['missing'])}")
     return row, notes
 
 
@@ -199,12 +219,12 @@ def _difference(comparison):
     return f"{100 * comparison['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-def _score(value):
+def _score(value, scale=100):
     if value is None:
         return "-"
     if not isinstance(value, dict):
-        return f"{100 * value:.1f}"
-    return f"{100 * value['mean']:.1f}" + (f" ± {100 * value['std']:.1f}" if "std" in value else "")
+        return f"{scale * value:.1f}"
+    return f"{scale * value['mean']:.1f}" + (f" ± {scale * value['std']:.1f}" if "std" in value else "")
 
 
 def _number(value, digits):
@@ -223,9 +243,9 @@ def print_tables(runs):
 
 
 def main(folders):
-    runs = read_runs(folders)
-    if not runs:
+    if not folders or str(folders[0]).startswith("-"):
         raise ValueError("expected the output folders of pretrain.py or finetune.py")
+    runs = read_runs(folders)
     print_tables(runs)
     for folder in runs:
         for picture in sorted(folder.glob("*.png")):

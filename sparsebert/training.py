@@ -1,6 +1,7 @@
 """What the scripts share: the Trainer, the arguments of pre-training, output folders, metrics files."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +53,15 @@ class PretrainingArguments:
 class SparseBertTrainer(Trainer):
     """
     The stock Trainer, except that mask logits get no weight decay, logs show sparsity and empty rows of the mask being
-    learned, and evaluation keeps the examples' order, masks the same tokens each time and leaves the training's random
-    state alone.
+    learned, losses are averaged over accumulated batches for every model, and evaluation keeps the examples' order,
+    masks the same tokens each time and leaves the training's random state alone.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # For a stock model it would leave the division by accumulation steps and processes to the model, which gets
+        # the number of items only where there are "labels": its gradients would be too large by that factor.
+        self.model_accepts_loss_kwargs = False
 
     def get_decay_parameter_names(self, model):
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith("mask_logits")]
@@ -100,11 +107,13 @@ def check_output_dir(path, overwrite=False, resume=False):
 
 
 def write_metrics(path, metrics):
-    """Write a metrics file (JSON, numbers rounded to 5 digits), by one process, and return what a reader gets."""
+    """Write a metrics file (JSON, 6 significant digits), whole or not at all, and return what a reader gets."""
     text = json.dumps(_rounded(metrics), indent=2) + "\n"
     state = PartialState()
     if state.is_main_process:
-        Path(path).write_text(text)
+        temporary = Path(f"{path}.tmp")
+        temporary.write_text(text)
+        os.replace(temporary, path)
     state.wait_for_everyone()
     return json.loads(text)
 
@@ -114,7 +123,7 @@ def _rounded(value):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_rounded(item) for item in value]
-    return round(value, 5) if isinstance(value, float) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def reduce_logits(logits, labels):

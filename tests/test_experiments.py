@@ -1,12 +1,17 @@
 """Seeds, grids and all of GLUE: what is run, what is not run again, what is compared."""
 
 import json
+import math
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sparsebert.experiments import PAPER_GRID, compare, run
+from sparsebert.masks.patterns import build_pattern
 from sparsebert.report import read_runs, tables
 
 
@@ -37,9 +42,63 @@ def metrics_of(folder):
 def test_one_seed_is_one_run_in_the_output_folder(recipe, tmp_path):
     assert run(recipe()) == tmp_path / "run"
     assert metrics_of(tmp_path / "run")["seed"] == 42
+    weights = tmp_path / "run/model.safetensors"
+    time = weights.stat().st_mtime_ns
+    run(recipe())  # finished
+    assert weights.stat().st_mtime_ns == time
+    with pytest.raises(ValueError, match="training.learning_rate 'unset', not 0.001"):
+        run(recipe({"learning_rate": 1e-3}))
+    run(recipe({"learning_rate": 1e-3}, overwrite=True))
+    assert weights.stat().st_mtime_ns != time
+
+
+def test_a_folder_that_is_not_ours(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.txt").touch()
     with pytest.raises(FileExistsError, match="--overwrite"):
         run(recipe())
-    run(recipe(overwrite=True))
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        run(recipe(seeds=2))
+
+
+def test_a_folder_of_another_task(recipe):
+    run(recipe(seeds=2))
+    with pytest.raises(ValueError, match="holds runs of rte"):
+        run(recipe(seeds=2, task="cola"))
+
+
+def test_a_run_that_was_refused_leaves_nothing(recipe, tmp_path):
+    build_pattern("window", 32, 3).save_pretrained(tmp_path / "mask")
+    with pytest.raises(ValueError, match="does not fit"):
+        run(recipe(mask=str(tmp_path / "mask")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_checkpoint_is_not_resumed_by_several_runs(recipe):
+    with pytest.raises(ValueError, match="resume_from_checkpoint is for one run"):
+        run(recipe({"resume_from_checkpoint": "somewhere"}, seeds=2))
+
+
+def test_an_interrupted_run_can_be_resumed(recipe, tmp_path):
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    folder = run(recipe(saving))
+    whole = load_file(folder / "model.safetensors")
+    (folder / "metrics.json").unlink()
+    run(recipe(saving | {"resume_from_checkpoint": str(folder / "checkpoint-2")}))
+    for name, weight in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(weight, whole[name], msg=name)
+    run(recipe(saving))  # finished: the same recipe
+
+
+def test_another_model_at_the_same_place_is_noticed(recipe, checkpoints, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints["window"], model)
+    run(recipe(seeds=1, model=str(model)))
+    weights = load_file(model / "model.safetensors")
+    weights["bert.embeddings.LayerNorm.weight"] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="holds a run with inputs.model"):
+        run(recipe(seeds=1, model=str(model)))
 
 
 def test_seeds_are_averaged(recipe, tmp_path):
@@ -81,7 +140,10 @@ def test_finished_runs_are_not_run_again(recipe, tmp_path):
 
 @pytest.mark.parametrize(
     "training, data, message",
-    [({"learning_rate": 1e-3}, {}, "training.learning_rate None, not 0.001"), ({}, {"max_length": 24}, "max_length")],
+    [
+        ({"learning_rate": 1e-3}, {}, "training.learning_rate 'unset', not 0.001"),
+        ({}, {"max_length": 24}, "max_length"),
+    ],
     ids=["training", "data"],
 )
 def test_finished_runs_of_another_recipe_are_not_mixed_in(recipe, training, data, message):
@@ -121,11 +183,29 @@ def test_grid_goes_on_cell_by_cell(recipe, tmp_path):
     assert done.stat().st_mtime_ns == time and len(metrics_of(folder)["sweep"]["cells"]) == 3
 
 
+def test_a_grid_that_shrinks_trains_the_best_cell_again_for_its_weights(recipe):
+    first = {"max_steps": 12}
+    folder = run(recipe(first, sweep={"learning_rate": [5e-3, 0.0]}))
+    best = metrics_of(folder)["sweep"]["best"]["learning_rate"]
+    other = ({5e-3, 0.0} - {best}).pop()
+    assert not (folder / f"learning_rate={other}/seed-42/model.safetensors").exists()
+    run(recipe(first, sweep={"learning_rate": [other]}))
+    assert (folder / f"learning_rate={other}/seed-42/model.safetensors").exists()
+
+
+def test_a_cell_that_diverged_is_not_the_best(recipe):
+    arguments = recipe({"max_steps": 3, "max_grad_norm": 0.0}, task="stsb", sweep={"learning_rate": [1e30, 1e-3]})
+    metrics = metrics_of(run(arguments))
+    assert math.isnan(metrics["sweep"]["cells"][0]["score"])
+    assert metrics["sweep"]["best"] == {"learning_rate": 1e-3} and not math.isnan(metrics["score"])
+
+
 def test_the_papers_grid(recipe):
     """SparseBERT, Table 5."""
     assert PAPER_GRID == {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
     folder = run(recipe({"max_steps": 1}, sweep=True, max_train_examples=4))
-    assert len(metrics_of(folder)["sweep"]["cells"]) == 12
+    cells = [cell["settings"] for cell in metrics_of(folder)["sweep"]["cells"]]
+    assert cells == [{"learning_rate": r, "weight_decay": d} for r in PAPER_GRID["learning_rate"] for d in (0.1, 0.01)]
 
 
 # Comparison
@@ -155,9 +235,9 @@ def test_comparison_of_answers(recipe, squad_folder, tmp_path):
 @pytest.mark.parametrize(
     "training, data, message",
     [
-        ({}, {"task": "cola"}, "of task 'rte', not 'cola'"),
-        ({"seed": 9}, {}, "none of the seeds"),
-        ({}, {"baseline": "nowhere"}, "nowhere: no metrics.json"),
+        ({}, {"task": "cola"}, "of task 'rte', not of 'cola'"),
+        ({"seed": 9}, {}, r"seeds \[42\], none of \[9\]"),
+        ({}, {"baseline": "nowhere"}, "nowhere: there is no finished run"),
     ],
     ids=["task", "seeds", "missing"],
 )
@@ -166,6 +246,15 @@ def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path
     with pytest.raises((ValueError, OSError), match=message):
         run(recipe(training, **{"baseline": str(baseline)} | data))
     assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_baseline_on_other_examples(recipe, glue_folder, tmp_path):
+    baseline = run(recipe({"output_dir": str(tmp_path / "baseline")}))
+    shutil.copytree(glue_folder / "RTE", tmp_path / "RTE")
+    text = (tmp_path / "RTE/dev.tsv").read_text().splitlines()
+    (tmp_path / "RTE/dev.tsv").write_text("\n".join(text[:-1]) + "\n")
+    with pytest.raises(ValueError, match="other examples of validation"):
+        run(recipe(data=str(tmp_path / "RTE"), baseline=str(baseline)))
 
 
 # GLUE
@@ -190,7 +279,8 @@ def test_all_of_glue(recipe, tmp_path):
     assert row["QNLI"].endswith("*") and row["QQP"] == "-" and not row["RTE"].endswith("*")
     assert row["average of 9"].endswith("(6 of 9)")
     notes = " ".join(table.notes)
-    assert "QNLI (train_part40, 40 examples)" in notes and "no data for sst2, mrpc, qqp, wnli" in notes
+    assert "QNLI (train_part40, 40 examples)" in notes
+    assert "no training or no development set of sst2, mrpc, qqp, wnli" in notes
     with zipfile.ZipFile(folder / "submission.zip") as archive:
         assert archive.namelist() == ["MNLI-m.tsv", "RTE.tsv"]  # the others have no test set
         assert archive.read("RTE.tsv") == (folder / "rte/RTE.tsv").read_bytes()
@@ -198,6 +288,30 @@ def test_all_of_glue(recipe, tmp_path):
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
     run(arguments)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == times
+
+
+def test_all_of_glue_with_a_grid_shows_the_grids(recipe, glue_folder, tmp_path):
+    for task in ("RTE", "CoLA"):
+        shutil.copytree(glue_folder / task, tmp_path / "data" / task)
+    grid = {"learning_rate": [1e-4, 1e-3]}
+    folder = run(recipe(all=True, task=None, data=str(tmp_path / "data"), sweep=grid, seeds=2))
+    titles = [table.title for table in tables(read_runs([folder]))]
+    assert titles == ["Fine-tuning", "Grid of run/cola", "Grid of run/rte", "GLUE, development sets, %"]
+
+
+def test_what_is_wrong_with_one_task_stops_all_before_training(recipe, glue_folder, tmp_path):
+    for task in ("RTE", "CoLA"):
+        shutil.copytree(glue_folder / task, tmp_path / "data" / task)
+    arguments = {"all": True, "task": None, "data": str(tmp_path / "data")}
+    baseline = run(recipe({"output_dir": str(tmp_path / "baseline")}, **arguments))
+    shutil.rmtree(baseline / "rte")
+    with pytest.raises(FileNotFoundError, match="no finished run .* of rte"):
+        run(recipe(baseline=str(baseline), **arguments))
+    with open(tmp_path / "data/RTE/dev.tsv", "a") as file:
+        file.write("99\tw1\tw2\tmaybe\n")
+    with pytest.raises(ValueError, match="RTE/dev.tsv: row 22, field 'label': 'maybe'"):
+        run(recipe(**arguments))
+    assert not (tmp_path / "run").exists()
 
 
 def test_glue_without_any_data(recipe, tmp_path):
@@ -222,6 +336,8 @@ def test_glue_without_any_data(recipe, tmp_path):
         ({"sweep": {"learning_rat": [1]}}, "did you mean 'learning_rate'"),
         ({"sweep": {"learning_rate": 1e-3}}, "learning_rate must be a list of values"),
         ({"sweep": {"learning_rate": ["fast"]}}, "sweep: learning_rate must be a number, got 'fast'"),
+        ({"sweep": {"seed": [1, 2]}}, "unknown field of training in sweep 'seed'"),
+        ({"sweep": 3}, "sweep must be true, or a dictionary"),
         ({"data": "nowhere"}, "nowhere"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

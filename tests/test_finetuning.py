@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import BertForSequenceClassification, pipeline
 
 from sparsebert import SparseBertForSequenceClassification, SparseMask
 from sparsebert.finetuning import (
     FinetuningArguments,
     MissingSplitError,
+    check,
     choose_splits,
     load_model,
     mask_metrics,
@@ -62,13 +65,18 @@ def test_which_splits_are_used(options, available, fields, expected):
         (["train"], {}, "'validation' is missing"),
         (["validation"], {}, "'train' is missing"),
         (["train_a", "train_b", "validation"], {}, "'train' is missing.*train_a, train_b"),
-        (["train", "validation"], {"train_split": "trian"}, "'trian' is missing"),
-        (["train", "validation"], {"test_split": "test"}, "'test' is missing"),
     ],
 )
 def test_missing_splits(options, available, fields, message):
     with pytest.raises(MissingSplitError, match=message):
         choose_splits(available, options(**fields))
+
+
+@pytest.mark.parametrize("fields", [{"train_split": "x"}, {"validation_split": ["x"]}, {"test_split": "x"}])
+def test_a_missing_split_that_was_asked_for_is_no_lack_of_data(options, fields):
+    with pytest.raises(ValueError, match="'x' is missing.*there are: train, validation") as caught:
+        choose_splits(["train", "validation"], options(**fields))
+    assert caught.type is ValueError
 
 
 def test_no_evaluation_on_the_training_split(options):
@@ -142,45 +150,69 @@ def test_sparsity_on_the_inputs_is_that_of_their_lengths(options):
     assert metrics["input_sparsity"] < metrics["sparsity"] == mask.sparsity
 
 
+def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
+    build_pattern("bigbird", 32, 4).save_pretrained(tmp_path)
+    changes = {"diagonal": "remove", "length_policy": "dense", "last_token": "position"}
+    for mask in (str(tmp_path), "bigbird", None):
+        arguments = options(mask=mask)
+        check(arguments, changes)
+        used = load_model(prepare(arguments), changes).sparse_attention.mask
+        assert (used.diagonal, used.length_policy, used.last_token) == (False, "dense", "position")
+
+
+@pytest.mark.parametrize(
+    "fields, config, message",
+    [
+        ({"model": "stock", "attn_implementation": "sparse_sdpa"}, {}, "applies a mask.*--mask"),
+        ({"model": "stock"}, {"diagonal": "remove"}, "model.diagonal has no meaning here: there is no mask"),
+        ({}, {"mask_length": 16}, "model.mask_length has no meaning here: of a mask that is fixed, length_policy"),
+        ({"mask": "FOLDER"}, {"mask_seed": 1}, "model.mask_seed has no meaning here"),
+        ({"mask": "bigbird"}, {"pattern": "star"}, "model.pattern has no meaning here.*--mask"),
+        ({"mask": "bigbird"}, {"search": "soft"}, "model.search has no meaning here"),
+        ({"attn_implementation": "sdpa"}, {}, "attn_implementation must be one of"),
+        ({"mask": "bigbrid"}, {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
+        ({"mask": "dam_s"}, {}, "'dam_s' is a search"),
+        ({"mask": "owner/nothing"}, {}, "mask 'owner/nothing' is no pattern"),
+        ({"mask": "./nowhere"}, {}, "mask: there is no folder './nowhere'"),
+        ({"model": "/nowhere"}, {}, "model: there is no folder '/nowhere'"),
+        ({"max_length": 48}, {}, "max_length 48 is more than the 40 positions"),
+        ({"max_length": None}, {}, "max_length 128 is more than the 40 positions"),
+        ({"max_length": 2}, {}, "max_length must be at least 4, got 2"),
+        ({"max_train_examples": 0}, {}, "max_train_examples must be at least 1, got 0"),
+        ({"n_best_size": 0}, {}, "n_best_size must be at least 1, got 0"),
+    ],
+)
+def test_what_is_refused_before_any_data_is_read(options, checkpoints, tmp_path, fields, config, message):
+    build_pattern("window", 32, 4).save_pretrained(tmp_path)
+    fields = {name: str(tmp_path) if value == "FOLDER" else value for name, value in fields.items()}
+    if "model" in fields:
+        fields["model"] = checkpoints.get(fields["model"], fields["model"])
+    with pytest.raises((ValueError, OSError), match=message):
+        check(options(**fields), config)
+
+
 @pytest.mark.parametrize(
     "fields, config, message",
     [
         ({"model": "searching"}, {}, "still being searched"),
-        ({"model": "stock", "attn_implementation": "sparse_sdpa"}, {}, "applies a mask.*--mask"),
-        ({"model": "stock"}, {"mask_seed": 1}, "model.mask_seed is about a mask"),
-        ({"attn_implementation": "sdpa"}, {}, "attn_implementation must be one of"),
-        ({"mask": "bigbrid"}, {}, "bigbrid"),
         ({"mask": "bigbird"}, {"mask_length": 8, "length_policy": "error"}, "longer than the mask"),
+        ({"mask": "FOLDER"}, {}, "mask FOLDER does not fit .*3 heads.*4 heads"),
     ],
-    ids=["searching", "backend without mask", "field without mask", "mask ignored", "no such mask", "short mask"],
+    ids=["searching", "short mask", "other heads"],
 )
-def test_models_and_masks_that_do_not_fit(options, checkpoints, fields, config, message):
-    if fields.get("model"):
-        fields = fields | {"model": checkpoints[fields["model"]]}
-    data = prepare(options(**fields))
-    with pytest.raises((ValueError, OSError), match=message):
-        load_model(data, config)
-
-
-def test_mask_for_other_heads(options, tmp_path):
+def test_models_and_masks_that_do_not_fit(options, checkpoints, tmp_path, fields, config, message):
     build_pattern("window", 32, 3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="3 heads.*4 heads"):
-        load_model(prepare(options(mask=str(tmp_path))), {})
+    fields = {name: str(tmp_path) if value == "FOLDER" else value for name, value in fields.items()}
+    if "model" in fields:
+        fields["model"] = checkpoints[fields["model"]]
+    check(options(**fields), config)
+    with pytest.raises(ValueError, match=message.replace("FOLDER", str(tmp_path))):
+        load_model(prepare(options(**fields)), config)
 
 
-def test_inputs_longer_than_the_positions(options, checkpoints, squad_folder):
-    data = prepare(
-        options(
-            task="squad",
-            data=str(squad_folder),
-            model=checkpoints["stock"],
-            max_length=48,
-            doc_stride=8,
-            max_question_length=16,
-        )
-    )
-    with pytest.raises(ValueError, match="longer than the 40 positions.*--max_length"):
-        load_model(data, {})
+def test_unknown_task_arguments(options):
+    with pytest.raises(ValueError, match="task_kwargs of rte may be none, got {'train_size'}"):
+        prepare(options(task_kwargs={"train_size": 3}))
 
 
 # Runs
@@ -212,6 +244,52 @@ def test_a_run_of_each_kind(options, glue_folder, squad_folder, swag_folder, tmp
         assert {"predictions_validation.json", "nbest_predictions_validation.json"} <= files
         assert {"null_odds_validation.json", "predictions_validation.jsonl"} <= files
         assert "best_f1" in metrics["splits"]["validation"] and "has_answer_f1" in metrics["splits"]["validation"]
+
+
+@pytest.mark.parametrize("model", ["stock", "window"])
+def test_accumulation_changes_nothing(options, checkpoints, tmp_path, model):
+    """Dense and masked models are trained alike: with SGD the weights show any factor in the gradient."""
+    data = prepare(options(model=checkpoints[model]))
+    weights = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        training = TRAINING | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        training |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "warmup_steps": 0}
+        train(data, {"model": {}, "training": training}, tmp_path / str(batch))
+        weights.append(load_file(tmp_path / str(batch) / "model.safetensors"))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_a_run_replaces_what_another_left(options, checkpoints, tmp_path):
+    train(prepare(options()), {"model": {}, "training": TRAINING}, tmp_path)
+    (tmp_path / "notes.txt").touch()
+    train(prepare(options(task="cola", model=checkpoints["stock"])), {"model": {}, "training": TRAINING}, tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert not {"RTE.tsv", "predictions_test.jsonl", "mask.safetensors", "mask_config.json"} & files
+    assert {"notes.txt", "model.safetensors", "predictions_validation.jsonl"} <= files
+
+
+def test_skipped_rows_are_counted(options, tmp_path):
+    rows = ["w1\tw2\tentailment", "w1\tw2\tneutral", "w3\tw4\tnot_entailment"]
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence1\tsentence2\tlabel", *rows]) + "\n")
+    data = prepare(options(data=str(tmp_path), skip_bad=True))
+    metrics = train(data, {"model": {}, "training": TRAINING}, tmp_path / "run")
+    assert metrics["skipped"]["train"].startswith("skipped 1 of 3 rows, the first: row 3, field 'label'")
+
+
+def test_trackers_get_the_development_results(options, tmp_path):
+    train(prepare(options()), {"model": {}, "training": TRAINING | {"report_to": "tensorboard"}}, tmp_path)
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents*")).parent))
+    events.Reload()
+    assert {"eval/validation_accuracy", "eval/validation_loss"} <= set(events.Tags()["scalars"])
+
+
+def test_head_of_another_task(options, checkpoints, tmp_path):
+    """MNLI first, then a task with other classes, as is usual for RTE and STS-B."""
+    train(prepare(options(task="mnli")), {"model": {}, "training": TRAINING}, tmp_path / "mnli")
+    model = load_model(prepare(options(task="stsb", model=str(tmp_path / "mnli"))), {})
+    assert model.classifier.out_features == 1 and model.config.problem_type == "regression"
 
 
 def test_training_learns_the_task_and_the_pipeline_names_the_classes(options, checkpoints, tmp_path):

@@ -209,3 +209,12 @@ def test_the_recipe_may_be_left_out():
     assert load_recipe(["--search", "soft"], SECTIONS) == {"data": {}, "model": {"search": "soft"}, "training": {}}
     with pytest.raises(ValueError, match="expected the path of a recipe or --field value"):
         load_recipe([], SECTIONS)
+
+
+def test_help_explains_the_fields(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_recipe(["recipe.yaml", "--help"], SECTIONS)
+    assert not caught.value.code
+    printed = capsys.readouterr().out
+    assert "max_length (`int`): Tokens per example." in printed and "sparsity_weight" in printed
+    assert "learning_rate" in printed

@@ -20,17 +20,25 @@ FINETUNED = {
     "sparsity": 0.9,
     "input_sparsity": 0.5,
     "is_part": True,
+    "train_split": "train_part9",
+    "train_examples": 9,
+    "skipped": {"validation": "skipped 1 of 3 rows, the first: row 2"},
     "main_metric": "f1",
     "seeds": {"0": {}, "1": {}},
     "splits": {
         "validation": {
             "accuracy": {"mean": 0.7, "std": 0.01},
             "f1": {"mean": 0.8, "std": 0.02},
+            "best_f1_threshold": {"mean": -1.5, "std": 0.25},
             "loss": {"mean": 1.0},
         },
         "test": {"seconds": {"mean": 1.0}},
     },
-    "comparison": {"baseline": "dense", "validation": {"difference": -0.011, "interval": [-0.03, 0.004]}},
+    "comparison": {
+        "baseline": "runs/dense",
+        "seeds": [0, 1],
+        "validation": {"difference": -0.011, "interval": [-0.03, 0.004]},
+    },
     "train_seconds": 12.0,
 }
 
@@ -67,11 +75,16 @@ def test_pretraining_and_finetuning_are_two_tables(folders):
         "on inputs": "50.0 %",
         "metric": "f1",
         "score": "80.0 ± 2.0",
-        "others": "accuracy 70.0 ± 1.0",
-        "vs baseline [95 %]": "-1.1 [-3.0, +0.4]",
+        "others": "accuracy 70.0 ± 1.0, best_f1_threshold -1.5 ± 0.2",
+        "difference [95 %]": "-1.1 [-3.0, +0.4]",
         "seeds": "2",
         "train s": "12",
     }
+    assert finetuning.notes[1:] == (
+        "* tuned: trained on a part, 9 examples of train_part9",
+        "tuned, validation: skipped 1 of 3 rows, the first: row 2",
+        "tuned: difference to runs/dense, paired by example and seed (0, 1)",
+    )
 
 
 def test_markdown():

@@ -13,7 +13,6 @@ from transformers import BertTokenizerFast, CanineTokenizer, PreTrainedTokenizer
 
 from sparsebert.tasks.squad import (
     best_threshold,
-    collator,
     decode,
     encode,
     exact_match,
@@ -331,14 +330,6 @@ def test_tokenizers_that_do_not_fit(tmp_path, tokenizer):
     ):
         with pytest.raises(ValueError, match=message):
             encode(examples, bad, options())
-
-
-def test_collator_pads_what_the_model_takes(tmp_path, tokenizer):
-    features = encode(examples_of(tmp_path, "fox"), tokenizer, options())
-    batch = collator(tokenizer)(list(features.remove_columns(["example_index", "offset_mapping"])))
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == (len(features), 16)
-    assert batch["attention_mask"].sum() == sum(map(len, features["input_ids"]))
-    assert batch["start_positions"].tolist() == features["start_positions"][:]
 
 
 @pytest.mark.parametrize("text", ["red fox", "blue cat", "slept near", "the old dog."])

@@ -4,6 +4,7 @@ import json
 import logging
 import lzma
 
+import datasets
 import pytest
 
 from sparsebert.tasks.files import (
@@ -12,11 +13,11 @@ from sparsebert.tasks.files import (
     find_columns,
     find_files,
     load_hub,
+    make_dataset,
     open_text,
     parse_rows,
     read_header,
     read_rows,
-    set_ids,
     text_field,
 )
 
@@ -180,12 +181,13 @@ class TestParseRows:
 
     def test_skip_bad(self, caplog):
         with caplog.at_level(logging.WARNING):
-            assert parse_rows("FILE", self.ROWS, self.parse, skip_bad=True) == [{"text": "x"}, {"text": "z"}]
-        [record] = caplog.records
-        assert record.message == "FILE: skipped 2 of 4 rows, the first: row 5, field 'a': is empty"
+            examples, skipped = parse_rows("FILE", self.ROWS, self.parse, skip_bad=True)
+        assert examples == [{"text": "x"}, {"text": "z"}]
+        assert skipped == "skipped 2 of 4 rows, the first: row 5, field 'a': is empty"
+        assert [record.message for record in caplog.records] == [f"FILE: {skipped}"]
 
     def test_nothing_skipped_nothing_said(self, caplog):
-        parse_rows("FILE", self.ROWS[:1], self.parse, skip_bad=True)
+        assert parse_rows("FILE", self.ROWS[:1], self.parse, skip_bad=True) == ([{"text": "x"}], "")
         assert not caplog.records
 
     def test_nothing_left(self):
@@ -203,7 +205,7 @@ def test_find_columns():
     accepted = {"text": ("sentence", "text"), "label": ("gold", "label")}
     assert find_columns("FILE", ["label", "text", "gold"], accepted) == {"text": "text", "label": "gold"}
     assert find_columns("FILE", ["text"], accepted, optional=("label",)) == {"text": "text"}
-    message = r"FILE: row 1: expected columns \['sentence or text', 'gold or label'\], found \['text', 'x'\]"
+    message = "FILE: row 1: no column gold or label; there are: text, x"
     with pytest.raises(ValueError, match=message):
         find_columns("FILE", ["text", "x"], accepted)
 
@@ -226,9 +228,9 @@ def test_text_field(row, message):
     ],
 )
 def test_ids(candidates, ids):
-    examples = [{"id": values} for values in candidates]
-    set_ids(examples)
-    assert [example["id"] for example in examples] == ids
+    features = datasets.Features(id=datasets.Value("string"))
+    dataset = make_dataset([{"id": values} for values in candidates], features, "skipped 1")
+    assert dataset["id"][:] == ids and dataset.info.description == "skipped 1"
 
 
 def test_hub_out_of_reach():

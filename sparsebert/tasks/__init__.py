@@ -32,7 +32,8 @@ class Task:
             Names of the splits in a folder, or on the Hub (`None`): `"train"`, `"validation"`, `"test"` (with a suffix
             for MNLI), and any other file under its own name.
         load (`Callable[..., datasets.DatasetDict]`):
-            `load(data, splits, skip_bad)`: the named splits, checked. A column `"id"` names the examples.
+            `load(data, splits, skip_bad)`: the named splits, checked. A column `"id"` names the examples; what was
+            skipped is in `info.description`.
         encode (`Callable[..., datasets.Dataset]`):
             `encode(examples, tokenizer, options)`: inputs and labels of the model, one row or more per example.
         collator (`Callable`):
@@ -112,7 +113,7 @@ def _squad(name, batch_size, epochs):
         splits=partial(squad.splits, name),
         load=partial(squad.load, name),
         encode=squad.encode,
-        collator=squad.collator,
+        collator=classification.collator,
         decode=partial(squad.decode, name),
         metrics=partial(squad.metrics, name),
         main_metric="f1",

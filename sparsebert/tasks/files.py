@@ -240,19 +240,20 @@ def find_columns(
         ValueError: If a field that is not optional has no column.
     """
     found = {field: name for field, names in accepted.items() for name in reversed(names) if name in header}
-    if set(accepted) - set(found) - set(optional):
-        expected = [" or ".join(names) for field, names in accepted.items() if field not in optional]
-        raise ValueError(f"{path}: row 1: expected columns {expected}, found {list(header)}")
+    missing = [" or ".join(names) for field, names in accepted.items() if field not in (*found, *optional)]
+    if missing:
+        raise ValueError(f"{path}: row 1: no column {' and no '.join(missing)}; there are: {', '.join(header)}")
     return found
 
 
-def text_field(row: Mapping[str, Any], column: str) -> str:
+def text_field(row: Mapping[str, Any], column: str, may_be_empty: bool = False) -> str:
     """
     Get a text of a row.
 
     Args:
         row (`Mapping[str, Any]`): The row.
         column (`str`): Name of the column.
+        may_be_empty (`bool`, *optional*, defaults to `False`): Whether a text without any characters is accepted.
 
     Returns:
         `str`: The text, as it is in the file.
@@ -265,7 +266,7 @@ def text_field(row: Mapping[str, Any], column: str) -> str:
         raise BadRow(column, "is missing")
     if not isinstance(value, str):
         raise BadRow(column, f"{value!r} is not a text")
-    if not value.strip():
+    if not (may_be_empty or value.strip()):
         raise BadRow(column, "is empty")
     return value
 
@@ -275,7 +276,7 @@ def parse_rows(
     rows: Iterable[tuple[int, Any]],
     parse: Callable[[Any], dict[str, Any]],
     skip_bad: bool = False,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], str]:
     """
     Turn the rows of a file into examples.
 
@@ -286,7 +287,8 @@ def parse_rows(
         skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows out, with one warning.
 
     Returns:
-        `list[dict]`: The examples, in the order of the rows.
+        `tuple[list[dict], str]`: The examples, in the order of the rows, and how many were skipped and why, `""` if
+        none were.
 
     Raises:
         ValueError: At the first bad row, or with `skip_bad` if there is no good one.
@@ -305,27 +307,39 @@ def parse_rows(
             bad.append(reason)
     if not examples:
         raise ValueError(f"{path}: no usable rows" + (f", {len(bad)} bad ones, the first: {bad[0]}" if bad else ""))
+    skipped = f"skipped {len(bad)} of {len(examples) + len(bad)} rows, the first: {bad[0]}" if bad else ""
     if bad:
-        logger.warning(f"{path}: skipped {len(bad)} of {len(examples) + len(bad)} rows, the first: {bad[0]}")
-    return examples
+        logger.warning(f"{path}: {skipped}")
+    return examples, skipped
 
 
-def set_ids(examples: Sequence[dict[str, Any]]) -> None:
+def make_dataset(
+    examples: list[dict[str, Any]], features: "datasets.Features", skipped: str = ""
+) -> "datasets.Dataset":
     """
-    Choose the column `"id"`: the first candidate that tells all examples apart, else the running number from 0.
+    Make a dataset of examples. Its column `"id"` is the first candidate that tells all of them apart, else the
+    running number from 0.
 
     Args:
-        examples (`Sequence[dict]`): The examples, whose `"id"` is a tuple of candidates, `None` where one is missing.
-            Changed.
+        examples (`list[dict]`): The examples, whose `"id"` is a tuple of candidates, `None` where one is missing.
+        features (`datasets.Features`): Types of the columns.
+        skipped (`str`, *optional*): What [`parse_rows`] skipped; becomes the description of the dataset.
+
+    Returns:
+        `datasets.Dataset`: The dataset.
     """
+    import datasets
+
     ids = [str(index) for index in range(len(examples))]
     for candidates in zip(*(example["id"] for example in examples), strict=True):
         texts = {str(value).strip() for value in candidates if value is not None}
         if len(texts - {""}) == len(examples):
             ids = [str(value).strip() for value in candidates]
             break
-    for example, identifier in zip(examples, ids, strict=True):
-        example["id"] = identifier
+    rows = [example | {"id": identifier} for example, identifier in zip(examples, ids, strict=True)]
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.info.description = skipped
+    return dataset
 
 
 def load_hub(path: str, config: str | None, split: str) -> "datasets.Dataset":

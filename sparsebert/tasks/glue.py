@@ -12,10 +12,10 @@ from .files import (
     find_columns,
     find_files,
     load_hub,
+    make_dataset,
     parse_rows,
     read_header,
     read_rows,
-    set_ids,
     text_field,
 )
 
@@ -169,7 +169,8 @@ def load(
         data (`str`, *optional*): Folder with the files: that of GLUE, with a folder for each task, or the task's own.
             By default the Hub.
         splits (`Sequence[str]`, *optional*): Names of the splits to read. By default the canonical ones there are.
-        skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows of files out, with a warning.
+        skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows out, with a warning; never those
+            of test sets.
 
     Returns:
         `datasets.DatasetDict`: The splits, with the columns `id`, `text`, `text_pair` (of pairs) and `label`: a
@@ -200,7 +201,7 @@ def load(
             loaded[split] = _read(name, split, files[split], skip_bad)
         else:
             config, hub_split = ("ax", "test") if split == "test_ax" else (name, split)
-            loaded[split] = normalize(name, load_hub(_HUB, config, hub_split))
+            loaded[split] = normalize(name, load_hub(_HUB, config, hub_split), skip_bad)
     return loaded
 
 
@@ -218,8 +219,6 @@ def _features(task: GlueTask, fields: Iterable[str]) -> "datasets.Features":
 
 
 def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Dataset":
-    import datasets
-
     task = GLUE[name]
     header, names = read_header(path), None
     if name == "cola" and not set(header) & set(task.texts[0]):
@@ -230,19 +229,22 @@ def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Datase
         first = next((row for _, row in read_rows(path, names) if not isinstance(row, BadRow)), {})
         if str(first.get(columns["label"], "")).strip() in _UNLABELLED:
             del columns["label"]
-    examples = parse_rows(path, read_rows(path, names), _parser(task, columns), skip_bad)
-    set_ids(examples)
-    return datasets.Dataset.from_list(examples, features=_features(task, columns))
+    # The server wants a line for each row of a test set.
+    skip_bad = skip_bad and (name, split) not in SUBMISSIONS
+    examples, skipped = parse_rows(path, read_rows(path, names), _parser(task, columns, task.named), skip_bad)
+    return make_dataset(examples, _features(task, columns), skipped)
 
 
-def _parser(task: GlueTask, columns: Mapping[str, str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    numbers = {(label if task.named else str(index)): index for index, label in enumerate(task.names)}
+def _parser(task: GlueTask, columns: Mapping[str, str], named: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    numbers = {(label if named else str(index)): index for index, label in enumerate(task.names)}
 
     def parse(row):
         example = {"id": tuple(row.get(column) for column in _IDS)}
         for field, column in columns.items():
             if field != "label":
-                example[field] = text_field(row, column)
+                # A few questions of QQP are empty; the other one then has to say something.
+                other = row.get(columns["text"] if field == "text_pair" else columns.get("text_pair"))
+                example[field] = text_field(row, column, may_be_empty=bool(str(other or "").strip()))
                 continue
             value = row.get(column)
             text = str(value).strip()
@@ -264,26 +266,29 @@ def _score(column: str, text: str) -> float:
     return score
 
 
-def normalize(name: str, dataset: "datasets.Dataset") -> "datasets.Dataset":
+def normalize(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> "datasets.Dataset":
     """
     Bring a split as it is on the Hub into the form of [`load`].
 
     Args:
         name (`str`): Name of the task, a key of [`GLUE`].
         dataset (`datasets.Dataset`): Columns `idx`, those of the texts, and `label`, -1 if there are no labels.
+        skip_bad (`bool`, *optional*, defaults to `False`): As of [`load`].
 
     Returns:
         `datasets.Dataset`: The same rows, with the columns of [`load`].
-    """
-    import datasets
 
+    Raises:
+        ValueError: If a row is bad.
+    """
     task = GLUE[name]
     columns = find_columns(_HUB, dataset.column_names, _accepted(task), optional=("label",))
-    values = {field: dataset[column][:] for field, column in columns.items()}
-    if "label" in values and set(values["label"]) <= {-1}:
-        del values["label"]
-    features = _features(task, values)
-    return datasets.Dataset.from_dict({"id": [str(index) for index in dataset["idx"]]} | values, features=features)
+    if "label" in columns and set(dataset[columns["label"]][:]) <= {-1}:
+        del columns["label"]
+        skip_bad = False
+    rows = enumerate(dataset, start=1)
+    examples, skipped = parse_rows(f"{_HUB} {name}", rows, _parser(task, columns, named=False), skip_bad)
+    return make_dataset(examples, _features(task, columns), skipped)
 
 
 def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
@@ -328,13 +333,13 @@ def averages(scores: Mapping[str, float | None]) -> dict[str, float | int | None
 
     Returns:
         `dict[str, float | int | None]`: `average_9`, the mean of the columns; `average_8`, with the two of MNLI
-        averaged into one first; `None` if there is no column. `num_columns_9` and `num_columns_8` say how many columns
-        were there.
+        averaged into one first (left out if there is only one of them); `None` if there is no column. `num_columns_9`
+        and `num_columns_8` say how many columns were there.
     """
     values = {title: scores[title] for title, *_ in GLUE_COLUMNS if scores.get(title) is not None}
     mnli = [value for title, value in values.items() if title.startswith("MNLI")]
     merged = [value for title, value in values.items() if not title.startswith("MNLI")]
-    merged += [sum(mnli) / len(mnli)] if mnli else []
+    merged += [sum(mnli) / 2] if len(mnli) == 2 else []
     return {
         "average_9": sum(values.values()) / len(values) if values else None,
         "average_8": sum(merged) / len(merged) if merged else None,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import DataCollatorWithPadding
 from transformers.utils import logging
 
 from .files import BadRow, check_splits, find_files, load_hub, open_text, parse_rows
@@ -150,13 +149,15 @@ def _parse(name: str, source: "Path | str", questions: list[dict], skip_bad: boo
 
     columns: dict[str, Any] = dict.fromkeys(("id", "title", "question", "context"), datasets.Value("string"))
     parse = _parser(name, labelled=any(map(_has_answers, questions)))
-    examples = parse_rows(source, enumerate(questions, start=1), parse, skip_bad)
+    examples, skipped = parse_rows(source, enumerate(questions, start=1), parse, skip_bad)
     if len({example["id"] for example in examples}) < len(examples):
         logger.warning(f"{source}: ids occur more than once; the questions are numbered from 0 instead.")
         examples = [example | {"id": str(index)} for index, example in enumerate(examples)]
     if "answers" in examples[0]:
         columns["answers"] = [{"text": datasets.Value("string"), "answer_start": datasets.Value("int32")}]
-    return datasets.Dataset.from_list(examples, features=datasets.Features(columns))
+    dataset = datasets.Dataset.from_list(examples, features=datasets.Features(columns))
+    dataset.info.description = skipped
+    return dataset
 
 
 def _has_answers(question: dict) -> bool:
@@ -304,22 +305,6 @@ def _positions(offsets: np.ndarray, answers: list[dict]) -> tuple[int, int]:
         return 0, 0
     inside = context[(offsets[context, 1] > start) & (offsets[context, 0] < end)]
     return (int(inside[0]), int(inside[-1])) if len(inside) else (0, 0)
-
-
-def collator(tokenizer: "PreTrainedTokenizerFast") -> DataCollatorWithPadding:
-    """
-    Collator that pads the windows of a batch to the longest of them.
-
-    It takes the columns which the model knows. The other two, `example_index` and `offset_mapping`, are for [`decode`]
-    and dropped by `Trainer`.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerFast`): The tokenizer given to [`encode`].
-
-    Returns:
-        `DataCollatorWithPadding`: The collator.
-    """
-    return DataCollatorWithPadding(tokenizer)
 
 
 def decode(

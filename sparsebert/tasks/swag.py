@@ -11,10 +11,10 @@ from .files import (
     find_columns,
     find_files,
     load_hub,
+    make_dataset,
     parse_rows,
     read_header,
     read_rows,
-    set_ids,
     text_field,
 )
 
@@ -95,7 +95,7 @@ def load(
             path = files[split]
             first = next((row for _, row in read_rows(path) if not isinstance(row, BadRow)), {})
             parse = _parser(path, split, read_header(path), first)
-            loaded[split] = _dataset(parse_rows(path, read_rows(path), parse, skip_bad))
+            loaded[split] = _dataset(*parse_rows(path, read_rows(path), parse, skip_bad))
     return loaded
 
 
@@ -116,13 +116,12 @@ def normalize(dataset: "datasets.Dataset", split: str, skip_bad: bool = False) -
     """
     where = f"{_HUB} {split}"
     parse = _parser(where, split, dataset.column_names, dataset[0])
-    return _dataset(parse_rows(where, enumerate(dataset, start=1), parse, skip_bad))
+    return _dataset(*parse_rows(where, enumerate(dataset, start=1), parse, skip_bad))
 
 
-def _dataset(examples: list[dict[str, Any]]) -> "datasets.Dataset":
+def _dataset(examples: list[dict[str, Any]], skipped: str) -> "datasets.Dataset":
     import datasets
 
-    set_ids(examples)
     types = {
         "id": datasets.Value("string"),
         "context": datasets.Value("string"),
@@ -131,7 +130,7 @@ def _dataset(examples: list[dict[str, Any]]) -> "datasets.Dataset":
         "label": datasets.Value("int64"),
     }
     features = datasets.Features({field: types[field] for field in types if field in examples[0]})
-    return datasets.Dataset.from_list(examples, features=features)
+    return make_dataset(examples, features, skipped)
 
 
 def _parser(
