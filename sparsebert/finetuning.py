@@ -209,47 +209,37 @@ def check(options, config):
         if value is not None and value.startswith(("/", ".", "~")) and not Path(value).is_dir():
             raise FileNotFoundError(f"{name}: there is no folder {value!r}")
     model = AutoConfig.from_pretrained(options.model)
-    lengths = {
-        name: options.max_length or TASKS[name].max_length for name in ([options.task] if options.task else GLUE)
-    }
+    tasks = GLUE if options.all else [options.task]
+    max_length = options.max_length or max(TASKS[name].max_length for name in tasks)
     positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and max(lengths.values()) > positions:
+    if positions is not None and max_length > positions:
         raise ValueError(
-            f"max_length {max(lengths.values())} is more than the {positions} positions of {options.model}: "
+            f"max_length {max_length} is more than the {positions} positions of {options.model}: "
             f"--max_length must be at most {positions}"
         )
-    sparse = model.model_type == SparseBertConfig.model_type
-    if options.mask in SEARCHES:
-        raise ValueError(
-            f"mask {options.mask!r} is a search: give the folder or Hub id of a model that it found a mask for"
-        )
-    if options.mask is not None and options.mask not in PATTERNS:
-        if not Path(options.mask).is_dir() and "/" not in options.mask and get_close_matches(options.mask, PATTERNS):
-            raise nearest("mask", options.mask, list(PATTERNS))
-        _read_mask(options.mask)
-    if options.mask is not None and not sparse and model.model_type != BertConfig.model_type:
-        raise ValueError(f"--mask needs a BERT or a SparseBERT, got {options.model} of type {model.model_type!r}")
+    _check_mask(options, config, model.model_type)
+
+
+def _check_mask(options, config, model_type):
+    sparse = model_type == SparseBertConfig.model_type
     if options.mask is None and not sparse:
         if options.attn_implementation in ATTENTION_NAMES:
             raise ValueError(
                 f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
                 "give it one by --mask, or leave the field out"
             )
-        meaningful = ()
+        meaningful, why = (), "there is no mask"
     else:
+        if not sparse and model_type != BertConfig.model_type:
+            raise ValueError(f"--mask needs a BERT or a SparseBERT, got {options.model} of type {model_type!r}")
         check_backend(options.attn_implementation or "sparse_auto")
         meaningful = _MASK_FIELDS + (_PATTERN_FIELDS if options.mask in PATTERNS else ())
+        why = f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
     own = {field.name for field in fields(SparseBertConfig)} - {field.name for field in fields(BertConfig)}
     if refused := sorted(own & config.keys() - set(meaningful)):
-        raise ValueError(
-            f"model.{refused[0]} has no meaning here: "
-            + (
-                f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
-                if meaningful
-                else "there is no mask"
-            )
-            + "; another mask is given by --mask"
-        )
+        raise ValueError(f"model.{refused[0]} has no meaning here: {why}; another mask is given by --mask")
+    if options.mask is not None and options.mask not in PATTERNS:
+        _read_mask(options.mask)
 
 
 def prepare(options):
@@ -332,6 +322,10 @@ def load_model(data, config):
 
 
 def _read_mask(name):
+    if name in SEARCHES:
+        raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask that it found")
+    if "/" not in name and not Path(name).is_dir() and get_close_matches(name, PATTERNS):
+        raise nearest("mask", name, list(PATTERNS))
     try:
         return SparseMask.from_pretrained(name)
     except OSError as error:
