@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from . import builtin, classification, glue, squad, swag
+from . import builtin, classification, glue, squad, squad_metrics, swag
 
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ def _squad(name, batch_size, epochs):
         encode=squad.encode,
         collator=classification.collator,
         decode=partial(squad.decode, name),
-        metrics=partial(squad.metrics, name),
+        metrics=partial(squad_metrics.metrics, name),
         main_metric="f1",
         reference="answers",
         max_length=384,
         settings=_settings(batch_size, epochs),
-        scores=partial(squad.scores, name=name),
-        more_metrics=squad.best_threshold if name == "squad_v2" else None,
+        scores=partial(squad_metrics.scores, name=name),
+        more_metrics=squad_metrics.best_threshold if name == "squad_v2" else None,
         write_submission=partial(squad.write_submission, name),
     )
 
