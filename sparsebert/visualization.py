@@ -148,7 +148,10 @@ def plot_mean_probs(probs, path, quantity=KEPT):
     num_heads, length, _ = probs.shape
     figure = _figure(5.6, 4.9)
     axis = figure.subplots()
-    image = axis.imshow(probs.mean(0).numpy(), cmap="cividis", interpolation="nearest")
+    mean = probs.mean(0).numpy()
+    # A constant, as of a dense mask, would get a scale from below to beyond it.
+    limits = {"vmin": 0, "vmax": 1} if mean.min() == mean.max() else {}
+    image = axis.imshow(mean, cmap="cividis", interpolation="nearest", **limits)
     figure.colorbar(image, ax=axis, label=f"mean over heads of\n{quantity}")
     heads = f"{num_heads} head{'s' * (num_heads > 1)}"
     axis.set_title(f"What is kept by position\n({heads}, {length} tokens; yellow: kept most)", fontsize=11)
