@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .attach import attach, sparsity, sparsity_loss
+from .attention import sparse_dot_product_attention
 from .configuration_sparsebert import SparseBertConfig
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.search import SEARCHES
@@ -30,6 +31,7 @@ from .modeling_sparsebert import (
     SparseBertModel,
     SparseBertPreTrainedModel,
 )
+from .plan import Plan, plan
 from .sparse_attention import SparseAttention
 from .version import __version__
 
@@ -50,6 +52,7 @@ for _auto, _model in (
 
 __all__ = [
     "PATTERNS",
+    "Plan",
     "SEARCHES",
     "MaskFileError",
     "SparseAttention",
@@ -68,6 +71,8 @@ __all__ = [
     "__version__",
     "attach",
     "build_pattern",
+    "plan",
+    "sparse_dot_product_attention",
     "sparsity",
     "sparsity_loss",
 ]

@@ -19,21 +19,28 @@ def _prepare_forward(model, args, kwargs):
     past = given.get("past_key_values")
     num_queries = states.shape[1]
     num_keys = num_queries + (past.get_seq_length() if past is not None else 0)
-    padding = given.get("attention_mask")
+    padding, needs = given.get("attention_mask"), set()
     if padding is not None:
+        if padding.dim() == 4:
+            needs.add("additive")
         padding = padding.to(states.device).bool() if padding.dim() == 2 else None
     # As the host does: a mask without padding is no mask. Under compilation the question would depend on data.
     if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
         padding = None
-    config = model.config
+    if given.get("output_attentions"):
+        needs.add("weights")
+    config, device = model.config, states.device
+    autocast = torch.is_autocast_enabled(device.type)
     kwargs["mask_inputs"] = sparse_attention(
         config._attn_implementation,
+        states.shape[0],
         num_queries,
         num_keys,
         padding,
-        dropout=model.training and getattr(config, "attention_probs_dropout_prob", 0.0) > 0.0,
-        device=states.device,
-        output_attentions=bool(given.get("output_attentions")),
+        dropout=getattr(config, "attention_probs_dropout_prob", 0.0) if model.training else 0.0,
+        device=device,
+        dtype=torch.get_autocast_dtype(device.type) if autocast else model.get_input_embeddings().weight.dtype,
+        needs=frozenset(needs),
     )
     return args, kwargs
 

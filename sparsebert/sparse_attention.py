@@ -4,12 +4,14 @@ The one home of a model's attention mask: learned while searching, frozen afterw
 Letters: B batch, L layers (1 when shared), H heads, n queries, m keys, K learned parameters per head.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from .attention import BACKENDS, choose_backend
-from .attention.mask_inputs import REMOVED, MaskInputs, additive
+from .attention.mask_inputs import MaskInputs, set_entries, special_rows, with_cuts
 from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT
 from .masks.patterns import build_pattern
 from .masks.search import (
@@ -40,6 +42,7 @@ class SparseAttention(nn.Module):
         self.config = config
         self.argument_names = ()
         self.diagonal = DIAGONALS[config.diagonal]
+        self.head_size = config.hidden_size // config.num_attention_heads
         self._mask = None
         self._drawn = None
         self._cache = {}
@@ -232,38 +235,64 @@ class SparseAttention(nn.Module):
         norm = (self._drawn * counts).sum(dim=(1, 2)) + fixed * self._drawn.shape[1]
         return self.config.sparsity_weight * norm.mean()
 
-    def forward(self, name, num_queries, num_keys, padding, dropout, device, output_attentions):
+    def forward(
+        self,
+        name,
+        batch,
+        num_queries,
+        num_keys,
+        padding=None,
+        dropout=0.0,
+        device=None,
+        dtype=torch.float32,
+        needs=frozenset(),
+    ):
         """
         Prepare one forward of the base model: draw the mask (training search), threshold it (evaluation), or look the
-        frozen one up, and merge it with padding and causality.
+        frozen one up, and bring it into the form that the backend reads.
 
         Args:
             name (`str`): The model's attention implementation.
+            batch (`int`): B.
             num_queries (`int`): n; the queries are the last n of the m positions.
             num_keys (`int`): m.
             padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-            dropout (`bool`): Whether attention dropout is active.
+            dropout (`float`): Probability of attention dropout, 0 in evaluation.
             device (`torch.device`): Of the activations.
-            output_attentions (`bool`): Whether probabilities are asked for.
+            dtype (`torch.dtype`): Of query, key and value.
+            needs (`frozenset`): `"weights"` where the probabilities are asked for, `"additive"` where a 4-D mask of
+                the caller comes on top.
 
         Returns:
             [`MaskInputs`]
+        Raises:
+            ValueError: If the backend cannot serve this.
         """
         config = self.config
         learning = self.searching and self.training
-        gated = learning and config.mask_form == "multiplicative"
-        required = ({"gate"} if gated else set()) | ({"weights"} if output_attentions else set())
-        backend = choose_backend(name, required, learning, dropout, num_keys, device.type)
-        inputs = {"backend": backend, "num_keys": num_keys, "padding": padding, "causal": bool(config.is_decoder)}
+        if self.searching:
+            needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
+        mask = None if self.searching else self._loaded_mask()
+        shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
+        backend = choose_backend(
+            name,
+            mask,
+            device.type,
+            dtype,
+            *shape,
+            dropout,
+            torch.is_grad_enabled(),
+            padding is not None,
+            bool(config.is_decoder),
+            frozenset(needs),
+        )
+        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, bool(config.is_decoder))
         if learning:
-            inputs |= self._drawn_inputs(num_queries, num_keys, padding, device)
+            prepared = self._drawn_inputs(inputs)
         else:
             self._drawn = None
-            mask = self.thresholded_mask() if self.searching else self._loaded_mask()
-            inputs["sparse_mask"] = mask
-            if BACKENDS[backend].needs_bias:
-                inputs |= self._frozen_inputs(mask, num_queries, num_keys, padding, device)
-        return MaskInputs(**inputs)
+            prepared = self._thresholded_inputs(inputs) if self.searching else BACKENDS[backend].prepare(mask, inputs)
+        return replace(inputs, **prepared)
 
     def _loaded_mask(self):
         if self._mask is None:
@@ -330,7 +359,7 @@ class SparseAttention(nn.Module):
             table = table.masked_fill(beyond[:, None] | beyond[None, :], on)
         return table
 
-    def _drawn_inputs(self, num_queries, num_keys, padding, device):
+    def _drawn_inputs(self, inputs):
         config = self.config
         alpha = self.alpha()
         if self.search.stochastic:
@@ -339,79 +368,25 @@ class SparseAttention(nn.Module):
         else:
             mask, noisy, hard = torch.sigmoid(alpha), alpha, False
         self._drawn = mask
-        special = self._special(num_queries, num_keys, padding, device, self.special_tokens, config.last_token)
+        num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
+        special = special_rows(inputs, self.special_tokens, config.last_token)
         if config.mask_form == "multiplicative":
-            gate = self._expand(mask, num_keys, off=0.0, on=1.0)[:, None, :, num_keys - num_queries :]
-            gate = _set_entries(gate, special, self.diagonal, on=1.0, off=0.0)
-            bias = self._with_cuts(torch.zeros(1, 1, num_queries, num_keys, device=device), padding)
+            gate = self._expand(mask, num_keys, off=0.0, on=1.0)[:, None, :, first_row:]
+            gate = set_entries(gate, special, self.diagonal, on=1.0, off=0.0)
+            bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
             return {"gate": gate.unbind(0), "bias": (bias,)}
         constant = self.mask_constant
         bias = mask_bias(mask, noisy, config.mask_form, constant, hard)
-        bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, None, :, num_keys - num_queries :]
-        bias = _set_entries(bias, special, self.diagonal, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
-        return {"bias": self._with_cuts(bias, padding).unbind(0)}
+        bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, None, :, first_row:]
+        bias = set_entries(bias, special, self.diagonal, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
+        return {"bias": with_cuts(bias, inputs).unbind(0)}
 
-    def _frozen_inputs(self, mask, num_queries, num_keys, padding, device):
-        # One padded batch differs from the next; without padding the last additive mask is kept.
-        key = (num_queries, num_keys, device)
-        reusable = padding is None and not (
-            self.searching or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        )
-        if reusable and self._cache.get("key") == key:
-            return self._cache["bias"]
-        if self.searching:
-            structure = mask.structure(num_keys).to(device)
-        else:
-            structure = self._corner("structure", num_keys, device, mask.structure)
-        keep = structure[:, None, :, num_keys - num_queries :]
-        special = self._special(num_queries, num_keys, padding, device, mask.special_tokens, mask.last_token)
-        keep = _set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B or 1, H, n, m)
-        if self.searching:
-            # As in training: a query whose mask row is empty attends as if it were full.
-            bias = torch.zeros(keep.shape, device=device).masked_fill_(~keep, -MAX_MASK_CONSTANT)
-            return {"bias": self._with_cuts(bias, padding).unbind(0)}
-        if padding is not None:
-            keep = keep & padding[:, None, None, :]
-            keep = keep & padding[:, None, num_keys - num_queries :, None]
-        if self.config.is_decoder:
-            keep = keep & _causal(num_queries, num_keys, device)
-        live = keep.any(-1, keepdim=True)
-        inputs = {"bias": additive(keep).unbind(0)}
-        if padding is not None or torch.compiler.is_compiling() or not live.all():
-            inputs["live"] = live.unbind(0)
-        if reusable:
-            self._cache |= {"key": key, "bias": inputs}
-        return inputs
-
-    def _special(self, num_queries, num_keys, padding, device, special_tokens, last_token):
-        """Bool `(B or 1, 1, n, m)`: rows and columns of the special tokens."""
-        last = None
-        if padding is not None and last_token == "real":
-            last = (padding * torch.arange(num_keys, device=device)).argmax(-1)
-        special = special_entries(num_keys, special_tokens, last, device).view(-1, 1, num_keys, num_keys)
-        return special[:, :, num_keys - num_queries :]
-
-    def _with_cuts(self, bias, padding):
-        """Padded keys and, in a decoder, future keys removed from a bias `(..., n, m)`."""
-        if padding is not None:
-            bias = bias.masked_fill(~padding[:, None, None, :], REMOVED)
-        if self.config.is_decoder:
-            bias = bias.masked_fill(~_causal(bias.shape[-2], bias.shape[-1], bias.device), REMOVED)
-        return bias
-
-
-def _set_entries(values, special, diagonal, on, off):
-    """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
-    on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
-    values = torch.where(special, on, values)
-    if diagonal is None:
-        return values
-    num_queries, num_keys = values.shape[-2:]
-    position = torch.arange(num_keys, device=values.device)
-    on_diagonal = position[num_keys - num_queries :, None] == position
-    return torch.where(on_diagonal, on if diagonal else off, values)
-
-
-def _causal(num_queries, num_keys, device):
-    position = torch.arange(num_keys, device=device)
-    return position[num_keys - num_queries :, None] >= position[None, :]
+    def _thresholded_inputs(self, inputs):
+        """As in training: a query whose mask row is empty attends as if it were full."""
+        mask = self.thresholded_mask()
+        keep = mask.structure(inputs.num_keys).to(inputs.device)
+        keep = keep[:, None, :, inputs.num_keys - inputs.num_queries :]
+        special = special_rows(inputs, mask.special_tokens, mask.last_token)
+        keep = set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B or 1, H, n, m)
+        bias = torch.zeros(keep.shape, device=inputs.device).masked_fill_(~keep, -MAX_MASK_CONSTANT)
+        return {"bias": with_cuts(bias, inputs).unbind(0)}

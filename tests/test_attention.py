@@ -44,8 +44,8 @@ def carrying(tiny_config, table, **fields):
     return model.encoder.layer[0].attention.self, model.sparse_attention
 
 
-def prepared(sparse_attention, name, length, padding=None):
-    return sparse_attention(name, length, length, padding, False, torch.device("cpu"), False)
+def prepared(sparse_attention, name, length, padding=None, batch=2):
+    return sparse_attention(name, batch, length, length, padding, device=torch.device("cpu"))
 
 
 def run(name, module, inputs, query, key, value, grad, attention_mask=None):
@@ -188,7 +188,7 @@ def test_queries_of_a_cache_are_the_last_positions(tiny_config, name):
     module, sparse_attention = carrying(tiny_config, table, is_decoder=True)
     query, key, value = torch.randn(3, 2, HEADS, 10, 8).unbind(0)
     whole = expected(query, key, value, torch.ones(2, 10, HEADS, 8), kept(table, 2, causal=True))[0]
-    inputs = sparse_attention(name, 3, 10, None, False, torch.device("cpu"), False)
+    inputs = sparse_attention(name, 2, 3, 10, device=torch.device("cpu"))
     output, _ = AttentionInterface()[name](module, query[:, :, 7:], key, value, None, mask_inputs=inputs)
     torch.testing.assert_close(output.double(), whole[:, 7:], atol=1e-6, rtol=1e-5)
 

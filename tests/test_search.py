@@ -33,7 +33,7 @@ def searching(config, std=3.0, decided=False):
 
 def prepare(sparse_attention, length, padding=None, name="sparse_eager"):
     """What the layers receive in a forward at `length`."""
-    return sparse_attention(name, length, length, padding, False, torch.device("cpu"), False)
+    return sparse_attention(name, 2, length, length, padding, device=torch.device("cpu"))
 
 
 def drawn_matrices(sparse_attention, length):

@@ -1,19 +1,22 @@
 """
 Attention backends, entered through the host's attention and mask tables.
 
-A backend is a function and a row of `BACKENDS`. Explicit names never fall back; only `sparse_auto` chooses.
+A backend is a function and a row of `BACKENDS`. Explicit names never fall back; only `sparse_auto` (by a table of
+measurements) and `sparse_measure` (by measuring) choose.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
+from ..masks.sparse_mask import SparseMask
+from . import choice, cpu, flex, triton
 from .eager import eager_attention
-from .mask_inputs import MaskInputs
+from .mask_inputs import MaskInputs, prepare_bias
 from .sdpa import sdpa_attention
 
 
@@ -26,36 +29,55 @@ class Backend:
     One way to run attention under a mask.
 
     Args:
-        function (`Callable`): `(module, query, key, value, inputs, scaling, dropout) -> (output, weights or None)`;
-            query of shape `(B, H, n, d)`, output of shape `(B, n, H, d)`, `inputs` a [`MaskInputs`].
-        supports (`frozenset`): What it can do beyond a frozen or additive mask with padding and dropout: `"gate"`
-            (multiplicative masks), `"weights"` (returns the attention probabilities).
-        needs_bias (`bool`): Whether it reads `inputs.bias`, an additive mask of shape `(B or 1, H, n, n)`.
+        function (`Callable`): `(query, key, value, inputs, scaling, dropout) -> (output, weights or None)`; query of
+            shape `(B, H, n, d)`, output of shape `(B, n, H, d)`, `inputs` a [`MaskInputs`] of one layer, `dropout` 0
+            in evaluation.
+        prepare (`Callable`): `(mask, inputs) -> dict`, the fields of [`MaskInputs`] that `function` reads, made once
+            per forward for all layers.
+        refuse (`Callable`): `(request) -> str or None`, why it cannot serve a [`Request`].
+        supports (`frozenset`): What it can do beyond a frozen mask with padding: `"additive"` (masks that are being
+            learned, 4-D masks of the caller), `"gate"` (multiplicative masks), `"weights"` (returns the attention
+            probabilities).
     """
 
     function: Callable
+    prepare: Callable
+    refuse: Callable = lambda request: None
     supports: frozenset = frozenset()
-    needs_bias: bool = True
 
 
 BACKENDS = {
-    "sparse_eager": Backend(eager_attention, frozenset({"gate", "weights"})),
-    "sparse_sdpa": Backend(sdpa_attention),
+    "sparse_eager": Backend(eager_attention, prepare_bias, supports=frozenset({"additive", "gate", "weights"})),
+    "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive"})),
+    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse),
+    "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
+    "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }
-ATTENTION_NAMES = (*BACKENDS, "sparse_auto")
+CHOICES = {"sparse_auto": choice.by_table, "sparse_measure": choice.by_measurement}
+ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 
 
-def choose_backend(name, required, learning, dropout, length, device_type):
+# Depends on the mask and the request alone, so a graph compiled around a model may hold the answer.
+@torch.compiler.assume_constant_result
+def _choose(name, handle, fields):
+    mask = None if handle is None else SparseMask.instances[handle]
+    request = choice.Request(*fields)
+    if name in BACKENDS:
+        choice.check(BACKENDS, name, request)
+        return name
+    chosen, reason = CHOICES[name](BACKENDS, mask, request)
+    logger.warning_once(f"{name} runs {chosen}: {reason}.")
+    return chosen
+
+
+def choose_backend(name, mask, *fields):
     """
     The backend that serves a request.
 
     Args:
         name (`str`): What the user set as attention implementation.
-        required (`set`): Entries of [`Backend`]`.supports` that this forward needs.
-        learning (`bool`): Whether the mask needs a gradient.
-        dropout (`bool`): Whether attention dropout is active.
-        length (`int`): Number of keys.
-        device_type (`str`): `"cpu"`, `"cuda"`, ...
+        mask ([`SparseMask`], *optional*): `None` while searching.
+        fields: Of [`Request`], in their order.
 
     Raises:
         ValueError: If `name` is not one of ours, or cannot do what is required.
@@ -65,22 +87,17 @@ def choose_backend(name, required, learning, dropout, length, device_type):
             f"this model carries a sparse mask, which the attention implementation {name!r} would ignore: use one of "
             f"{', '.join(ATTENTION_NAMES)}, for example model.set_attn_implementation('sparse_auto')"
         )
-    if name != "sparse_auto":
-        if lacking := required - BACKENDS[name].supports:
-            wanted = {"gate": "mask_form 'multiplicative'", "weights": "output_attentions=True"}
-            raise ValueError(f"{name} does not support {wanted[min(lacking)]}: use sparse_eager")
-        return name
-    if required:
-        choice, reason = "sparse_eager", "attention probabilities or a multiplicative mask are asked for"
-    elif learning:
-        choice, reason = "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"
-    elif device_type == "cpu" and dropout and length <= 128:
-        choice, reason = "sparse_eager", "attention dropout on CPU at up to 128 tokens"
-    else:
-        choice, reason = "sparse_sdpa", "the fused attention of PyTorch with an additive mask"
-    if not torch.compiler.is_compiling():
-        logger.warning_once(f"sparse_auto runs {choice}: {reason}.")
-    return choice
+    return _choose(name, None if mask is None else mask.handle, fields)
+
+
+def run_backend(query, key, value, inputs, scaling, dropout):
+    """Output `(B, n, H, d)` and the probabilities `(B, H, n, m)` or `None`, under the mask of one layer."""
+    device = query.device.type
+    if inputs.compiled[0] is not None and torch.is_autocast_enabled(device):
+        # Operators of PyTorch cast their inputs themselves, ours do not.
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return BACKENDS[inputs.backend].function(query, key, value, inputs, scaling, dropout)
 
 
 def sparse_attention_forward(
@@ -97,7 +114,8 @@ def sparse_attention_forward(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
-        mask_inputs = MaskInputs.dense(attention_mask, mask_inputs.backend if mask_inputs else "sparse_sdpa")
+        backend = mask_inputs.backend if mask_inputs and mask_inputs.compiled[0] is None else "sparse_sdpa"
+        mask_inputs = MaskInputs.dense(attention_mask, backend)
     elif mask_inputs is None:
         raise RuntimeError(
             f"{type(module).__name__} carries a sparse mask but was called without its base model, which prepares it"
@@ -109,8 +127,54 @@ def sparse_attention_forward(
                 "are not supported, use a DynamicCache or use_cache=False"
             )
         mask_inputs = mask_inputs.for_layer(module.layer_idx, attention_mask)
-    function = BACKENDS[mask_inputs.backend].function
-    return function(module, query, key, value, mask_inputs, scaling, dropout)
+    return run_backend(query, key, value, mask_inputs, scaling, dropout)
+
+
+def sparse_dot_product_attention(
+    query, key, value, mask, padding=None, layer=0, dropout_p=0.0, is_causal=False, scale=None, backend="sparse_auto"
+):
+    """
+    `scaled_dot_product_attention` under a [`SparseMask`], for use outside a model.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
+        key, value (`torch.Tensor` of shape `(B, H, m, d)`)
+        mask ([`SparseMask`]): For H heads.
+        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
+        layer (`int`): Which of the mask's layers.
+        dropout_p (`float`): Probability of attention dropout, in [0, 1).
+        is_causal (`bool`): Cut keys after the query.
+        scale (`float`, *optional*): Factor of the scores; `d ** -0.5` by default.
+        backend (`str`): One of `BACKENDS`, `"sparse_auto"` or `"sparse_measure"`.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded or have no key.
+    Raises:
+        ValueError: If mask and inputs do not fit, or the backend cannot serve them.
+    """
+    batch, num_heads, num_queries, head_size = query.shape
+    num_keys = key.shape[2]
+    if mask.num_heads != num_heads:
+        raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
+    if not 0 <= layer < max(mask.num_layers, 1):
+        raise ValueError(f"layer must be in [0, {mask.num_layers - 1}], got {layer}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if padding is not None and (padding.shape != (batch, num_keys) or padding.dtype != torch.bool):
+        raise ValueError(
+            f"padding must be bool of shape {(batch, num_keys)}, got {padding.dtype} {tuple(padding.shape)}"
+        )
+    if is_causal and mask.special_tokens == "first_last":
+        raise ValueError("is_causal needs a mask with special_tokens 'first' or 'none', got 'first_last'")
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    shape = (batch, num_heads, num_queries, num_keys, head_size)
+    name = choose_backend(
+        backend, mask, query.device.type, query.dtype, *shape, dropout_p, gradients, padding is not None, is_causal
+    )
+    inputs = MaskInputs(name, num_queries, num_keys, query.device, mask, padding, is_causal)
+    inputs = replace(inputs, **BACKENDS[name].prepare(mask, inputs)).for_layer(layer)
+    scale = head_size**-0.5 if scale is None else scale
+    return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)
 
 
 def sparse_attention_mask(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-def eager_attention(module, query, key, value, inputs, scaling, dropout):
+def eager_attention(query, key, value, inputs, scaling, dropout):
     """
     Attention with the whole score matrix in memory. Shapes: see [`Backend`].
 
@@ -20,5 +20,5 @@ def eager_attention(module, query, key, value, inputs, scaling, dropout):
     if inputs.live[0] is not None:
         weights = weights * inputs.live[0]
     weights = weights.to(value.dtype)
-    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    dropped = nn.functional.dropout(weights, p=dropout)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights

@@ -1,12 +1,15 @@
 """
 What the attention layers of one forward see of the mask.
 
-Letters: B batch, H heads, n queries, m keys.
+Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
+
+from ..masks.compiled import compiled
+from ..masks.sparse_mask import special_entries
 
 
 # Vanishes in any softmax, and adding a score does not overflow float16.
@@ -25,7 +28,9 @@ class MaskInputs:
 
     Args:
         backend (`str`): Key of `BACKENDS`.
+        num_queries (`int`): n.
         num_keys (`int`): m.
+        device (`torch.device`): Of the activations.
         sparse_mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
         causal (`bool`): Whether key j > query i is cut.
@@ -34,36 +39,136 @@ class MaskInputs:
         live (`tuple`, *optional*): Per layer, or one for all: bool `(B or 1, H or 1, n, 1)`, False where a query has
             no key, whose output is 0. `None` when every query has one.
         gate (`tuple`, *optional*): Per layer, or one for all: factor of the probabilities (multiplicative masks).
+        compiled (`tuple`, *optional*): Per layer, or one for all: the mask in the form that the backend's kernel
+            reads, instead of `bias` and `live`.
     """
 
     backend: str
-    num_keys: int
+    num_queries: int = 0
+    num_keys: int = 0
+    device: torch.device | None = None
     sparse_mask: object = None
     padding: torch.Tensor | None = None
     causal: bool = False
     bias: tuple = (None,)
     live: tuple = (None,)
     gate: tuple = (None,)
+    compiled: tuple = (None,)
 
     @classmethod
     def dense(cls, attention_mask, backend):
         """No mask but the host's: bool `(B, m)` or `(B, 1, n, m)`, or an additive float, or `None`."""
         bias = None if attention_mask is None else _additive_4d(attention_mask)
-        return cls(backend, num_keys=0, bias=(bias,))
+        return cls(backend, bias=(bias,))
 
     def for_layer(self, layer, attention_mask=None):
         """
         The inputs of one layer, as one-element tuples. A 4-D `attention_mask` (passed by the user, or made for a
-        pattern of the host's own) applies on top; a 2-D one is the padding that the bias already holds.
+        pattern of the host's own) applies on top; a 2-D one is the padding that the mask already holds.
+
+        Raises:
+            ValueError: For a 4-D mask on a backend that runs on a compiled form.
         """
-        bias, live, gate = (
-            values if len(values) == 1 else (values[layer],) for values in (self.bias, self.live, self.gate)
+        bias, live, gate, compiled = (
+            values if len(values) == 1 else (values[layer],)
+            for values in (self.bias, self.live, self.gate, self.compiled)
         )
         if attention_mask is not None and attention_mask.dim() == 4:
+            if compiled[0] is not None:
+                raise ValueError(
+                    f"{self.backend} does not support a 4-D attention_mask, got one of shape "
+                    f"{tuple(attention_mask.shape)}: use sparse_eager or sparse_sdpa"
+                )
             # Clamped, so that two removals stay finite in float16.
             bias = ((_additive_4d(attention_mask) + (0.0 if bias[0] is None else bias[0])).clamp(min=REMOVED),)
             live = ((bias[0] > REMOVED / 2).any(-1, keepdim=True),)
-        return replace(self, bias=bias, live=live, gate=gate)
+        return replace(self, bias=bias, live=live, gate=gate, compiled=compiled)
+
+    def last(self):
+        """
+        Position of each sequence's last token where its row and column are on, int32 `(B,)`, or `(1,)` when it is
+        the same for all; otherwise `None`.
+        """
+        mask = self.sparse_mask
+        if mask.special_tokens != "first_last":
+            return None
+        if self.padding is None or mask.last_token == "position":
+            return torch.full((1,), self.num_keys - 1, dtype=torch.int32, device=self.device)
+        return last_real(self.padding).int()
+
+    def last_of(self, batch):
+        """[`last`] for every sequence of a batch: `(B,)`, contiguous."""
+        last = self.last()
+        return None if last is None else last.expand(batch).contiguous()
+
+
+def last_real(padding):
+    """Position of each sequence's last real token, int64 `(B,)`; 0 where all is padding."""
+    return (padding * torch.arange(padding.shape[-1], device=padding.device)).argmax(-1)
+
+
+def _additive_form(table):
+    live = table.any(-1, keepdim=True)
+    return additive(table), live[:0] if live.all() else live
+
+
+def _table_form(table):
+    return (table,)
+
+
+def prepare_bias(mask, inputs):
+    """A frozen mask with padding and causality as an additive one, and which queries have a key."""
+    first_row = inputs.num_keys - inputs.num_queries
+    if inputs.padding is None:
+        # The same for every batch, so it is kept.
+        forms = compiled(mask, _additive_form, inputs.num_keys, inputs.causal, inputs.device, special="all")
+        return {
+            "bias": tuple(bias[None, :, first_row:] for bias, _ in forms),
+            "live": tuple(live[None, :, first_row:] if len(live) else None for _, live in forms),
+        }
+    tables = compiled(mask, _table_form, inputs.num_keys, inputs.causal, inputs.device)
+    keep = torch.stack([table[:, first_row:] for (table,) in tables])[:, None]
+    special = special_rows(inputs, mask.special_tokens, mask.last_token)
+    if inputs.causal:
+        special = special & causal_entries(inputs)
+    keep = set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B, H, n, m)
+    keep = keep & inputs.padding[:, None, None, :] & inputs.padding[:, None, first_row:, None]
+    return {"bias": additive(keep).unbind(0), "live": keep.any(-1, keepdim=True).unbind(0)}
+
+
+def special_rows(inputs, special_tokens, last_token):
+    """Bool `(B or 1, 1, n, m)`: rows and columns of the special tokens."""
+    last = None
+    if inputs.padding is not None and last_token == "real":
+        last = last_real(inputs.padding)
+    special = special_entries(inputs.num_keys, special_tokens, last, inputs.device)
+    special = special.view(-1, 1, inputs.num_keys, inputs.num_keys)
+    return special[:, :, inputs.num_keys - inputs.num_queries :]
+
+
+def with_cuts(bias, inputs):
+    """Padded keys and, in a decoder, future keys removed from a bias `(..., n, m)`."""
+    if inputs.padding is not None:
+        bias = bias.masked_fill(~inputs.padding[:, None, None, :], REMOVED)
+    return bias.masked_fill(~causal_entries(inputs), REMOVED) if inputs.causal else bias
+
+
+def set_entries(values, special, diagonal, on, off):
+    """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
+    on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
+    values = torch.where(special, on, values)
+    if diagonal is None:
+        return values
+    num_queries, num_keys = values.shape[-2:]
+    position = torch.arange(num_keys, device=values.device)
+    on_diagonal = position[num_keys - num_queries :, None] == position
+    return torch.where(on_diagonal, on if diagonal else off, values)
+
+
+def causal_entries(inputs):
+    """Bool `(n, m)`, True for key j <= query i."""
+    position = torch.arange(inputs.num_keys, device=inputs.device)
+    return position[inputs.num_keys - inputs.num_queries :, None] >= position
 
 
 def _additive_4d(attention_mask):

@@ -3,7 +3,7 @@
 import torch
 
 
-def sdpa_attention(module, query, key, value, inputs, scaling, dropout):
+def sdpa_attention(query, key, value, inputs, scaling, dropout):
     """`scaled_dot_product_attention` under an additive mask. Shapes: see [`Backend`]; returns no probabilities."""
     bias = inputs.bias[0]
     if bias is not None:

@@ -6,9 +6,12 @@ A query i may attend to a key j where the mask is True. Nothing is added behind 
 the diagonal, is on unless the structure or the special tokens say so.
 """
 
+import itertools
 import json
 import math
 import os
+import weakref
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +108,10 @@ class SparseMask(PushToHubMixin):
         ValueError: If a field is out of its range or `keep` does not fit the form.
     """
 
+    # By `handle`, a number that stands for a mask where only numbers can: constants of a compiled graph.
+    instances = weakref.WeakValueDictionary()
+    _handles = itertools.count()
+
     def __init__(
         self,
         keep,
@@ -151,6 +158,15 @@ class SparseMask(PushToHubMixin):
         self.diagonal = diagonal
         self.length_policy = length_policy
         self.metadata = dict(metadata or {})
+        self._register()
+
+    def _register(self):
+        self.handle = next(self._handles)
+        self.instances[self.handle] = self
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._register()
 
     @property
     def num_layers(self):
@@ -236,7 +252,7 @@ class SparseMask(PushToHubMixin):
 
         return sparse_mask_mod
 
-    @property
+    @cached_property
     def density(self):
         """Fraction of entries kept at the mask's own length, averaged over heads and layers."""
         return self.to_table().float().mean().item()

@@ -1,0 +1,207 @@
+"""Which backend serves a request: by name, by a table of measurements, or by measuring."""
+
+import functools
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from transformers.utils import logging
+
+from ..masks.compiled import base_table
+from ..masks.sparse_mask import SparseMask
+from ..masks.tiles import live_tiles
+from .mask_inputs import MaskInputs
+
+
+logger = logging.get_logger(__name__)
+
+WANTED = {
+    "gate": "mask_form 'multiplicative'",
+    "weights": "output_attentions=True",
+    "additive": "a mask that is being learned, or a 4-D attention_mask",
+}
+TILE_SIZE = 64
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    What one forward asks of its backend.
+
+    Args:
+        device (`str`): `"cpu"`, `"cuda"`, ...
+        dtype (`torch.dtype`): Of query, key and value.
+        batch, num_heads, num_queries, num_keys, head_size (`int`): B, H, n, m, d.
+        dropout (`float`): Probability of attention dropout, 0 in evaluation.
+        gradients (`bool`): Whether a backward may follow.
+        padded (`bool`): Whether there are padded positions.
+        causal (`bool`): Whether future keys are cut.
+        needs (`frozenset`): Keys of `WANTED`.
+    """
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dropout: float = 0.0
+    gradients: bool = False
+    padded: bool = False
+    causal: bool = False
+    needs: frozenset = frozenset()
+
+
+def refusal(backends, name, request):
+    """Why backend `name` cannot serve `request`, or `None`."""
+    if lacking := request.needs - backends[name].supports:
+        return f"it does not support {WANTED[min(lacking)]}"
+    return backends[name].refuse(request)
+
+
+def check(backends, name, request):
+    """
+    Raises:
+        ValueError: If backend `name` cannot serve `request`.
+    """
+    if reason := refusal(backends, name, request):
+        able = [other for other in backends if refusal(backends, other, request) is None]
+        raise ValueError(f"{name} cannot run here: {reason}. Use {', '.join(able)} or sparse_auto")
+
+
+@functools.lru_cache(maxsize=256)
+def _live_tiles(handle, length, causal):
+    return live_tiles(base_table(SparseMask.instances[handle], length, causal)[0], TILE_SIZE)
+
+
+def by_table(backends, mask, request):
+    """
+    The choice of `sparse_auto`: what was fastest where it was measured (README, Kernels), the reference otherwise.
+
+    Args:
+        backends (`dict`): `BACKENDS`.
+        mask ([`SparseMask`], *optional*): `None` while searching.
+        request ([`Request`])
+
+    Returns:
+        `tuple` of `str`: Name and reason.
+    """
+    short = request.num_keys <= 128
+    if request.needs - {"additive"}:
+        return "sparse_eager", "attention probabilities or a multiplicative mask are asked for"
+    if mask is None:
+        return "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"
+    if request.device == "cuda":
+        name, reason = _on_cuda(mask, request)
+    else:
+        limit = _csr_limit(request)
+        name, reason = (
+            "sparse_cpu",
+            f"density {mask.density:.2f} is at most {limit:.2f}, up to which it is the fastest",
+        )
+        if mask.density > limit:
+            name, reason = None, f"density {mask.density:.2f} is above {limit:.2f}"
+    if name:
+        why_not = refusal(backends, name, request)
+        if why_not is None:
+            return name, reason
+        reason = f"{name} cannot run: {why_not}"
+    if request.device == "cpu" and request.dropout and short:
+        return "sparse_eager", f"{reason}; dropout on CPU at up to 128 tokens"
+    if request.device == "cpu" and request.dtype == torch.bfloat16 and short:
+        return "sparse_eager", f"{reason}; bfloat16 on CPU at up to 128 tokens"
+    return "sparse_sdpa", f"{reason}; PyTorch's fused attention with an additive mask"
+
+
+def _csr_limit(request):
+    """Greatest density at which `sparse_cpu` was not slower than the best dense attention."""
+    if request.dropout:
+        return 0.5 if request.dtype == torch.float32 else 0.3
+    if request.dtype != torch.float32 and request.num_keys < 512:
+        return 0.15
+    return 0.3
+
+
+def _on_cuda(mask, request):
+    if request.num_keys <= 256:
+        return None, "up to 256 tokens a masked kernel has little to skip"
+    live = _live_tiles(mask.handle, request.num_keys, request.causal)
+    percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
+    if live <= 0.6:
+        return "sparse_triton", percent
+    if request.dropout or request.padded:
+        return (
+            "sparse_triton",
+            f"{percent}, but dropout and padding are fused (tiles of search dam_b would be skipped)",
+        )
+    return None, f"{percent}, so there is nothing to skip (search dam_b learns tiles)"
+
+
+_MEASURED = {}
+
+
+def by_measurement(backends, mask, request):
+    """The choice of `sparse_measure`: the fastest of all that can run, timed once per mask and shape."""
+    key = (None if mask is None else mask.handle, request)
+    if key not in _MEASURED:
+        names = [name for name in backends if refusal(backends, name, request) is None]
+        if mask is None or len(names) == 1:
+            _MEASURED[key] = by_table(backends, mask, request)
+        else:
+            times = measure({name: _trial(backends[name], name, mask, request) for name in names}, request.device)
+            best = min(times, key=times.get)
+            listed = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
+            _MEASURED[key] = best, f"the fastest of {listed}"
+    return _MEASURED[key]
+
+
+def _trial(backend, name, mask, request):
+    """A function that runs the backend once, forward and, if asked, backward, on random inputs of the shape."""
+    device = torch.device(request.device)
+    shape = (request.batch, request.num_heads, request.num_queries, request.head_size)
+    key_shape = (request.batch, request.num_heads, request.num_keys, request.head_size)
+    query, key, value = (
+        torch.randn(size, dtype=request.dtype, device=device, requires_grad=request.gradients)
+        for size in (shape, key_shape, key_shape)
+    )
+    padding = None
+    if request.padded:
+        padding = torch.ones(request.batch, request.num_keys, dtype=torch.bool, device=device)
+        padding[:, request.num_keys - request.num_keys // 8 :] = False
+    inputs = MaskInputs(
+        name, request.num_queries, request.num_keys, device, mask, padding=padding, causal=request.causal
+    )
+    inputs = replace(inputs, **backend.prepare(mask, inputs)).for_layer(0)
+
+    def run():
+        output, _ = backend.function(query, key, value, inputs, request.head_size**-0.5, request.dropout)
+        if request.gradients:
+            output.backward(output.detach())
+
+    return run
+
+
+def measure(functions, device, rounds=ROUNDS):
+    """
+    Median seconds of each function, the functions taking turns; a first call of each is not counted.
+
+    Args:
+        functions (`dict`): Name to function without arguments.
+        device (`str`): `"cuda"` is waited for.
+        rounds (`int`): Calls of each.
+    """
+    times = {name: [] for name in functions}
+    # The caller's dropout masks must not depend on whether something was measured.
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+        for turn in range(rounds + 1):
+            for name, function in functions.items():
+                start = time.perf_counter()
+                function()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                if turn:
+                    times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}

@@ -1,0 +1,153 @@
+"""
+Attention on CPUs that visits the live entries of the mask alone: a C++ operator over compressed rows (CSR).
+
+Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, E live entries of all heads.
+"""
+
+import functools
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from ..masks.compiled import compiled
+from ..version import __version__
+
+
+logger = logging.get_logger(__name__)
+
+SOURCE = Path(__file__).with_name("csr_attention.cpp")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
+MAX_LENGTH = 2**16
+# What the compiler may use, by the vectors that PyTorch finds on this machine.
+FLAGS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+
+library = torch.library.Library("sparsebert", "FRAGMENT")
+_MASK = (
+    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, bool self_attention, Tensor seed, "
+    "float dropout, float scale"
+)
+library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
+library.define(
+    f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _rows(tensor):
+    """Like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`."""
+    return torch.empty_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@torch.library.register_fake("sparsebert::csr_attention", lib=library)
+def _forward_shape(query, key, value, *mask):
+    return _rows(query)
+
+
+@torch.library.register_fake("sparsebert::csr_attention_backward", lib=library)
+def _backward_shapes(grad, query, key, value, *mask):
+    return _rows(query), _rows(key), _rows(value)
+
+
+def _remember(ctx, inputs, output):
+    query, key, value, begin, end, columns, padding, last, ctx.self_attention, seed, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, begin, end, columns, padding, last, seed)
+
+
+def _differentiate(ctx, grad):
+    *tensors, seed = ctx.saved_tensors
+    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, ctx.self_attention, seed, *ctx.options)
+    return *gradients, *[None] * 9
+
+
+torch.library.register_autograd("sparsebert::csr_attention", _differentiate, setup_context=_remember, lib=library)
+
+
+def compressed_rows(table):
+    """
+    The live entries of a mask, row by row.
+
+    Args:
+        table (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
+
+    Returns:
+        `tuple` of `torch.Tensor`: `begin` and `end` `(H, m)`, int32, positions in `columns` `(E,)`, uint16, the keys
+        of every query in ascending order.
+    """
+    counts = table.sum(-1)  # (H, m)
+    end = counts.flatten().cumsum(0).view_as(counts)
+    columns = torch.cat([head.nonzero()[:, 1].to(torch.uint16) for head in table])
+    return (end - counts).int(), end.int(), columns
+
+
+@functools.cache
+def unavailable():
+    """Why the operator cannot be had here, or `None`. Compiles it on the first call, once per machine and version."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); install one (Debian, Ubuntu: apt install g++)"
+    from torch.utils import cpp_extension
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    name = f"sparsebert_{__version__}_{capability}".replace(".", "_").lower()
+    logger.warning_once("sparse_cpu: compiling its operator if that was not done before (about 15 s, once).")
+    try:
+        # OpenMP comes from PyTorch's own runtime: a second one would start threads of its own.
+        cpp_extension.load(
+            name,
+            [str(SOURCE)],
+            extra_cflags=["-O3", "-fopenmp", *FLAGS.get(capability, ())],
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError, ImportError) as error:
+        return f"its operator could not be compiled: {str(error).strip().splitlines()[-1]}"
+    return None
+
+
+def refuse(request):
+    """Why this backend cannot serve a [`Request`], or `None`."""
+    if request.device != "cpu":
+        return f"it runs on CPUs, got device {request.device!r}"
+    if request.needs:
+        return None
+    if request.dtype not in DTYPES:
+        return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
+    if request.head_size > MAX_HEAD_SIZE:
+        return f"head size must be at most {MAX_HEAD_SIZE}, got {request.head_size}"
+    if request.num_keys > MAX_LENGTH:
+        return f"inputs must have at most {MAX_LENGTH} tokens, got {request.num_keys}"
+    return unavailable()
+
+
+def prepare(mask, inputs):
+    """The rows of every layer's mask."""
+    length = inputs.num_keys
+    if inputs.causal:
+        # Rows do not depend on how many follow, so the length that generation grows through is compiled once.
+        length = mask.length if length <= mask.length else 1 << (length - 1).bit_length()
+        length = inputs.num_keys if mask.length_policy == "error" and length > mask.length else length
+    return {"compiled": compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")}
+
+
+def csr_backend(query, key, value, inputs, scaling, dropout):
+    """Attention over the live entries. Shapes: see [`Backend`]; returns no probabilities."""
+    mask = inputs.sparse_mask
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    output = torch.ops.sparsebert.csr_attention(
+        query,
+        key,
+        value,
+        *inputs.compiled[0],
+        inputs.padding,
+        inputs.last_of(query.shape[0]),
+        mask.diagonal is not False,
+        seed,
+        dropout,
+        scaling,
+    )
+    return output.transpose(1, 2), None
