@@ -69,6 +69,7 @@ class Variant:
     warps: int
     stages: int
     rows: int = 0
+    step: int = 64
 
 
 def compiled(variant):
@@ -82,7 +83,7 @@ def compiled(variant):
     function = getattr(triton_kernels, f"{name}_kernel")
     constants = constants | {
         "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "FIRST": True, "DIAGONAL_OFF": False,
-        "CAUSAL": False, "BUCKET": 0, "ROWS": variant.rows,
+        "CAUSAL": False, "BUCKET": 0, "ROWS": variant.rows, "STEP": variant.step,
     }  # fmt: skip
     absent = [] if variant.dropout else ["seed"]
     absent += [] if variant.padding else ["padding"]

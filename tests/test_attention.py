@@ -1,19 +1,37 @@
-"""Every backend against a plain float64 loop, forward and gradients, and what a backend must refuse."""
+"""
+Every backend against dense attention in float64, forward and gradients, and what a backend must refuse.
+
+Letters: B batch, H heads, n queries, m keys, d head size.
+"""
+
+import itertools
+import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import AttentionInterface, StaticCache
 
-from sparsebert import SparseBertLMHeadModel, SparseBertModel, SparseMask
+from sparsebert import (
+    PATTERNS,
+    SparseBertForMaskedLM,
+    SparseBertLMHeadModel,
+    SparseBertModel,
+    SparseMask,
+    build_pattern,
+    sparse_dot_product_attention,
+)
 from sparsebert.attention import ATTENTION_NAMES, BACKENDS
 
 
-NAMES = list(ATTENTION_NAMES)
+# What serves a frozen mask on any machine, gradients and dropout included.
+NAMES = ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto", "sparse_measure"]
+ADDITIVE_NAMES = [name for name in NAMES if name != "sparse_cpu"]
 HEADS = 4
 
 
 def reference(query, key, value, keep):
-    """softmax over the kept keys, row by row; `keep` is `(B, H, n, m)`, the output `(B, n, H, d)`."""
+    """softmax over the kept keys, row by row; `keep` is `(B, H, n, m)`, the output `(B, H, n, d)`."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     rows = []
     for b in range(query.shape[0]):
@@ -22,15 +40,282 @@ def reference(query, key, value, keep):
                 keys = keep[b, h, i].nonzero()[:, 0]
                 live = scores[b, h, i, keys].softmax(-1) @ value[b, h, keys]
                 rows.append(live if len(keys) else torch.zeros_like(value[b, h, 0]))
-    return torch.stack(rows).view(*query.shape[:3], -1).transpose(1, 2)
+    return torch.stack(rows).view(query.shape)
 
 
-def kept(table, batch, padding=None, causal=False):
+def dense(query, key, value, keep, factors=1.0):
+    """The same as one formula, in the inputs' dtype; the probabilities times `factors` (those of dropout)."""
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~keep, -1e4)
+    return scores.softmax(-1) * keep * factors @ value
+
+
+def with_gradients(function, query, key, value, grad, dtype=None):
+    """Output and gradients of query, key and value, in `dtype`; inputs keep their strides."""
+    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (query, key, value)]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0, about=""):
+    """The 2x rule: at most twice plain PyTorch's error against float64, plus a few units in the last place."""
+
+    def formula(*inputs):
+        return dense(*inputs, keep, factors)
+
+    truth = with_gradients(formula, query, key, value, grad, torch.float64)
+    plain = with_gradients(formula, query, key, value, grad)
+    # Of the largest number about, since a gradient that is 0 is a difference of others.
+    unit = torch.finfo(query.dtype).eps * max(1.0, *(want.abs().max().item() for want in truth))
+    for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=True):
+        assert got.dtype == query.dtype and got.isfinite().all(), (about, what)
+        error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
+        assert error <= 2 * allowed + 4 * unit, (about, what, error, allowed, unit)
+    # Without a live key: exactly 0, and nothing flows back.
+    empty, unseen = ~keep.any(-1), ~keep.any(-2)
+    assert (results[0][empty] == 0).all() and (results[1][empty] == 0).all(), about
+    assert (results[2][unseen] == 0).all() and (results[3][unseen] == 0).all(), about
+
+
+def test_the_formula_equals_the_loop():
+    query, key, value, grad = torch.randn(4, 2, HEADS, 9, 8, dtype=torch.float64).unbind(0)
+    keep = torch.rand(2, HEADS, 9, 9) < 0.4
+    keep[0, 1, 2], keep[1, :, :, 4] = False, False
+    results = [
+        with_gradients(lambda *inputs, function=function: function(*inputs, keep), query, key, value, grad)
+        for function in (dense, reference)
+    ]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# The grid: backends x masks x lengths x paddings x dropout, other choices drawn
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Output memory that a kernel leaves unwritten holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+GRID_NAMES = ["sparse_eager", "sparse_sdpa", "sparse_cpu"]
+CUDA_NAMES = ["sparse_eager", "sparse_sdpa", "sparse_triton", "sparse_flex"]
+MASKS = [*PATTERNS, "dam_s", "dam_u", "dam_b", "per head", "empty rows"]
+LENGTHS = (1, 7, 63, 64, 100, 128, 257, 512)
+PADDINGS = ("none", "right", "left", "holes", "nothing real")
+HEAD_SIZES = {"sparse_cpu": (8, 20, 32, 64, 128)}
+# Of these sparse_triton represents 0.125 only, and sparse_flex none.
+DROPOUTS = {"sparse_triton": (0.0, 0.125), "sparse_flex": (0.0,)}
+LAYOUTS = ("contiguous", "heads last", "one projection", "strided")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    device: str
+    mask: str
+    length: int
+    padding: str
+    dropout: float
+    head_size: int
+    dtype: torch.dtype
+    layout: str
+    causal: bool
+    diagonal: bool | None
+    last_token: str
+    mask_length: int
+
+
+def draw(name, device, mask, length, padding=None, dropout=None):
+    """A case of the grid; what is not given is drawn, from the arguments alone."""
+    rng = random.Random(f"{name} {mask} {length} {padding} {dropout}")
+    return Case(
+        name,
+        device,
+        mask,
+        length,
+        padding or rng.choice(PADDINGS),
+        rng.choice(DROPOUTS.get(name, (0.0, 0.1))) if dropout is None else dropout,
+        rng.choice(HEAD_SIZES.get(name, (32, 64, 128))),
+        rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+        rng.choice(LAYOUTS),
+        rng.random() < 0.25 and mask not in ("dam_s", "dam_b", "bigbird"),  # these have a global last token
+        rng.choice((None, None, True, False)),
+        rng.choice(("real", "real", "position")),
+        max(length + rng.choice((0, 0, 9)), 17),  # patterns need some tokens
+    )
+
+
+def make_mask(case, num_heads=2):
+    length = case.mask_length
+    fields = {"last_token": case.last_token}
+    if case.diagonal is not None:
+        fields["diagonal"] = case.diagonal
+    if case.mask in PATTERNS:
+        return build_pattern(case.mask, length, num_heads, num_layers=2).replace(**fields)
+    if case.mask == "dam_s":
+        return SparseMask(
+            torch.rand(num_heads, length) < 0.1, length, "offsets", special_tokens="first_last", **fields
+        )
+    if case.mask == "dam_b":
+        keep = torch.rand(num_heads, -(-length // 16)) < 0.3
+        return SparseMask(keep, length, "blocks", 16, special_tokens="first_last", **fields)
+    if case.mask == "dam_u":
+        table = torch.rand(num_heads, length, length) < 0.2
+        return SparseMask(table | table.mT, length, **fields)
+    table = torch.rand(num_heads, length, length) < torch.tensor([0.03, 0.7])[:, None, None]
+    if case.mask == "empty rows":
+        table[0] = False
+        table[:, ::3] = False
+        return SparseMask(table, length)
+    return SparseMask(table, length, special_tokens="first", **fields)
+
+
+def make_padding(case):
+    """Bool `(B, n)` or `None`: a full sequence, shorter ones, one of a single token."""
+    length = case.length
+    if case.padding == "none":
+        return None
+    if case.padding == "holes":
+        padding = torch.rand(3, length) < 0.6
+        padding[0, 0] = padding[1, -1] = False
+        return padding
+    padding = torch.arange(length) < torch.tensor([length, -(-2 * length // 3), 1])[:, None]
+    if case.padding == "nothing real":
+        padding[1] = False
+    return padding.flip(1) if case.padding == "left" else padding
+
+
+def kept(mask, length, padding=None, causal=False, layer=0, batch=2):
     """Brute force: which keys each query may see, bool `(B, H, n, n)`."""
-    keep = table.expand(batch, *table.shape[-3:]).clone()
-    if padding is not None:
-        keep &= padding[:, None, None, :] & padding[:, None, :, None]
-    return keep.tril() if causal else keep
+    tables = []
+    for b in range(batch if padding is None else len(padding)):
+        table = mask.structure(length)[layer].clone()
+        real = list(range(length)) if padding is None else padding[b].nonzero()[:, 0].tolist()
+        special = [0] if mask.special_tokens != "none" else []
+        if mask.special_tokens == "first_last" and real:
+            special.append(real[-1] if mask.last_token == "real" else length - 1)
+        for position in special:
+            table[:, position] = table[:, :, position] = True
+        if mask.diagonal is not None:
+            table.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)
+        table = table.tril() if causal else table
+        padded = torch.ones(length, dtype=torch.bool)
+        padded[real] = False
+        table[:, padded] = table[:, :, padded] = False
+        tables.append(table)
+    return torch.stack(tables)
+
+
+def laid_out(case, batch, num_heads=2):
+    """Query, key, value and a gradient `(B, H, n, d)` in one of the memory orders that callers have."""
+    length, size = case.length, case.head_size
+    if case.layout == "contiguous":
+        tensors = torch.randn(4, batch, num_heads, length, size, dtype=case.dtype).unbind(0)
+    elif case.layout == "heads last":
+        tensors = torch.randn(4, batch, length, num_heads, size, dtype=case.dtype).transpose(2, 3).unbind(0)
+    elif case.layout == "one projection":
+        tensors = torch.randn(batch, length, num_heads, 4 * size, dtype=case.dtype).transpose(1, 2).chunk(4, -1)
+    else:
+        tensors = torch.randn(4, batch, num_heads, size, length, dtype=case.dtype).mT.unbind(0)
+    return [tensor.to(case.device) for tensor in tensors]
+
+
+def attend(case, mask, padding, query, key, value):
+    torch.manual_seed(7)
+    return sparse_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        padding,
+        layer=mask.num_layers - 1,
+        dropout_p=case.dropout,
+        is_causal=case.causal,
+        backend=case.name,
+    )
+
+
+def dropout_factors(case, mask, padding, keep):
+    """What dropout multiplied each probability by: uniform ones, read through values that are columns of 1."""
+    width = case.head_size
+    batch, num_heads, length = keep.shape[:3]
+    zeros = torch.zeros(batch, num_heads, length, width, dtype=case.dtype, device=case.device)
+    unit = torch.eye(length, -(-length // width) * width, dtype=case.dtype, device=case.device)
+    columns = [
+        attend(case, mask, padding, zeros, zeros, part.expand(batch, num_heads, -1, -1).contiguous())
+        for part in unit.split(width, dim=1)
+    ]
+    probabilities = torch.cat(columns, dim=-1)[..., :length].double()
+    factors = probabilities * keep.sum(-1, keepdim=True)
+    kept_ones, factor = factors > 0.5, 1 / (1 - case.dropout)
+    wanted = kept_ones.double() * factor
+    assert (kept_ones <= keep).all() and (factors - wanted).abs().max() < 0.02, case
+    number = int(keep.sum())
+    share = 1 - int(kept_ones.sum()) / max(number, 1)
+    assert abs(share - case.dropout) < 6 * (case.dropout * (1 - case.dropout) / max(number, 1)) ** 0.5 + 1e-9, case
+    return wanted.to(case.dtype)
+
+
+def check(case):
+    mask, padding = make_mask(case), make_padding(case)
+    query, key, value, grad = laid_out(case, 2 if padding is None else len(padding))
+    keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query)).to(case.device)
+    padding = None if padding is None else padding.to(case.device)
+    results = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
+    factors = 1.0
+    if case.dropout:
+        with torch.no_grad():
+            factors = dropout_factors(case, mask, padding, keep)
+        again = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
+        assert all(map(torch.equal, results, again)), case
+    assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case)
+
+
+def check_sample(name, device, mask):
+    left_out = (257, 512)[MASKS.index(mask) % 2]  # the long ones take turns
+    for length in LENGTHS:
+        if length != left_out:
+            check(draw(name, device, mask, length))
+
+
+def check_all(name, device, mask):
+    for chosen in itertools.product(LENGTHS, PADDINGS, DROPOUTS.get(name, (0.0, 0.1))):
+        check(draw(name, device, mask, *chosen))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", GRID_NAMES)
+def test_grid(poisoned_memory, name, mask):
+    check_sample(name, "cpu", mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", GRID_NAMES)
+def test_whole_grid(poisoned_memory, name, mask):
+    check_all(name, "cpu", mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUDA_NAMES)
+def test_grid_on_cuda(poisoned_memory, name):
+    for mask in MASKS:
+        check_sample(name, "cuda", mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUDA_NAMES)
+def test_whole_grid_on_cuda(poisoned_memory, name):
+    for mask in MASKS:
+        check_all(name, "cuda", mask)
+
+
+# Through a layer of a model, in which the mask is prepared once for all layers
 
 
 def carrying(tiny_config, table, **fields):
@@ -44,45 +329,19 @@ def carrying(tiny_config, table, **fields):
     return model.encoder.layer[0].attention.self, model.sparse_attention
 
 
-def prepared(sparse_attention, name, length, padding=None, batch=2):
-    return sparse_attention(name, batch, length, length, padding, device=torch.device("cpu"))
+def prepared(sparse_attention, name, length, padding=None, batch=2, needs=frozenset()):
+    return sparse_attention(name, batch, length, length, padding, device=torch.device("cpu"), needs=needs)
 
 
 def run(name, module, inputs, query, key, value, grad, attention_mask=None):
-    """Output and gradients of query, key and value."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
-    output, _ = AttentionInterface()[name](module, *leaves, attention_mask, mask_inputs=inputs)
-    output.backward(grad)
-    return [output.detach(), *(leaf.grad for leaf in leaves)]
+    """Output `(B, H, n, d)` and gradients of query, key and value."""
 
+    def function(*leaves):
+        output, _ = AttentionInterface()[name](module, *leaves, attention_mask, mask_inputs=inputs)
+        assert output.is_contiguous()
+        return output.transpose(1, 2)
 
-def expected(query, key, value, grad, keep):
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
-    output = reference(*leaves, keep)
-    output.backward(grad.double())
-    return [output.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def plain(query, key, value, grad, keep):
-    """Dense masked softmax of PyTorch in the inputs' own dtype."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
-    scores = (leaves[0] @ leaves[1].mT * query.shape[-1] ** -0.5).masked_fill(~keep, -1e4)
-    weights = scores.softmax(-1) * keep.any(-1, keepdim=True)
-    output = (weights @ leaves[2]).transpose(1, 2)
-    output.backward(grad)
-    return [output.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def assert_as_good_as_plain(results, query, key, value, grad, keep):
-    """The 2x rule: at most twice plain PyTorch's error against float64, plus a few roundings."""
-    floor = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[query.dtype]
-    truth = expected(query, key, value, grad, keep)
-    for what, got, want, other in zip(
-        ("output", "query", "key", "value"), results, truth, plain(query, key, value, grad, keep), strict=True
-    ):
-        assert got.dtype == query.dtype and got.isfinite().all(), what
-        error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
-        assert error <= 2 * allowed + floor, (what, error, allowed)
+    return with_gradients(function, query, key, value, grad)
 
 
 def random_table(length, density=0.5):
@@ -90,6 +349,15 @@ def random_table(length, density=0.5):
     table = torch.rand(HEADS, length, length) < density
     table |= torch.eye(length, dtype=torch.bool).roll(1, 0)
     return table
+
+
+def numbers(batch, length, size=8):
+    return torch.randn(4, batch, HEADS, length, size).unbind(0)
+
+
+def cut(table, batch, padding=None, causal=False):
+    """Brute force: which keys each query may see, bool `(B, H, n, n)`."""
+    return kept(SparseMask(table, table.shape[-1]), table.shape[-1], padding, causal, batch=batch)
 
 
 def case(name):
@@ -124,46 +392,24 @@ CASES = [
 
 @pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("name", NAMES)
-def test_backend_equals_the_loop(tiny_config, name, what):
+def test_layer_equals_the_formula(poisoned_memory, tiny_config, name, what):
     length, table, padding, causal = case(what)
     module, sparse_attention = carrying(tiny_config, table, is_decoder=causal)
-    query, key, value = torch.randn(3, 3, HEADS, length, 8).unbind(0)
-    grad = torch.randn(3, length, HEADS, 8)
-    inputs = prepared(sparse_attention, name, length, padding)
+    query, key, value, grad = numbers(3, length)
+    inputs = prepared(sparse_attention, name, length, padding, batch=3)
     results = run(name, module, inputs, query, key, value, grad)
-    keep = kept(table, 3, padding, causal)
-    assert_as_good_as_plain(results, query, key, value, grad, keep)
-    # Without a live key: exactly 0, and nothing flows back.
-    empty = ~keep.any(-1)
-    assert (results[0].transpose(1, 2)[empty] == 0).all() and (results[1][empty] == 0).all()
-    unseen = ~keep.any(-2)
-    assert (results[2][unseen] == 0).all() and (results[3][unseen] == 0).all()
+    assert_as_good_as_plain(results, query, key, value, grad, cut(table, 3, padding, causal))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_at_empty_rows_reaches_nothing(tiny_config, name):
     length, table, padding, _ = case("empty rows, padding")
     module, sparse_attention = carrying(tiny_config, table)
-    query, key, value = torch.randn(3, 3, HEADS, length, 8).unbind(0)
-    empty = ~kept(table, 3, padding).any(-1)
-    grad = torch.randn(3, length, HEADS, 8) * empty.transpose(1, 2)[..., None]
+    query, key, value, grad = numbers(3, length)
+    grad = grad * ~cut(table, 3, padding).any(-1, keepdim=True)
     assert grad.abs().sum() > 0
-    results = run(name, module, prepared(sparse_attention, name, length, padding), query, key, value, grad)
+    results = run(name, module, prepared(sparse_attention, name, length, padding, 3), query, key, value, grad)
     assert all((gradient == 0).all() for gradient in results[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("head_size", [32, 64, 128])
-@pytest.mark.parametrize("name", NAMES)
-def test_accuracy_of_dtypes_and_head_sizes(tiny_config, name, head_size, dtype):
-    length = 17
-    table = random_table(length)
-    module, sparse_attention = carrying(tiny_config, table)
-    query, key, value = torch.randn(3, 2, HEADS, length, head_size, dtype=dtype).unbind(0)
-    grad = torch.randn(2, length, HEADS, head_size, dtype=dtype)
-    padding = torch.arange(length) < torch.tensor([17, 10])[:, None]
-    results = run(name, module, prepared(sparse_attention, name, length, padding), query, key, value, grad)
-    assert_as_good_as_plain(results, query, key, value, grad, kept(table, 2, padding))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,44 +418,43 @@ def test_mask_of_each_layer_is_its_own(tiny_config, name):
     config = tiny_config(frozen=True, mask_length=12)
     model = SparseBertModel(config)
     model.set_mask(SparseMask(table, 12))
-    query, key, value = torch.randn(3, 2, HEADS, 12, 8).unbind(0)
+    query, key, value, grad = numbers(2, 12)
     inputs = prepared(model.sparse_attention, name, 12)
     for layer in range(2):
         module = model.encoder.layer[layer].attention.self
-        results = run(name, module, inputs, query, key, value, torch.ones(2, 12, HEADS, 8))
-        keep = kept(table[layer], 2)
-        assert_as_good_as_plain(results, query, key, value, torch.ones(2, 12, HEADS, 8), keep)
+        results = run(name, module, inputs, query, key, value, grad)
+        assert_as_good_as_plain(results, query, key, value, grad, cut(table[layer], 2))
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("name", NAMES)
-def test_queries_of_a_cache_are_the_last_positions(tiny_config, name):
+def test_queries_of_a_cache_are_the_last_positions(tiny_config, name, padded):
     """3 new queries against 10 keys: rows 7 to 9 of the mask."""
     table = random_table(10) | torch.eye(10, dtype=torch.bool)
+    padding = torch.arange(10) >= torch.tensor([0, 4])[:, None] if padded else None
     module, sparse_attention = carrying(tiny_config, table, is_decoder=True)
-    query, key, value = torch.randn(3, 2, HEADS, 10, 8).unbind(0)
-    whole = expected(query, key, value, torch.ones(2, 10, HEADS, 8), kept(table, 2, causal=True))[0]
-    inputs = sparse_attention(name, 2, 3, 10, device=torch.device("cpu"))
+    query, key, value, _ = numbers(2, 10)
+    whole = reference(query.double(), key.double(), value.double(), cut(table, 2, padding, causal=True))
+    inputs = sparse_attention(name, 2, 3, 10, padding, device=torch.device("cpu"))
     output, _ = AttentionInterface()[name](module, query[:, :, 7:], key, value, None, mask_inputs=inputs)
-    torch.testing.assert_close(output.double(), whole[:, 7:], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(output.transpose(1, 2).double(), whole[:, :, 7:], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ADDITIVE_NAMES)
 def test_4d_mask_applies_on_top(tiny_config, name, kind):
     table = random_table(12)
     module, sparse_attention = carrying(tiny_config, table)
     given = torch.rand(2, 1, 12, 12) < 0.6
     given[1, 0, 5] = False
     attention_mask = given if kind == "bool" else torch.zeros(given.shape).masked_fill(~given, -3.4e38)
-    query, key, value = torch.randn(3, 2, HEADS, 12, 8).unbind(0)
-    grad = torch.randn(2, 12, HEADS, 8)
-    results = run(name, module, prepared(sparse_attention, name, 12), query, key, value, grad, attention_mask)
-    keep = table & given
-    assert_as_good_as_plain(results, query, key, value, grad, keep)
-    assert (results[0].transpose(1, 2)[~keep.any(-1)] == 0).all()
+    query, key, value, grad = numbers(2, 12)
+    inputs = prepared(sparse_attention, name, 12, needs=frozenset({"additive"}))
+    results = run(name, module, inputs, query, key, value, grad, attention_mask)
+    assert_as_good_as_plain(results, query, key, value, grad, table & given)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ADDITIVE_NAMES)
 def test_4d_mask_through_the_model(tiny_config, name):
     """The padding mask, written out, gives what the 2-D mask gives on real tokens."""
     model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name)).eval()
@@ -226,7 +471,7 @@ def test_4d_mask_through_the_model(tiny_config, name):
     "name, form",
     [
         (name, form)
-        for name in NAMES
+        for name in ADDITIVE_NAMES
         for form in ("additive", "log", "multiplicative")
         if (name, form) != ("sparse_sdpa", "multiplicative")
     ],
@@ -243,10 +488,13 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
         sparse_attention.mask_logits.normal_(std=0.2)
     module = model.encoder.layer[0].attention.self
     padding = torch.arange(length) < torch.tensor([9, 6])[:, None]
-    query, key, value = torch.randn(3, 2, HEADS, length, 8).unbind(0)
-    grad = torch.randn(2, length, HEADS, 8)
+    query, key, value, grad = numbers(2, length)
     torch.manual_seed(3)
-    results = run(name, module, prepared(sparse_attention, name, length, padding), query, key, value, grad)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    inputs = prepared(sparse_attention, name, length, padding)
+    output = AttentionInterface()[name](module, *leaves, None, mask_inputs=inputs)[0].transpose(1, 2)
+    output.backward(grad)
+    results = [output, *(leaf.grad for leaf in leaves), sparse_attention.mask_logits.grad]
 
     torch.manual_seed(3)
     noise = torch.logit(torch.rand(1, HEADS, length**2), eps=1e-6).double()
@@ -263,12 +511,50 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
     else:
         log = soft.log()
         weights = (scores + (log + (-10.0 * (1 - sample) - log).detach() if hard else log)).softmax(-1)
-    output = (weights @ leaves[2]).transpose(1, 2)
+    output = weights @ leaves[2]
     output.backward(grad.double())
     wanted = [output.detach(), *(leaf.grad for leaf in leaves), theta.grad]
-    for got, want in zip([*results, sparse_attention.mask_logits.grad], wanted, strict=True):
+    for got, want in zip(results, wanted, strict=True):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
     assert theta.grad.abs().sum() > 0
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto"])
+def test_mean_over_dropout_is_the_output_without(name):
+    query, key, value, _ = (tensor[:1] for tensor in numbers(1, 24))
+    mask = SparseMask(random_table(24), 24)
+    plain = sparse_dot_product_attention(query, key, value, mask, backend=name)
+    drawn = torch.stack(
+        [sparse_dot_product_attention(query, key, value, mask, dropout_p=0.1, backend=name) for _ in range(400)]
+    )
+    deviation = (drawn.mean(0) - plain).abs() / (drawn.std(0) / 20 + 1e-7)
+    assert deviation.max() < 5 and drawn.std(0).max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_gradients_under_dropout_by_finite_differences(name):
+    """Along a random direction, in float32 with the same dropout each time."""
+    query, key, value, grad = numbers(2, 13)
+    mask = SparseMask(random_table(13), 13, special_tokens="first_last")
+    padding = torch.arange(13) < torch.tensor([13, 6])[:, None]
+
+    def function(query, key, value):
+        torch.manual_seed(5)
+        return sparse_dot_product_attention(query, key, value, mask, padding, dropout_p=0.3, backend=name)
+
+    gradients = with_gradients(function, query, key, value, grad)[1:]
+    for which, gradient in enumerate(gradients):
+        inputs = [query, key, value]
+        direction = torch.randn_like(gradient)
+        values = []
+        for step in (1e-2, -1e-2):
+            moved = [tensor + step * direction if i == which else tensor for i, tensor in enumerate(inputs)]
+            values.append((function(*moved).double() * grad).sum())
+        slope = (values[0] - values[1]) / 2e-2
+        torch.testing.assert_close(slope, (gradient * direction).double().sum(), atol=2e-3, rtol=2e-3)
 
 
 # What must be refused
@@ -280,24 +566,93 @@ def test_stock_name_on_a_masked_model_is_refused(tiny_config, stock, phase):
     model = SparseBertModel(tiny_config(pattern="window") if phase == "frozen" else tiny_config())
     model.train(phase == "train")
     model.set_attn_implementation(stock)
-    with pytest.raises(ValueError, match=f"{stock!r} would ignore.*sparse_eager.*sparse_sdpa.*sparse_auto"):
+    with pytest.raises(ValueError, match=f"{stock!r} would ignore.*{', '.join(ATTENTION_NAMES)}"):
         model(torch.randint(100, (1, 8)))
 
 
-@pytest.mark.parametrize("phase", ["train", "frozen"])
-def test_sdpa_refuses_probabilities(tiny_config, phase):
-    fields = {"pattern": "window"} if phase == "frozen" else {}
-    model = SparseBertModel(tiny_config(attn_implementation="sparse_sdpa", **fields)).train(phase == "train")
-    with pytest.raises(ValueError, match="sparse_sdpa does not support output_attentions=True: use sparse_eager"):
-        model(torch.randint(100, (1, 8)), output_attentions=True)
+# What a frozen mask's backends cannot do: head size, dtype, dropout, queries that are fewer than keys, gradients.
+CANNOT = {
+    "sparse_triton on CPU": ("sparse_triton", {}, "it needs a CUDA device, got 'cpu'"),
+    "sparse_flex, gradients": ("sparse_flex", {"gradients": True}, "it has no gradients on device 'cpu'"),
+    "sparse_flex, dropout": ("sparse_flex", {"dropout": 0.1}, "it has no attention dropout, got 0.1"),
+    "sparse_flex, cache": ("sparse_flex", {"queries": 5}, "it needs as many queries as keys, got 5 and 12"),
+    "sparse_cpu, float64": ("sparse_cpu", {"dtype": torch.float64}, "dtype must be one of .*got torch.float64"),
+    "sparse_cpu, head size": ("sparse_cpu", {"size": 300}, "head size must be at most 256, got 300"),
+}
 
 
-def test_sdpa_refuses_multiplicative_masks_while_searching(tiny_config):
-    model = SparseBertModel(tiny_config(mask_form="multiplicative", attn_implementation="sparse_sdpa"))
-    with pytest.raises(ValueError, match="sparse_sdpa does not support.*multiplicative.*sparse_eager"):
-        model.train()(torch.randint(100, (1, 8)))
+@pytest.mark.parametrize("what", CANNOT)
+def test_refusals(what):
+    name, fields, words = CANNOT[what]
+    query, key, value, _ = (
+        tensor.to(fields.get("dtype", torch.float32)) for tensor in numbers(2, 12, fields.get("size", 8))
+    )
+    query = query[:, :, 12 - fields.get("queries", 12) :]
+    query.requires_grad_(fields.get("gradients", False))
+    mask = SparseMask(random_table(12, 0.1), 12)
+
+    def attention(backend):
+        torch.manual_seed(0)
+        dropout = fields.get("dropout", 0.0)
+        return sparse_dot_product_attention(query, key, value, mask, dropout_p=dropout, backend=backend)
+
+    with pytest.raises(ValueError, match=f"^{name} cannot run here: {words}.*Use sparse_eager, sparse_sdpa"):
+        attention(name)
+    output = attention("sparse_auto")
+    if not fields.get("dropout"):
+        torch.testing.assert_close(output, attention("sparse_eager"))
+
+
+# What only some backends do on a model: probabilities, masks of the caller's own, masks that are being learned.
+MODELS = {
+    "probabilities": ({"pattern": "window"}, {"output_attentions": True}, "output_attentions=True"),
+    "4-D mask": ({"pattern": "window"}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "a 4-D attention_mask"),
+    "searching": ({}, {}, "a mask that is being learned"),
+    "multiplicative": ({"mask_form": "multiplicative"}, {}, "mask_form 'multiplicative'|a mask that is being learned"),
+}
+ABLE = {what: ["sparse_eager"] for what in MODELS} | dict.fromkeys(
+    ("4-D mask", "searching"), ["sparse_eager", "sparse_sdpa"]
+)
+
+
+@pytest.mark.parametrize(
+    "what, name",
+    [
+        (what, name)
+        for what in MODELS
+        for name in BACKENDS
+        if name not in ABLE[what]
+    ],
+)
+def test_refusals_of_models(tiny_config, what, name):
+    fields, given, words = MODELS[what]
+    model = SparseBertModel(tiny_config(attn_implementation=name, **fields)).train()
+    ids = torch.randint(100, (1, 8))
+    with pytest.raises(ValueError, match=f"^{name} cannot run here: it does not support .*({words}).*Use sparse_eager"):
+        model(ids, **given)
     model.set_attn_implementation("sparse_auto")
-    assert model(torch.randint(100, (1, 8))).last_hidden_state.isfinite().all()
+    outputs = model(ids, **given)
+    assert outputs.last_hidden_state.isfinite().all()
+    assert what != "probabilities" or len(outputs.attentions) == 2
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"mask": SparseMask(torch.ones(3, 12, 12, dtype=torch.bool), 12)}, "must have the query's 4 heads, got 3"),
+        ({"layer": 1}, r"layer must be in \[0, 0\], got 1"),
+        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
+        ({"padding": torch.ones(2, 11, dtype=torch.bool)}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
+        ({"padding": torch.ones(2, 12)}, "padding must be bool.*float32"),
+        ({"is_causal": True}, "is_causal needs.*got 'first_last'"),
+        ({"backend": "sdpa"}, "'sdpa' would ignore.*sparse_auto"),
+    ],
+    ids=["heads", "layer", "dropout", "padding's shape", "padding's dtype", "causal", "name"],
+)
+def test_arguments_that_do_not_fit(fields, words):
+    mask = SparseMask(torch.ones(HEADS, 12, 12, dtype=torch.bool), 12, special_tokens="first_last")
+    with pytest.raises(ValueError, match=words):
+        sparse_dot_product_attention(*numbers(2, 12)[:3], **{"mask": mask} | fields)
 
 
 def test_static_cache_is_refused(tiny_config):
@@ -308,16 +663,39 @@ def test_static_cache_is_refused(tiny_config):
         model(torch.randint(100, (1, 8)), past_key_values=cache, use_cache=True)
 
 
-def test_only_auto_chooses(tiny_config):
-    ids = torch.randint(100, (1, 8))
-    model = SparseBertModel(tiny_config(pattern="window")).eval()
-    assert len(model(ids, output_attentions=True).attentions) == 2
-    for name in BACKENDS:
-        model.set_attn_implementation(name)
-        assert model(ids).last_hidden_state.shape == (1, 8, 32)
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sparse_sdpa", "sparse_cpu", "sparse_auto", "sparse_flex"])
+def test_model_in_evaluation_equals_eager(tiny_config, name):
+    """sparse_flex too, which has gradients on CUDA only."""
+    model = SparseBertForMaskedLM(tiny_config(pattern="bigbird", attn_implementation="sparse_eager")).eval()
+    ids = torch.randint(100, (2, 40))
+    attention_mask = (torch.arange(40) < torch.tensor([40, 23])[:, None]).long()
+    expected = model(ids, attention_mask=attention_mask).logits
+    model.set_attn_implementation(name)
+    logits = model(ids, attention_mask=attention_mask).logits
+    real = attention_mask.bool()
+    torch.testing.assert_close(logits[real], expected[real])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CUDA_NAMES[1:], "sparse_auto", "sparse_measure"])
+def test_training_on_cuda_equals_eager(tiny_config, name):
+    config = tiny_config(pattern="bigbird", hidden_size=128, attn_implementation="sparse_eager")
+    model = SparseBertForMaskedLM(config).cuda().train()
+    ids = torch.randint(100, (2, 40), device="cuda")
+    attention_mask = (torch.arange(40) < torch.tensor([40, 23])[:, None]).long().cuda()
+    results = []
+    for chosen in ("sparse_eager", name):
+        model.set_attn_implementation(chosen)
+        model.zero_grad()
+        loss = model(ids, attention_mask=attention_mask, labels=ids.where(attention_mask > 0, -100)).loss
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-3)  # matrix products may run in TF32
+
+
+@pytest.mark.parametrize("name", ATTENTION_NAMES)
 def test_layer_without_its_base_model_is_an_error(tiny_config, name):
     model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name))
     with pytest.raises(RuntimeError, match="without its base model"):

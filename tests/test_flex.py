@@ -5,14 +5,8 @@ import types
 import pytest
 import torch
 
-from sparsebert.attention.flex import (
-    BLOCK_SIZES,
-    block_map,
-    check,
-    flex_backend,
-    full_map,
-    make_block_mask,
-)
+from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
+from sparsebert.attention.flex import BLOCK_SIZES, block_attention, block_map, full_map, make_block_mask
 
 
 HEADS = 2
@@ -108,7 +102,7 @@ def assert_forward(case, head_size=8, dtype=torch.float32, device="cpu"):
     query.requires_grad_()  # as a parameter would; nothing computes it here
     keep = kept(case, case.batch).to(device)
     torch.full_like(query, torch.nan)  # freed at once, so that output memory left unwritten holds NaN
-    output = flex_backend(query, key, value, block_mask(case, device), head_size**-0.5)
+    output = block_attention(query, key, value, block_mask(case, device), head_size**-0.5)
     assert output.shape == (case.batch, case.base.shape[-1], HEADS, head_size) and output.is_contiguous()
     truth = dense(query.double(), key.double(), value.double(), keep)
     assert_as_good_as_dense(output, truth, dense(query, key, value, keep), dtype)
@@ -122,9 +116,9 @@ def window(length, width=8):
 
 CASES = {
     "ragged": lambda: ragged(100),
-    "causal": lambda: make_case(random_base(64), first=True, causal=True),
 }
 SLOW_CASES = {
+    "causal": lambda: make_case(random_base(64), first=True, causal=True),
     "one token": lambda: make_case(torch.ones(HEADS, 1, 1, dtype=torch.bool)),
     "ragged, full tiles, no diagonal": lambda: ragged(100, full=True, diagonal=False),
     "one last token for all": lambda: make_case(random_base(100), last=torch.tensor([99]), first=True, full=True),
@@ -149,17 +143,11 @@ def test_forward(name):
     assert_forward(ALL_CASES[name]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head_size, dtype",
-    [
-        pytest.param(64, torch.bfloat16, id="64-bf16"),
-        *(
-            pytest.param(head_size, dtype, id=f"{head_size}-{dtype}", marks=pytest.mark.slow)
-            for head_size in (20, 32, 64, 128)
-            for dtype in FLOOR
-        ),
-        pytest.param(8, torch.bfloat16, id="8-bf16", marks=pytest.mark.slow),
-    ],
+    [(head_size, dtype) for head_size in (20, 32, 64, 128) for dtype in FLOOR] + [(8, torch.bfloat16)],
+    ids=str,
 )
 def test_forward_of_dtypes_and_head_sizes(head_size, dtype):
     assert_forward(ragged(100, full=True, diagonal=False), head_size, dtype)
@@ -212,6 +200,7 @@ def test_full_tiles():
     assert full.sum((1, 2, 3)).tolist() == [HEADS * 9, HEADS * 1]
 
 
+@pytest.mark.slow
 def test_more_lengths_than_recompilations():
     """PyTorch stops compiling a function after `recompile_limit` times; every length is one more of ours."""
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -233,8 +222,9 @@ def test_new_masks_and_padding_compile_nothing():
         assert_forward(second)
 
 
+@pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("full", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("full", [True, False])
 def test_inside_torch_compile(full):
     """The mask is made inside the graph as well, from tensors computed there."""
     case = ragged(40, full=full)
@@ -245,9 +235,8 @@ def test_inside_torch_compile(full):
         base = base != 0
         last = (padding * torch.arange(40)).argmax(-1).to(torch.int32)
         full = full_map(base, 32) if case.full else None
-        check(query, key, value, 0.0)
         mask = make_block_mask(base, block_map(base, 32), 32, padding, last, True, None, False, full)
-        return flex_backend(query + 1, key, value, mask, 0.5) * 2
+        return block_attention(query + 1, key, value, mask, 0.5) * 2
 
     output = torch.compile(attention, fullgraph=True)(query, key, value, case.base.int(), case.padding.long())
     query = (query + 1) * (0.5 * 8**0.5)
@@ -262,41 +251,137 @@ def test_strides():
     case = make_case(window(40))
     query, key = (torch.randn(2, HEADS, 40, 8) for _ in range(2))
     value = torch.randn(2, HEADS, 8, 40).mT
-    output = flex_backend(query, key, value, block_mask(case), 8**-0.5)
+    output = block_attention(query, key, value, block_mask(case), 8**-0.5)
     want = dense(query.double(), key.double(), value.double(), kept(case, 2))
     torch.testing.assert_close(output.double(), want, atol=2e-6, rtol=1e-5)
     assert output.is_contiguous()
 
 
+# In a model
+
+IDS = torch.arange(5, 37).repeat(2, 1)  # (2, 32)
+
+
+def model_and_padding(tiny_config, padded, **fields):
+    """A frozen model in evaluation that runs on this backend, and its `attention_mask`."""
+    model = SparseBertModel(tiny_config(pattern="bigbird", **fields)).eval()
+    model.set_attn_implementation("sparse_flex")
+    return model, right_padding(32, 32, 20)[0].long() if padded else None
+
+
+def assert_follows_eager(model, function, padding):
+    output = function(IDS, attention_mask=padding).last_hidden_state
+    model.set_attn_implementation("sparse_eager")
+    want = model(IDS, attention_mask=padding).last_hidden_state
+    torch.testing.assert_close(output, want, atol=5e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_projections_inside_torch_compile():
+    """Queries and keys are views of what a linear layer wrote, as in a model."""
+    mask = SparseMask(torch.rand(HEADS, 40, 40) < 0.3, 40, special_tokens="first_last")
+    padding = right_padding(40, 40, 20)[0]
+    linear, hidden = torch.nn.Linear(16, 16), torch.randn(2, 40, 16)
+
+    def attention(hidden, name):
+        projected = linear(hidden).view(2, 40, HEADS, 8).transpose(1, 2)
+        return sparse_dot_product_attention(projected, projected, projected, mask, padding, backend=name)
+
+    output = torch.compile(attention, fullgraph=True)(hidden, "sparse_flex")
+    torch.testing.assert_close(output, attention(hidden, "sparse_eager"), atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "padded, fields",
+    [
+        pytest.param(True, {}, id="padded"),
+        pytest.param(False, {}, id="unpadded"),
+        pytest.param(True, {"num_attention_heads": 1}, id="one head"),
+        pytest.param(
+            True,
+            {"is_decoder": True, "special_tokens": "first", "use_cache": False},
+            id="causal",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_model_inside_torch_compile(tiny_config, padded, fields):
+    model, padding = model_and_padding(tiny_config, padded, **fields)
+    assert_follows_eager(model, torch.compile(model, fullgraph=True), padding)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_layers_of_a_compiled_model_share_one_block_mask(tiny_config, padded):
+    """In the graph the lists of tiles are sorted once, however many layers read them."""
+    model, padding = model_and_padding(tiny_config, padded)
+    calls = []
+
+    def count(graph, example_inputs):
+        calls.extend(node.target.__name__ for node in graph.graph.nodes if callable(node.target))
+        return graph.forward
+
+    assert_follows_eager(model, torch.compile(model, fullgraph=True, backend=count), padding)
+    assert calls.count("flex_attention") == 2
+    assert calls.count("argsort") == 2  # tiles with some entries on, tiles with all
+
+
+def test_layers_share_one_block_mask(tiny_config):
+    """One per forward, or, without padding, one for all forwards."""
+    model, padding = model_and_padding(tiny_config, True)
+    with torch.no_grad():
+        padded, first, second = (
+            model.sparse_attention("sparse_flex", 2, 32, 32, rows, device=IDS.device).compiled
+            for rows in (padding.bool(), None, None)
+        )
+    assert len(padded) == len(first) == len(second) == 1
+    assert first[0] is second[0]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_layers_share_one_kernel(tiny_config):
+    """What one layer compiled serves the two of another model."""
+    one_layer, padding = model_and_padding(tiny_config, True, num_hidden_layers=1)
+    one_layer(IDS, attention_mask=padding)
+    model, _ = model_and_padding(tiny_config, True)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.compiler.set_stance("fail_on_recompile"):
+        assert_follows_eager(model, model, padding)
+
+
 # What must be refused
 
 
+def attend(query, key=None, **arguments):
+    key = query if key is None else key
+    mask = SparseMask(torch.ones(HEADS, 8, 8, dtype=torch.bool), 8)
+    return sparse_dot_product_attention(query, key, key, mask, backend="sparse_flex", **arguments)
+
+
 def test_dropout_is_refused():
-    query = torch.randn(1, HEADS, 8, 8)
-    with pytest.raises(ValueError, match="no attention dropout, got dropout 0.1.*sparse_sdpa"):
-        check(query, query, query, 0.1)
+    with pytest.raises(ValueError, match="sparse_flex cannot run here.*no attention dropout, got 0.1.*sparse_sdpa"):
+        attend(torch.randn(1, HEADS, 8, 8), dropout_p=0.1)
 
 
 def test_gradients_on_cpu_are_refused():
-    query = torch.randn(1, HEADS, 8, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="no gradients on device 'cpu'.*no_grad"):
-        check(query.detach(), query.detach(), query, 0.0)
-    with torch.no_grad():
-        check(query, query, query, 0.0)
+    with pytest.raises(ValueError, match="no gradients on device 'cpu'.*no_grad.*Use sparse_eager"):
+        attend(torch.randn(1, HEADS, 8, 8, requires_grad=True))
 
 
 def test_key_value_cache_is_refused():
-    query = torch.randn(1, HEADS, 8, 8)
+    key = torch.randn(1, HEADS, 8, 8)
     with pytest.raises(ValueError, match="as many queries as keys, got 3 and 8"):
-        check(query[:, :, 5:], query, query, 0.0)
+        attend(key[:, :, 5:], key)
 
 
 def test_dtype_and_device_are_refused():
     query = torch.randn(1, HEADS, 8, 8)
-    with pytest.raises(ValueError, match="supports dtypes torch.float32.*got torch.float64"):
-        check(query.double(), query.double(), query.double(), 0.0)
+    with pytest.raises(ValueError, match="dtype must be one of torch.float32.*got torch.float64"):
+        attend(query.double())
     with pytest.raises(ValueError, match="runs on cpu or cuda, got device 'meta'"):
-        check(query.to("meta"), query.to("meta"), query.to("meta"), 0.0)
+        attend(query.to("meta"))
 
 
 # On CUDA
@@ -308,13 +393,12 @@ def test_dtype_and_device_are_refused():
 def test_gradients(name, dtype):
     case = ALL_CASES[name]()
     leaves = [tensor.detach().requires_grad_() for tensor in inputs(case, 64, dtype, "cuda")]
-    check(*leaves, 0.0)
     keep = kept(case, case.batch).cuda()
     grad = torch.randn(case.batch, case.base.shape[-1], HEADS, 64, device="cuda", dtype=dtype)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     plain = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     outputs = [
-        flex_backend(*leaves, block_mask(case, "cuda"), 64**-0.5),
+        block_attention(*leaves, block_mask(case, "cuda"), 64**-0.5),
         dense(*doubles, keep),
         dense(*plain, keep),
     ]
@@ -330,6 +414,5 @@ def test_gradients(name, dtype):
 
 @pytest.mark.gpu
 def test_small_heads_are_refused_on_cuda():
-    query = torch.randn(1, HEADS, 8, 8, device="cuda")
-    with pytest.raises(ValueError, match="head size of at least 16 on CUDA, got 8"):
-        check(query, query, query, 0.0)
+    with pytest.raises(ValueError, match="head size must be at least 16 on CUDA, got 8"):
+        attend(torch.randn(1, HEADS, 8, 8, device="cuda"))

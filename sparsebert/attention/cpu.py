@@ -6,7 +6,9 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 
 import functools
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -94,9 +96,12 @@ def unavailable():
     from torch.utils import cpp_extension
 
     capability = torch.backends.cpu.get_cpu_capability()
-    name = f"sparsebert_{__version__}_{capability}".replace(".", "_").lower()
-    logger.warning_once("sparse_cpu: compiling its operator if that was not done before (about 15 s, once).")
+    name = re.sub(r"\W", "_", f"sparsebert_{__version__}_{torch.__version__}_{capability}".lower())
+    logger.warning_once("sparse_cpu: compiling its operator if that was not done before (once, a quarter of a minute to a minute).")
+    path = os.environ.get("PATH", "")
     try:
+        # The builder calls ninja, which lies beside an interpreter whose environment need not be activated.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
         # OpenMP comes from PyTorch's own runtime: a second one would start threads of its own.
         cpp_extension.load(
             name,
@@ -106,6 +111,8 @@ def unavailable():
         )
     except (RuntimeError, OSError, ImportError) as error:
         return f"its operator could not be compiled: {str(error).strip().splitlines()[-1]}"
+    finally:
+        os.environ["PATH"] = path
     return None
 
 

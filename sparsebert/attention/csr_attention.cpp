@@ -8,283 +8,14 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
-#include <numeric>
 #include <tuple>
-#include <vector>
+
+#include "csr_inputs.h"
 
 namespace {
-
-#if defined(__AVX512F__)
-#define WIDTH 16
-#elif defined(__AVX__)
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
-constexpr int64_t W = WIDTH;
-typedef float Vec __attribute__((vector_size(WIDTH * 4)));
-typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4)));
-
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
-#endif
-
-inline Vec load(const float* p) {
-  Vec v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
-inline Vec broadcast(float x) { return Vec{} + x; }
-
-// Four vectors to one: in every lane of four floats, the four sums over that lane.
-inline Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {
-#if WIDTH == 16
-  auto step = [](Vec x, Vec y) {
-    return SHUFFLE(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-           SHUFFLE(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  };
-  Vec x = step(a, b), y = step(c, d);
-  return SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-         SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-#elif WIDTH == 8
-  auto step = [](Vec x, Vec y) {
-    return SHUFFLE(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
-  };
-  Vec x = step(a, b), y = step(c, d);
-  return SHUFFLE(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
-#else
-  auto step = [](Vec x, Vec y) { return SHUFFLE(x, y, 0, 4, 1, 5) + SHUFFLE(x, y, 2, 6, 3, 7); };
-  Vec x = step(a, b), y = step(c, d);
-  return SHUFFLE(x, y, 0, 1, 4, 5) + SHUFFLE(x, y, 2, 3, 6, 7);
-#endif
-}
-
-// W / 4 results of sum_lanes to the sums of W vectors, in order.
-inline Vec sum_across(const Vec* part) {
-#if WIDTH == 16
-  auto step = [](Vec x, Vec y) {
-    return SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  };
-  Vec x = step(part[0], part[1]), y = step(part[2], part[3]);
-  return SHUFFLE(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         SHUFFLE(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-#elif WIDTH == 8
-  return SHUFFLE(part[0], part[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(part[0], part[1], 4, 5, 6, 7, 12, 13, 14, 15);
-#else
-  return part[0];
-#endif
-}
-
-// One result of sum_lanes to the four sums.
-inline void store_sums(float* out, Vec v) {
-#if WIDTH == 16
-  v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-#elif WIDTH == 8
-  v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
-#endif
-  std::memcpy(out, &v, 16);
-}
-
-// Sum and maximum of a vector's W floats.
-template <class Operation>
-inline float reduce(Vec v, Operation&& operation) {
-#if WIDTH == 16
-  v = operation(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = operation(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-#elif WIDTH == 8
-  v = operation(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
-#endif
-  float a[4];
-  std::memcpy(a, &v, sizeof(a));
-  Vec x = broadcast(a[0]), y = broadcast(a[1]), z = broadcast(a[2]), w = broadcast(a[3]);
-  return operation(operation(x, y), operation(z, w))[0];
-}
-inline float sum_of(Vec v) {
-  return reduce(v, [](Vec a, Vec b) { return a + b; });
-}
-inline float max_of(Vec v) {
-  return reduce(v, [](Vec a, Vec b) { return a > b ? a : b; });
-}
-
-// Cody-Waite reduction and a polynomial of degree 6; relative error below 2e-7 for -87 <= x <= 0.
-inline Vec exponential(Vec x) {
-  const Vec floor = broadcast(-87.0f);
-  x = x < floor ? floor : x;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  Vec shifted = x * 1.44269504f + magic;
-  Vec n = shifted - magic;
-  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  IntVec exponent = ((IntVec)shifted << 23) + (IntVec)p;
-  return (Vec)exponent;
-}
-
-struct Rows {
-  // One of query, key, value, gradient: (B, H, rows, d), any strides but a contiguous last dimension.
-  char* data;
-  c10::ScalarType dtype;
-  int64_t stride_b, stride_h, stride_n, itemsize, d;
-
-  explicit Rows(const at::Tensor& t)
-      : data(static_cast<char*>(t.data_ptr())), dtype(t.scalar_type()), stride_b(t.stride(0)), stride_h(t.stride(1)),
-        stride_n(t.stride(2)), itemsize(t.element_size()), d(t.size(3)) {}
-
-  char* row(int64_t b, int64_t h, int64_t i) const {
-    return data + (b * stride_b + h * stride_h + i * stride_n) * itemsize;
-  }
-  // d floats, times a factor, and zeros up to D.
-  template <int D>
-  void read(int64_t b, int64_t h, int64_t i, float* out, float factor) const {
-    const char* from = row(b, h, i);
-    if (dtype == at::kFloat && d == D) {
-      auto p = reinterpret_cast<const float*>(from);
-      for (int64_t c = 0; c < D; c += W) store(out + c, load(p + c) * factor);
-    } else if (dtype == at::kFloat) {
-      auto p = reinterpret_cast<const float*>(from);
-      for (int64_t c = 0; c < d; ++c) out[c] = p[c] * factor;
-    } else if (dtype == at::kBFloat16) {
-      auto p = reinterpret_cast<const uint16_t*>(from);
-      for (int64_t c = 0; c < d; ++c) {
-        uint32_t bits = static_cast<uint32_t>(p[c]) << 16;
-        float x;
-        std::memcpy(&x, &bits, 4);
-        out[c] = x * factor;
-      }
-    } else {
-      auto p = reinterpret_cast<const c10::Half*>(from);
-      for (int64_t c = 0; c < d; ++c) out[c] = static_cast<float>(p[c]) * factor;
-    }
-    for (int64_t c = d; c < D; ++c) out[c] = 0;
-  }
-  template <int D>
-  void write(int64_t b, int64_t h, int64_t i, const float* from) const {
-    char* to = row(b, h, i);
-    if (dtype == at::kFloat && d == D) {
-      auto p = reinterpret_cast<float*>(to);
-      for (int64_t c = 0; c < D; c += W) store(p + c, load(from + c));
-    } else if (dtype == at::kFloat) {
-      auto p = reinterpret_cast<float*>(to);
-      for (int64_t c = 0; c < d; ++c) p[c] = from[c];
-    } else if (dtype == at::kBFloat16) {
-      auto p = reinterpret_cast<uint16_t*>(to);
-      for (int64_t c = 0; c < d; ++c) {
-        float x = from[c];
-        uint32_t bits;
-        std::memcpy(&bits, &x, 4);
-        // Round to nearest even; a NaN stays one.
-        p[c] = x != x ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-      }
-    } else {
-      auto p = reinterpret_cast<c10::Half*>(to);
-      for (int64_t c = 0; c < d; ++c) p[c] = static_cast<c10::Half>(from[c]);
-    }
-  }
-};
-
-// Philox4x32-10 (Salmon et al., SC 2011): 64 numbers of 32 bits for 16 consecutive counters.
-inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, uint32_t* out) {
-  uint32_t x0[16], x1[16], x2[16], x3[16];
-  for (uint32_t l = 0; l < 16; ++l) {
-    x0[l] = block * 16 + l;
-    x1[l] = row;
-    x2[l] = head;
-    x3[l] = 0;
-  }
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-    for (int l = 0; l < 16; ++l) {
-      uint64_t a = uint64_t{0xD2511F53u} * x0[l], b = uint64_t{0xCD9E8D57u} * x2[l];
-      x0[l] = static_cast<uint32_t>(b >> 32) ^ x1[l] ^ k0;
-      x1[l] = static_cast<uint32_t>(b);
-      x2[l] = static_cast<uint32_t>(a >> 32) ^ x3[l] ^ k1;
-      x3[l] = static_cast<uint32_t>(a);
-    }
-  }
-  std::memcpy(out, x0, 64);
-  std::memcpy(out + 16, x1, 64);
-  std::memcpy(out + 32, x2, 64);
-  std::memcpy(out + 48, x3, 64);
-}
-
-struct Mask {
-  // Live keys of row r of head h: columns[begin[h, r]] to columns[end[h, r]], ascending.
-  const int32_t* begin;
-  const int32_t* end;
-  const uint16_t* columns;
-  const bool* padding;  // (B, m), true = real token; null: none is padded
-  const int32_t* last;  // (B,), the token whose row and column are on besides; null: none
-  int64_t num_rows, m, first_row;
-  bool self;  // whether such a token attends to itself
-
-  struct Sequence {
-    int64_t first_key, end_key, last;
-    const bool* holes;
-  };
-
-  Sequence sequence(int64_t b) const {
-    Sequence s{0, m, last ? last[b] : -1, nullptr};
-    if (padding) {
-      const bool* real = padding + b * m;
-      s.first_key = std::find(real, real + m, true) - real;
-      s.end_key = m;
-      while (s.end_key > s.first_key && !real[s.end_key - 1]) --s.end_key;
-      if (std::find(real + s.first_key, real + s.end_key, false) != real + s.end_key) s.holes = real;
-      if (s.last >= 0 && !real[s.last]) s.last = -1;
-    }
-    return s;
-  }
-
-  // The live keys of query i, ascending, and three copies of the first that may be read; returns how many are meant.
-  int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out) const {
-    const int64_t r = first_row + i;
-    if (r < s.first_key || r >= s.end_key || (s.holes && !s.holes[r])) return 0;
-    int64_t count = 0;
-    auto add = [&](int32_t j) {
-      out[count] = j;
-      count += !s.holes || s.holes[j];
-    };
-    if (r == s.last) {
-      for (int64_t j = s.first_key; j < s.end_key; ++j)
-        if (self || j != r) add(j);
-    } else {
-      const uint16_t* from = columns + begin[h * num_rows + r];
-      const uint16_t* to = columns + end[h * num_rows + r];
-      if (padding) {
-        if (s.first_key > 0) from = std::lower_bound(from, to, s.first_key);
-        if (s.end_key < m) to = std::lower_bound(from, to, s.end_key);
-      }
-      if (s.holes) {
-        for (const uint16_t* j = from; j < to; ++j) add(*j);
-      } else {
-        count = to - from;
-        for (int64_t t = 0; t < count; ++t) out[t] = from[t];
-      }
-      // No live key is greater, so the list stays ascending.
-      if (s.last >= 0 && !(to > from && to[-1] == s.last)) out[count++] = s.last;
-    }
-    std::fill(out + count, out + count + (count ? 3 : 0), out[0]);
-    return count;
-  }
-};
 
 template <int D>
 inline void read_vecs(const float* from, Vec* to) {
@@ -377,23 +108,6 @@ inline float softmax_numerators(float* scores, int64_t count) {
   return sum_of(total);
 }
 
-struct Dropout {
-  float probability;
-  uint64_t seed;
-
-  // factors[t] = 0 or 1 / (1 - p), the t-th live key of this row.
-  void factors(int64_t row, int64_t head, int64_t count, float* out) const {
-    const uint32_t threshold = static_cast<uint32_t>(std::min(double{probability} * 4294967296.0, 4294967295.0));
-    const float kept = 1.0f / (1.0f - probability);
-    alignas(64) uint32_t numbers[64];
-    for (int64_t t = 0; t < count; t += 64) {
-      philox(seed, static_cast<uint32_t>(t / 64), static_cast<uint32_t>(row), static_cast<uint32_t>(head), numbers);
-      const int64_t size = std::min<int64_t>(64, count - t);
-      for (int64_t e = 0; e < size; ++e) out[t + e] = numbers[e] >= threshold ? kept : 0.0f;
-    }
-  }
-};
-
 // Floats that start at a cache line.
 class Buffer {
  public:
@@ -454,29 +168,13 @@ void write_rows(const Rows& to, const Problem::Task& task, int64_t first, int64_
       to.write<D>(task.b, h, i, from + (h - task.first_head) * stride + (i - first) * D);
 }
 
-constexpr int64_t BLOCK = 32;  // queries of one head worked on together
-
-// The live keys of a block of queries, and one number each (scores, probabilities).
-struct Lists {
-  int64_t size, count[BLOCK];
-  std::vector<int32_t> keys;
-
-  explicit Lists(int64_t m) : size((m + 31) / 16 * 16), keys(BLOCK * size) {}
-
-  int32_t* of(int64_t r) { return keys.data() + r * size; }
-
-  void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r));
-  }
-};
-
 template <int D>
 void forward_kernel(const Problem& p, const Rows& output) {
   p.for_each_range([&](int64_t from, int64_t to) {
     const int64_t key_stride = head_stride(p.m, D), query_stride = head_stride(BLOCK, D);
     Buffer keys(p.group * key_stride), values(keys.size()), queries(p.group * query_stride), sums(queries.size());
     Lists lists(p.m);
-    Buffer scores(BLOCK * lists.size), factors(lists.size);
+    Buffer scores(BLOCK * lists.size), factors(scores.size());
     float total[BLOCK];
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
@@ -499,13 +197,14 @@ void forward_kernel(const Problem& p, const Rows& output) {
           lists.find(p.mask, sequence, h, first, rows);
           for (int64_t r = 0; r < rows; ++r)
             dot<D>(q + r * D, k, lists.of(r), lists.count[r], scores.data() + r * lists.size);
+          if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             if (lists.count[r] == 0) continue;
             float* weights = scores.data() + r * lists.size;
             total[r] = softmax_numerators(weights, lists.count[r]);
             if (p.dropout.probability > 0) {
-              p.dropout.factors(first + r, task.b * p.H + h, lists.count[r], factors.data());
-              for (int64_t t = 0; t < lists.count[r]; ++t) weights[t] *= factors.data()[t];
+              const float* factor = factors.data() + r * lists.size;
+              for (int64_t t = 0; t < lists.count[r]; t += W) store(weights + t, load(weights + t) * load(factor + t));
             }
           }
           for (int64_t r = 0; r < rows; ++r)
@@ -528,9 +227,8 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
   p.for_each_range([&](int64_t from, int64_t to) {
     Buffer keys(size), values(size), queries(p.group * query_stride), grads(queries.size()), sums(queries.size());
     Lists lists(p.m);
-    Buffer weights(BLOCK * lists.size), others(weights.size()), factors(lists.size), own(p.chunks > 1 ? 0 : 2 * size);
-    float* const factor = factors.data();
-    std::fill(factor, factor + lists.size, 1.0f);
+    Buffer weights(BLOCK * lists.size), others(weights.size()), factors(weights.size()), own(p.chunks > 1 ? 0 : 2 * size);
+    std::fill(factors.data(), factors.data() + factors.size(), 1.0f);
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
       const auto task = p.task(number);
@@ -559,12 +257,13 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
             dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], weights.data() + r * lists.size);
           for (int64_t r = 0; r < rows; ++r)
             dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], others.data() + r * lists.size);
+          if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             const int64_t count = lists.count[r];
             if (count == 0) continue;
             float *weight = weights.data() + r * lists.size, *other = others.data() + r * lists.size;
+            const float* factor = factors.data() + r * lists.size;
             const float total = 1.0f / softmax_numerators(weight, count);
-            if (p.dropout.probability > 0) p.dropout.factors(first + r, task.b * p.H + h, count, factor);
             for (int64_t t = count; t % W; ++t) other[t] = 0;
             // To weight = P after dropout, for dV, and other = dS = P (dP - delta) with delta = sum(P dP).
             Vec delta = {};
@@ -647,9 +346,11 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   const int64_t group = std::max<int64_t>(1, std::min((1 << 18) / floats, H / std::min(H, wanted)));
   const int64_t groups = (H + group - 1) / group;
   const int64_t chunks = std::max<int64_t>(1, std::min((wanted + groups - 1) / groups, n / 64));
+  // Whole blocks, so that the random numbers do not depend on the number of threads.
+  const int64_t rows = ((n + chunks - 1) / chunks + BLOCK - 1) / BLOCK * BLOCK;
   return Problem{Rows(query), Rows(key), Rows(value), mask,
                  Dropout{static_cast<float>(dropout), static_cast<uint64_t>(seed.const_data_ptr<int64_t>()[0])},
-                 static_cast<float>(scale), B, H, n, m, group, (n + chunks - 1) / chunks, groups, chunks};
+                 static_cast<float>(scale), B, H, n, m, group, rows, groups, std::max<int64_t>(1, (n + rows - 1) / rows)};
 }
 
 at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,

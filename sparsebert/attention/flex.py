@@ -129,8 +129,9 @@ def make_block_mask(base, block_map, block, padding, last, first, diagonal, caus
         live = live & some[:, None, :, None] & some[:, None, None, :]
         if full is not None:
             full = full & every[:, None, :, None] & every[:, None, None, :]
-    lists = _listed(live)
-    if full is not None:
+    if full is None:
+        lists = _listed(live)
+    else:
         full = full.expand(live.shape)
         lists = (*_listed(live & ~full), *_listed(full))
     shared_last = last is not None and len(last) == 1
@@ -245,6 +246,9 @@ def block_attention(query, key, value, block_mask, scaling):
         query, key, value = query.detach(), key.detach(), value.detach()
     if torch.compiler.is_compiling():
         function = _attention
+        if query.device.type == "cpu":
+            # The kernel takes its shapes from memory, where the output of a projection lies as (B * m, H * d).
+            query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
     else:
         function = _compiled(*query.shape, query.dtype, query.device)
     return function(query, key, value, block_mask, scaling).transpose(1, 2).contiguous()

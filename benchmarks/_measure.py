@@ -1,0 +1,177 @@
+"""
+Timing in turns, ratios with their intervals, and the gate that results must pass before anything is timed.
+"""
+
+import gc
+import statistics
+import time
+
+import numpy as np
+import torch
+
+
+RESAMPLES = 2000
+# As long as the longest chain of launches takes a host, in cycles of the device.
+HEAD_START = 4_000_000
+FLUSHED_BYTES = 2**28
+
+
+class WrongResult(RuntimeError):
+    """A system whose results are not those of float64."""
+
+
+def check_close(name, results, truth, plain):
+    """
+    The gate: errors of at most twice those of plain PyTorch in the same dtype, plus a few units in the last place.
+
+    Args:
+        name (`str`): What is checked.
+        results (`dict` of `torch.Tensor`): What it gave, by what it is called ("output", ...).
+        truth (`dict` of `torch.Tensor`): The same in float64.
+        plain (`dict` of `torch.Tensor`): The same by plain PyTorch in the dtype of `results`.
+
+    Returns:
+        `float`: The greatest error, relative to the greatest value.
+    Raises:
+        WrongResult: If an error is greater.
+    """
+    worst = 0.0
+    for what, result in results.items():
+        scale = truth[what].abs().max().item()
+        error, allowed = ((values.double() - truth[what]).abs().max().item() for values in (result, plain[what]))
+        limit = 2 * allowed + 4 * torch.finfo(result.dtype).eps * scale
+        if not error <= limit:
+            raise WrongResult(f"{name}: {what} is off by {error:.2e}, at most {limit:.2e} is allowed")
+        worst = max(worst, error / max(scale, 1e-30))
+    return worst
+
+
+def check_dropout(name, function, query, key, value, live):
+    """
+    What holds for any dropout mask, if it is the same in forward and backward: `<out, dout> = <v, dv>` (the output is
+    linear in the values) and `<q, dq> = <k, dk>`; and over many rows the kept probabilities sum to 1 on average.
+
+    Args:
+        name (`str`): What is checked.
+        function (`Callable`): `(query, key, value) -> output`, with dropout.
+        query, key, value (`torch.Tensor` of shape `(B, H, n, d)`): With gradients.
+        live (`torch.Tensor` of shape `(B, n, H)`): Bool, True where a query has a key.
+
+    Raises:
+        WrongResult: If one of these does not hold.
+    """
+    output = function(query, key, value)
+    grad = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, (query, key, value), grad)
+    pairs = {"value": (output, grad, value, gradients[2]), "query": (query, gradients[0], key, gradients[1])}
+    eps = torch.finfo(output.dtype).eps
+    for what, (a, b, c, d) in pairs.items():
+        left, right = ((x.double() * y.double()) for x, y in ((a, b), (c, d)))
+        # Roundings of the products add up as a random walk; another mask would give half of its length.
+        limit = max(8 * eps, 1e-4) * (left.square().sum() + right.square().sum()).sqrt().item()
+        if not abs((left.sum() - right.sum()).item()) <= limit:
+            raise WrongResult(f"{name}: backward of {what} does not see the dropout mask of forward")
+    with torch.no_grad():
+        first, second = (function(query, key, torch.ones_like(value))[..., 0].double()[live] for _ in range(2))
+    if torch.equal(first, second):
+        raise WrongResult(f"{name}: two calls drop the same probabilities, or none")
+    mean, deviation = first.mean().item(), first.std().item()
+    if not abs(mean - 1) <= 6 * deviation / first.numel() ** 0.5 + eps:
+        raise WrongResult(f"{name}: what dropout leaves sums to {mean:.4f} on average, deviation {deviation:.4f}")
+
+
+def cpu_seconds(function):
+    """Wall time of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(function):
+    """
+    Time of one call on the device, by events, with a cold cache. The device is kept busy until all is launched, so
+    that what the host needs for that does not count.
+    """
+    torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda").zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START)
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def cuda_wall_seconds(function):
+    """Wall time of one call, launches included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def interleaved(functions, timer, seconds, min_rounds, max_rounds=60):
+    """
+    Time functions in turns, each round in another order, so that drifts of the machine meet all of them.
+
+    Args:
+        functions (`dict`): Name to function without arguments. Each is called before, which does not count.
+        timer (`Callable`): One of this module.
+        seconds (`float`): Rounds end after this time, but for
+        min_rounds, max_rounds (`int`): at least and at most so many of them.
+
+    Returns:
+        `dict`: Name to list of seconds, one per round.
+    """
+    names = list(functions)
+    times = {name: [] for name in names}
+    for name in names:
+        timer(functions[name])
+    begin = time.perf_counter()
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(max_rounds):
+            if turn >= min_rounds and time.perf_counter() - begin > seconds:
+                break
+            start = turn % len(names)
+            for name in names[start:] + names[:start]:
+                times[name].append(timer(functions[name]))
+    finally:
+        gc.enable()
+    return times
+
+
+def summary(times):
+    """Median and quartiles in ms of one system's times, and their number."""
+    quartiles = np.quantile(times, (0.25, 0.5, 0.75)) * 1e3
+    return dict(zip(("q25_ms", "median_ms", "q75_ms"), quartiles.tolist(), strict=True)) | {"rounds": len(times)}
+
+
+def speed_up(baseline, ours, seed=0):
+    """
+    How much faster ours is: the ratio of medians, and its 95 % interval from resampling the rounds, which are pairs.
+
+    Args:
+        baseline, ours (`list` of `float`): Seconds, one per round.
+        seed (`int`, *optional*, defaults to 0): Of the resampling.
+
+    Returns:
+        `dict`: `"ratio"`, `"low"`, `"high"`.
+    """
+    drawn = np.random.default_rng(seed).integers(len(ours), size=(RESAMPLES, len(ours)))
+    medians = [np.median(np.asarray(times)[drawn], axis=1) for times in (baseline, ours)]
+    low, high = np.quantile(medians[0] / medians[1], (0.025, 0.975))
+    ratio = statistics.median(baseline) / statistics.median(ours)
+    return {"ratio": ratio, "low": float(low), "high": float(high)}
+
+
+def peak_bytes(function):
+    """Memory that one call takes at its peak on the CUDA device, beyond what was there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

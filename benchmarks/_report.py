@@ -1,0 +1,266 @@
+"""
+What all benchmarks share around the measuring: command line, hardware, JSON, tables and plots.
+
+    python -m benchmarks._report    # the hardware as JSON
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
+# Colour-blind safe (Okabe and Ito), with a marker each, so that print without colour works too.
+STYLES = list(
+    zip(("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), "osD^vPX", strict=True)
+)
+
+
+def argument_parser(name, description, phases=PHASES):
+    """
+    The options that all benchmarks have.
+
+    Args:
+        name (`str`): Of the module, such as `"benchmarks.layer"`.
+        description (`str`): For `--help`.
+        phases (`tuple` of `str`, *optional*): Those that it knows.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPUs, bfloat16 on GPUs")
+    parser.add_argument("--lengths", type=int, nargs="+", help="n, tokens of a sequence")
+    parser.add_argument("--tokens", type=int, help="tokens of a batch")
+    parser.add_argument("--phases", choices=phases, nargs="+", default=phases)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--seconds", type=float, default=6.0, help="time for the rounds of one cell")
+    parser.add_argument("--rounds", type=int, default=5, help="fewest rounds of a cell, however long they take")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch on CPUs")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and random masks")
+    parser.add_argument("--instructions", help="MKL_ENABLE_INSTRUCTIONS to run under, such as AVX2 (Intel CPUs)")
+    parser.add_argument("--output", type=Path, help="path of the results, without suffix")
+    parser.add_argument("--quick", action="store_true", help="a smoke run on tiny sizes, whose times mean nothing")
+    return parser
+
+
+def prepare(parser, arguments):
+    """
+    Parse, and set threads and seed. With `--instructions`, MKL needs a process of its own: the program ends here with
+    that one's exit status.
+    """
+    options = parser.parse_args(arguments)
+    if options.instructions and os.environ.get("MKL_ENABLE_INSTRUCTIONS") != options.instructions:
+        command = [sys.executable, *parser.prog.split()[1:], *(sys.argv[1:] if arguments is None else arguments)]
+        sys.exit(subprocess.call(command, env=os.environ | {"MKL_ENABLE_INSTRUCTIONS": options.instructions}))
+    options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
+    if options.quick:
+        options.seconds, options.rounds = 0.0, 2
+    if options.output is None:
+        tail = f"_{options.instructions.lower()}" if options.instructions else ""
+        options.output = RESULTS / f"{parser.prog.rpartition('.')[2]}_{options.device}{tail}"
+    words = parser.prog.split()[1:] + list(sys.argv[1:] if arguments is None else arguments)
+    options.command = shlex.join(["python", *words])
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    return options
+
+
+def _output(*command, **environment):
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | environment, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return run.stdout.strip()
+
+
+def _cpu():
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+@functools.cache
+def _mkl():
+    """The instructions that MKL says it uses, or `None` without MKL."""
+    multiply = "import torch; torch.ones(2, 2) @ torch.ones(2, 2)"
+    found = re.search(
+        r"MKL_VERBOSE.*64 architecture (.*?),? Lnx", _output(sys.executable, "-c", multiply, MKL_VERBOSE="1")
+    )
+    return found[1] if found else None
+
+
+def _version(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def hardware():
+    """
+    Where this runs.
+
+    Returns:
+        `dict`: CPU, cores, threads, vector instructions of PyTorch and of MKL, versions, GPU and driver.
+    """
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "mkl": _mkl(),
+        "mkl_enable_instructions": os.environ.get("MKL_ENABLE_INSTRUCTIONS"),
+        "gpu": gpu,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
+    }
+
+
+def hardware_line(machine):
+    """`hardware()` in one line, for titles and READMEs."""
+    mkl = re.search(r"AVX-?\d*|SSE[\d.]*", machine["mkl"] or "")
+    mkl = f", MKL {mkl[0]}" if mkl else ""
+    if machine["mkl_enable_instructions"]:
+        mkl += f" (MKL_ENABLE_INSTRUCTIONS={machine['mkl_enable_instructions']})"
+    parts = [f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores, {machine['capability']}{mkl}"]
+    if machine["gpu"]:
+        parts = [f"{machine['gpu']}, driver {machine['driver']}, triton {machine['triton']}"]
+    return "; ".join([*parts, f"torch {machine['torch']}"])
+
+
+def commit():
+    """The git commit, with "+" where files of the package or of the benchmarks differ from it; `None` outside git."""
+    name = _output("git", "rev-parse", "--short=12", "HEAD")
+    return (name + "+" * bool(_output("git", "status", "--porcelain", "sparsebert", "benchmarks/*.py"))) or None
+
+
+def write_json(options, cells, **fields):
+    """
+    Write `options.output` + `.json`: one run, with all that is needed to repeat it.
+
+    Returns:
+        `dict`: What was written.
+    """
+    report = {
+        "command": options.command,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "quick": options.quick,
+        **fields,
+        "cells": cells,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.with_name(options.output.name + ".json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def print_table(title, header, rows):
+    """A table in Markdown, as READMEs take it."""
+    table = Table(*header, box=MARKDOWN)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(width=400, highlight=False)
+    console.print(f"\n{title}\n")
+    console.print(table)
+
+
+def milliseconds(entry):
+    """Median and quartiles of a [`summary`] as text."""
+    return f"{entry['median_ms']:.3g} ({entry['q25_ms']:.3g}-{entry['q75_ms']:.3g})"
+
+
+def ratio_text(entry):
+    """A [`speed_up`] as text; what is surely slower says so."""
+    slower = " slower" if entry["high"] < 1 else ""
+    return f"{entry['ratio']:.2f} [{entry['low']:.2f}, {entry['high']:.2f}]{slower}"
+
+
+def plot_ratios(options, report, title, panels, xlabel, ylabel):
+    """
+    Write `options.output` + `.png`: ratios with intervals, log scales, a line at 1 below which we lose.
+
+    Args:
+        options: Of [`prepare`].
+        report (`dict`): Of [`write_json`].
+        title (`str`): Of the figure; the hardware is added.
+        panels (`dict`): Panel title to `{series: [(x, speed_up entry, filled), ...]}`; markers that are not `filled`
+            are drawn hollow.
+        xlabel, ylabel (`str`): Of the axes.
+    """
+    if not any(panels.values()):
+        return  # one system alone
+    if find_spec("matplotlib") is None:
+        print("No plot: pip install sparsebert[viz]")
+        return
+    from matplotlib.figure import Figure
+
+    columns = min(len(panels), 3)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns + 0.6, 3.5 * lines + 1.5), layout="constrained", dpi=150)
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    style = {name: STYLES[index % len(STYLES)] for index, name in enumerate(names)}
+    entries = [entry for series in panels.values() for points in series.values() for _, entry, _ in points]
+    lowest, highest = min(0.7, *(entry["low"] for entry in entries)), max(1.4, *(entry["high"] for entry in entries))
+    handles = {}
+    for axis, (panel, series) in zip(axes, panels.items(), strict=False):
+        ticks = sorted({x for points in series.values() for x, _, _ in points})
+        for name, points in series.items():
+            x, entries, filled = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+            ratio, low, high = ([entry[key] for entry in entries] for key in ("ratio", "low", "high"))
+            color, marker = style[name]
+            (handles[name],) = axis.plot(x, ratio, color=color, marker=marker, ms=5, lw=1.3, label=name)
+            axis.vlines(x, low, high, color=color, lw=3, alpha=0.35)
+            hollow = [index for index, chosen in enumerate(filled) if not chosen]
+            axis.plot(
+                [x[index] for index in hollow], [ratio[index] for index in hollow], ls="", marker=marker, ms=5,
+                mfc="white", mec=color, zorder=3,
+            )  # fmt: skip
+        axis.set_yscale("log", base=2)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks], fontsize=8)
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axis.axhline(1, color="black", lw=1)
+        axis.axhspan(0.9 * lowest, 1, color="#D55E00", alpha=0.12, lw=0)
+        axis.set_title(panel, fontsize=10)
+        axis.set_xlabel(xlabel)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0.9 * lowest, 1.1 * highest)  # shared by all
+    for axis in axes[::columns]:
+        axis.set_ylabel(ylabel)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(f"{title}\n{hardware_line(report['hardware'])}; shaded: slower", fontsize=10)
+    figure.savefig(options.output.with_name(options.output.name + ".png"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(hardware() | {"commit": commit()}, indent=1))

@@ -1,0 +1,256 @@
+"""
+The ways to run attention that are compared: a function each, under the same mask, padding and dropout.
+
+Letters: B batch, H heads, n length, d head size.
+
+All take query, key and value in the host's layout, `(B, n, H, d)` in memory seen as `(B, H, n, d)`, and give the
+host's `(B, n, H, d)`, contiguous. Masks are brought into the form that a system reads beforehand, as a model does once
+for all its layers.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsebert import SparseMask
+from sparsebert.attention import ATTENTION_NAMES, BACKENDS, choice, choose_backend, run_backend
+from sparsebert.attention.mask_inputs import MaskInputs
+
+from ._masks import build_mask, kept
+from ._measure import WrongResult, check_close, check_dropout
+
+
+HEAD_SIZE = 64
+# Scores of a chunk of heads in float64, at most.
+CHUNK = 2**24
+
+
+@dataclass
+class Case:
+    """Inputs and mask of one cell; `keep` is what the mask keeps, `(B or 1, H, n, n)`."""
+
+    mask_name: str
+    mask: SparseMask
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad: torch.Tensor
+    keep: torch.Tensor
+    padding: torch.Tensor | None
+
+    @property
+    def inputs(self):
+        return self.query, self.key, self.value
+
+    def first_sequence(self):
+        """The same with a batch of one."""
+        inputs = {name: getattr(self, name)[:1].detach().requires_grad_() for name in ("query", "key", "value")}
+        padding = None if self.padding is None else self.padding[:1]
+        return replace(self, **inputs, grad=self.grad[:1], keep=self.keep[:1], padding=padding)
+
+    def request(self, gradients, dropout):
+        """The [`choice.Request`] of this case."""
+        batch, num_heads, length, _ = self.query.shape
+        device, padded = self.query.device.type, self.padding is not None
+        return choice.Request(
+            device, self.query.dtype, batch, num_heads, length, length, HEAD_SIZE, dropout, gradients, padded
+        )
+
+
+def make_case(mask_name, length, options, padded=False):
+    """
+    Random inputs under a mask.
+
+    Args:
+        mask_name (`str`): As in [`build_mask`].
+        length (`int`): n.
+        options: Of the command line: device, dtype, tokens, heads, seed.
+        padded (`bool`): Sequences of n / 2 to n tokens, padded on the right.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    batch = max(1, options.tokens // length)
+    mask = build_mask(mask_name, length, options.heads, options.seed)
+    padding = None
+    if padded:
+        lengths = torch.randint(length // 2, length + 1, (batch, 1), generator=generator)
+        padding = torch.arange(length) < lengths
+    shape = (batch, length, options.heads, HEAD_SIZE)
+    drawn = [torch.randn(shape, generator=generator).to(options.device, options.dtype) for _ in range(4)]
+    inputs = [tensor.transpose(1, 2).requires_grad_() for tensor in drawn[:3]]
+    grad = drawn[3] if padding is None else drawn[3] * padding[:, :, None, None].to(options.device)
+    keep = kept(mask, length, padding).to(options.device)
+    return Case(mask_name, mask, *inputs, grad, keep, None if padding is None else padding.to(options.device))
+
+
+def _bias(case):
+    # Finite, so that padded queries, which nothing reads, are no NaN.
+    bias = torch.zeros(case.keep.shape, dtype=case.query.dtype, device=case.keep.device)
+    return bias.masked_fill_(~case.keep, torch.finfo(bias.dtype).min)
+
+
+def _eager(query, key, value, bias, dropout):
+    scores = (query @ key.mT).float() * query.shape[-1] ** -0.5
+    weights = (scores if bias is None else scores + bias).softmax(-1).to(value.dtype)
+    return (nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+
+
+def eager(case, gradients, dropout):
+    """Plain PyTorch, the whole score matrix in memory."""
+    bias = _bias(case)
+    return lambda *inputs: _eager(*inputs, bias, dropout), [bias]
+
+
+def _sdpa(mask, dropout):
+    def run(query, key, value):
+        output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+        return output.transpose(1, 2).contiguous()
+
+    return run
+
+
+def sdpa(case, gradients, dropout):
+    """PyTorch's fused attention with a bool mask."""
+    return _sdpa(case.keep, dropout), [case.keep]
+
+
+def sdpa_float(case, gradients, dropout):
+    """The same with an additive mask made beforehand."""
+    bias = _bias(case)
+    return _sdpa(bias, dropout), [bias]
+
+
+def sdpa_unmasked(case, gradients, dropout):
+    """The same without a mask: another result, and what a dense model pays."""
+    return _sdpa(None, dropout), []
+
+
+def flash(case, gradients, dropout):
+    """The flash kernel without a mask."""
+    if case.query.device.type == "cuda" and case.query.dtype == torch.float32:
+        raise ValueError("flash attention needs bfloat16 or float16")
+    run = _sdpa(None, dropout)
+
+    def forced(*inputs):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return run(*inputs)
+
+    return forced, []
+
+
+def _sparse(name):
+    def build(case, gradients, dropout):
+        request = case.request(gradients, dropout)
+        shape = (request.batch, request.num_heads, request.num_queries, request.num_keys, request.head_size)
+        chosen = choose_backend(
+            name, case.mask, request.device, request.dtype, *shape, dropout, gradients, request.padded
+        )
+        inputs = MaskInputs(
+            chosen, request.num_queries, request.num_keys, case.query.device, case.mask, padding=case.padding
+        )
+        inputs = replace(inputs, **BACKENDS[chosen].prepare(case.mask, inputs)).for_layer(0)
+        forms = inputs.compiled[0]
+        forms = vars(forms).values() if hasattr(forms, "__dict__") else forms or inputs.bias
+        tensors = [form for form in forms if isinstance(form, torch.Tensor)]
+        return lambda *inputs_: run_backend(*inputs_, inputs, HEAD_SIZE**-0.5, dropout)[0], tensors
+
+    return build
+
+
+# A system is a function `(case, gradients, dropout) -> (function of query, key and value, tensors of its mask)`, and
+# raises a ValueError for what it cannot do.
+SYSTEMS = {
+    "eager": eager,
+    "sdpa": sdpa,
+    "sdpa_float": sdpa_float,
+    "sdpa_unmasked": sdpa_unmasked,
+    "flash": flash,
+} | {name: _sparse(name) for name in ATTENTION_NAMES}
+DENSE = ("eager", "sdpa", "sdpa_float")
+UNMASKED = ("sdpa_unmasked", "flash")
+
+
+def auto_choice(case, gradients, dropout):
+    """Name and reason of what `sparse_auto` chooses."""
+    return choice.by_table(BACKENDS, case.mask, case.request(gradients, dropout))
+
+
+def _exact(case, keep):
+    """Output `(B, n, H, d)` and gradients `(B, H, n, d)` in float64; `keep` is `None` without a mask."""
+    batch, num_heads, length, _ = case.query.shape
+    step = max(1, CHUNK // length**2)
+    grad = case.grad.transpose(1, 2)
+    results = [torch.empty(case.query.shape, dtype=torch.float64, device=grad.device) for _ in range(4)]
+    pairs = torch.cartesian_prod(torch.arange(batch), torch.arange(num_heads)).to(grad.device)
+    for b, h in ((chunk[:, 0], chunk[:, 1]) for chunk in pairs.split(step)):
+        query, key, value = (tensor[b, h].detach().double().requires_grad_() for tensor in case.inputs)
+        scores = query @ key.mT * HEAD_SIZE**-0.5  # (chunk, n, n)
+        if keep is not None:
+            live = keep[b if len(keep) > 1 else torch.zeros_like(b), h]
+            scores = scores.masked_fill(~live, -torch.inf)
+        output = scores.softmax(-1).nan_to_num() @ value
+        gradients = torch.autograd.grad(output, (query, key, value), grad[b, h].double())
+        for result, values in zip(results, (output.detach(), *gradients), strict=True):
+            result[b, h] = values.nan_to_num()
+    return [results[0].transpose(1, 2), *results[1:]]
+
+
+class Gate:
+    """
+    Refuses systems whose results are wrong, on the very inputs that are timed.
+
+    Args:
+        case ([`Case`])
+    """
+
+    def __init__(self, case):
+        self.case = case
+        self._references = {}
+
+    def _results(self, function, gradients):
+        case = self.case
+        with torch.set_grad_enabled(gradients):
+            output = function(*case.inputs)
+        values = [output.detach()]
+        if gradients:
+            values += torch.autograd.grad(output, case.inputs, case.grad)
+        if case.padding is not None:
+            values[0] = values[0] * case.padding[:, :, None, None]
+        return dict(zip(("output", "query", "key", "value"), values, strict=False))
+
+    def _reference(self, masked):
+        """Float64, and plain PyTorch."""
+        if masked not in self._references:
+            case = self.case
+            truth = _exact(case, case.keep if masked else None)
+            if case.padding is not None:
+                truth[0] = truth[0] * case.padding[:, :, None, None]
+            bias = _bias(case) if masked else None
+            plain = self._results(lambda *inputs: _eager(*inputs, bias, 0.0), True)
+            self._references[masked] = dict(zip(plain, truth, strict=True)), plain
+        return self._references[masked]
+
+    def check(self, name, gradients=True, dropout=0.0):
+        """
+        Args:
+            name (`str`): Key of `SYSTEMS`.
+            gradients (`bool`): Whether to check them too.
+            dropout (`float`): If not 0, dropout is checked instead, see [`check_dropout`].
+
+        Returns:
+            `float`: The greatest error, relative to the greatest value.
+        Raises:
+            ValueError: If the system cannot do this.
+            WrongResult: If it is wrong.
+        """
+        case = self.case
+        label = f"{name} ({case.mask_name}, {case.query.shape[2]} tokens, {case.query.dtype})"
+        function, _ = SYSTEMS[name](case, gradients, dropout)
+        if dropout:
+            live = case.keep.any(-1).transpose(1, 2).expand(case.grad.shape[:3])
+            return check_dropout(label, function, *case.inputs, live)
+        results = self._results(function, gradients)
+        if not all(result.isfinite().all() for result in results.values()):
+            raise WrongResult(f"{label}: not finite")
+        return check_close(label, results, *self._reference(name not in UNMASKED))

@@ -1,0 +1,386 @@
+"""
+Attention alone: every system on the same inputs, checked against float64 first, then timed in turns.
+
+    python -m benchmarks.attention            # the table of the README
+    python -m benchmarks.attention --sweep    # sparse_cpu against the best dense by density, for sparse_auto
+
+Letters: H heads, n length. A cell is a mask, a length and a phase: forward, training (forward and backward), or
+training with dropout.
+"""
+
+import contextlib
+
+import torch
+
+from ._masks import HELP, build_mask
+from ._measure import cpu_seconds, cuda_seconds, interleaved, peak_bytes, speed_up, summary
+from ._report import (
+    DROPOUT,
+    FORWARD,
+    TRAINING,
+    argument_parser,
+    hardware_line,
+    milliseconds,
+    plot_ratios,
+    prepare,
+    print_table,
+    ratio_text,
+    write_json,
+)
+from ._systems import DENSE, SYSTEMS, UNMASKED, Gate, auto_choice, make_case
+
+
+BEST_DENSE = "best dense"
+DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
+SWEEP_LENGTHS = (128, 512, 1024)
+# What is measured unless the command line says otherwise: mask, lengths, phases.
+TABLES = {
+    "cpu": [
+        ("dam_s", (128, 512, 1024, 2048), (FORWARD, TRAINING)),
+        ("dam_s", (128, 512, 1024), (DROPOUT,)),
+        ("dam_u", (128, 512, 1024), (FORWARD, TRAINING)),
+    ],
+    "cuda": [
+        ("toeplitz64", (512, 1024, 2048, 4096), (FORWARD, TRAINING, DROPOUT)),
+        ("dam_s", (128, 512, 1024, 2048), (FORWARD, TRAINING, DROPOUT)),
+        ("dam_u", (512, 1024), (FORWARD, TRAINING)),
+    ],
+}
+SYSTEMS_OF = {
+    "cpu": ("eager", "sdpa", "sdpa_float", "sdpa_unmasked", "sparse_cpu"),
+    "cuda": ("eager", "sdpa", "sdpa_float", "flash", "sparse_flex", "sparse_triton"),
+}
+OURS = {"cpu": "sparse_cpu", "cuda": "sparse_triton"}
+# What was set out to reach: device, mask and phase, then against which system, by n.
+GOALS = {
+    ("cpu", "dam_s", FORWARD): {"sdpa": {128: 6, 512: 8, 1024: 12, 2048: 15}},
+    ("cpu", "dam_s", TRAINING): {"sdpa": {128: 5, 512: 8, 1024: 9, 2048: 10}},
+    ("cpu", "dam_s", DROPOUT): {BEST_DENSE: {128: 7, 512: 18, 1024: 22}},
+    ("cpu", "dam_u", FORWARD): {"sdpa": {128: 2.5, 512: 4, 1024: 5}},
+    ("cuda", "toeplitz64", FORWARD): {
+        "flash": {512: 1.8, 1024: 3, 2048: 3.5, 4096: 4},
+        "sparse_flex": {512: 1, 1024: 1, 2048: 1, 4096: 1},
+    },
+    ("cuda", "toeplitz64", TRAINING): {
+        "flash": {1024: 2.5},
+        "sparse_flex": {512: 1, 1024: 1, 2048: 1, 4096: 1},
+    },
+    ("cuda", "dam_s", FORWARD): {
+        "flash": {128: 1, 512: 0.8, 1024: 0.8, 2048: 0.8},
+        "sdpa_float": {128: 1.5, 512: 1.3, 1024: 1.3, 2048: 1.3},
+        "sparse_flex": {128: 1, 512: 1, 1024: 1, 2048: 1},
+    },
+    ("cuda", "dam_u", FORWARD): {
+        "flash": {512: 0.8, 1024: 0.8},
+        "sdpa_float": {512: 1.3, 1024: 1.3},
+        "sparse_flex": {512: 1, 1024: 1},
+    },
+}
+
+
+def checked(cases, names, options):
+    """
+    Pass every system through the gate, and whatever `sparse_auto` chooses in one of the phases.
+
+    Returns:
+        `dict`: `(index of the case, system)` to its relative error; systems that cannot run are left out.
+    """
+    errors = {}
+    for index, case in enumerate(cases):
+        gate = Gate(case)
+        choices = [auto_choice(case, *of_phase(phase, options))[0] for phase in options.phases]
+        for name in dict.fromkeys((*names, *choices)):
+            if index and name in DENSE:
+                continue  # timed on the first case only
+            for gradients in (False, True):
+                with contextlib.suppress(ValueError):  # said again, and kept, when the cell is built
+                    errors[index, name] = gate.check(name, gradients)
+    return errors
+
+
+def of_phase(phase, options):
+    """Whether there are gradients, and the probability of dropout."""
+    return phase != FORWARD, options.dropout if phase == DROPOUT else 0.0
+
+
+def runner(case, name, phase, options):
+    """
+    Function without arguments that runs a cell once, and the tensors of the mask's form.
+
+    Raises:
+        ValueError: If the system cannot run here.
+        WrongResult: If it gets dropout wrong.
+    """
+    gradients, dropout = of_phase(phase, options)
+    if dropout:
+        Gate(case.first_sequence()).check(name, dropout=dropout)
+    function, tensors = SYSTEMS[name](case, gradients, dropout)
+
+    def run():
+        with torch.set_grad_enabled(gradients):
+            output = function(*case.inputs)
+        if gradients:
+            torch.autograd.grad(output, case.inputs, case.grad)
+
+    return run, tensors
+
+
+def measured(cases, phase, names, options, errors):
+    """
+    Time a phase of cases that differ in their mask alone, in turns. Dense systems, whose time does not depend on what
+    the mask keeps, run on the first.
+
+    Args:
+        cases (`list` of [`Case`])
+        phase (`str`): One of `PHASES`.
+        names (`tuple` of `str`): Systems.
+        options: Of the command line.
+        errors (`dict`): Of [`checked`].
+
+    Returns:
+        `list` of `dict`: One per case.
+    """
+    gradients, dropout = of_phase(phase, options)
+    choices = [auto_choice(case, gradients, dropout) for case in cases]
+    functions, forms, refused = {}, {}, {}
+    for index, (case, (chosen, _)) in enumerate(zip(cases, choices, strict=True)):
+        for name in dict.fromkeys((*names, chosen)):
+            if (index and name in DENSE) or (name == "sdpa_unmasked" and dropout):
+                continue
+            try:
+                functions[index, name], forms[index, name] = runner(case, name, phase, options)
+            except ValueError as error:
+                refused[index, name] = str(error)
+    timer = cuda_seconds if options.device == "cuda" else cpu_seconds
+    times = interleaved(functions, timer, options.seconds, options.rounds)
+    records = []
+    for index, (case, (chosen, reason)) in enumerate(zip(cases, choices, strict=True)):
+        own = {name: (number, name) for number, name in functions if number == index or name in DENSE}
+        systems = {}
+        for name, key in own.items():
+            size = sum(tensor.numel() * tensor.element_size() for tensor in forms[key])
+            systems[name] = summary(times[key]) | {
+                "error": errors.get(key),
+                "mask_bytes_per_head": size / options.heads,
+            }
+            if options.device == "cuda":
+                systems[name]["peak_bytes"] = peak_bytes(functions[key])
+        dense = [name for name in DENSE if name in own]
+        best = min(dense, key=lambda name: systems[name]["median_ms"], default=None)
+        baselines = {name: own[name] for name in own if name in DENSE + UNMASKED or name == "sparse_flex"}
+        if best:
+            baselines[BEST_DENSE] = own[best]
+        ratios = {
+            ours: {name: speed_up(times[key], times[own[ours]]) for name, key in baselines.items() if name != ours}
+            for ours in dict.fromkeys((OURS[options.device], chosen))
+            if ours in own
+        }
+        _, _, length, _ = case.query.shape
+        records.append(
+            {
+                "mask": case.mask_name,
+                "density": case.mask.to_table(length).float().mean().item(),
+                "n": length,
+                "batch": case.query.shape[0],
+                "heads": options.heads,
+                "dtype": str(case.query.dtype).removeprefix("torch."),
+                "phase": phase,
+                "padded": case.padding is not None,
+                "systems": systems,
+                "refused": {name: why for (number, name), why in refused.items() if number == index},
+                "best_dense": best,
+                "auto": {"choice": chosen, "reason": reason},
+                "speed_up": ratios,
+            }
+        )
+    return records
+
+
+def table_cells(options):
+    """The cells of the table, one mask and length after the other."""
+    table = TABLES[options.device]
+    if options.masks or options.lengths:
+        masks, lengths = options.masks or ("dam_s",), options.lengths or (128, 512, 1024)
+        table = [(mask, lengths, options.phases) for mask in masks]
+    cells = []
+    for mask_name, lengths, phases in table:
+        for length in lengths:
+            if not set(phases) & set(options.phases):
+                continue
+            case = make_case(mask_name, length, options, options.padded)
+            errors = checked([case], options.systems, options)
+            for phase in phases:
+                if phase in options.phases:
+                    cells += measured([case], phase, options.systems, options, errors)
+                    print(f"{mask_name}, {length} tokens, {phase}: done", flush=True)
+    return cells
+
+
+def sweep_cells(options):
+    """`sparse_cpu` at all densities against dense attention."""
+    names = (*DENSE, OURS[options.device])
+    cells = []
+    for dtype in (torch.float32, torch.bfloat16):
+        options.dtype = dtype
+        for length in options.lengths or SWEEP_LENGTHS:
+            cases = [make_case(f"dam_s:{density}", length, options, options.padded) for density in DENSITIES]
+            errors = checked(cases, names, options)
+            for phase in options.phases:
+                cells += measured(cases, phase, names, options, errors)
+                print(f"{dtype}, {length} tokens, {phase}: done", flush=True)
+    return cells
+
+
+def goals(cells, options):
+    """Rows of the goals that these cells belong to: reached or not."""
+    rows = []
+    for cell in cells:
+        wanted = GOALS.get((options.device, cell["mask"], cell["phase"]), {})
+        entries = cell["speed_up"].get(OURS[options.device], {})
+        for baseline, by_length in wanted.items():
+            if cell["n"] in by_length and baseline in entries:
+                goal, reached = by_length[cell["n"]], entries[baseline]
+                verdict = "reached" if reached["ratio"] >= goal else "missed"
+                rows.append(
+                    (cell["mask"], cell["n"], cell["phase"], baseline, f"{goal:g}", ratio_text(reached), verdict)
+                )
+    return rows
+
+
+def _cell_names(cell):
+    density = f"{100 * cell['density']:.1f} %"
+    return cell["mask"], density, cell["n"], cell["dtype"], cell["phase"]
+
+
+def print_cells(cells, options):
+    """Times, ratios of our kernel, what `sparse_auto` chose, and goals."""
+    ours = OURS[options.device]
+    head = ("mask", "density", "n", "dtype", "phase")
+    names = list(dict.fromkeys(name for cell in cells for name in cell["systems"]))
+    rows = [
+        (
+            *_cell_names(cell),
+            *(milliseconds(cell["systems"][name]) if name in cell["systems"] else "-" for name in names),
+        )
+        for cell in cells
+    ]
+    print_table(f"Milliseconds, median (quartiles), {options.tokens} tokens", (*head, *names), rows)
+    baselines = list(dict.fromkeys(name for cell in cells for name in cell["speed_up"].get(ours, ())))
+    rows = []
+    for cell in cells:
+        entries, chosen = cell["speed_up"].get(ours, {}), cell["auto"]["choice"]
+        auto = (
+            ratio_text(cell["speed_up"][chosen][BEST_DENSE]) if BEST_DENSE in cell["speed_up"].get(chosen, ()) else "-"
+        )
+        texts = [ratio_text(entries[name]) if name in entries else "-" for name in baselines]
+        rows.append((*_cell_names(cell), *texts, chosen, auto))
+    header = (*head, *(f"vs {name}" for name in baselines), "sparse_auto", f"sparse_auto vs {BEST_DENSE}")
+    print_table(f"Speed-up of {ours}, ratio of medians [95 % interval]", header, rows)
+    if rows := goals(cells, options):
+        print_table("Goals", ("mask", "n", "phase", "against", "goal", "speed-up", ""), rows)
+    slower = [cell for cell in cells if auto_slower(cell)]
+    print(
+        f"sparse_auto is slower than the best dense attention, beyond the interval, in {len(slower)} of {len(cells)}"
+    )
+    for cell in slower:
+        print(" ", *_cell_names(cell), cell["auto"]["choice"])
+
+
+def auto_slower(cell):
+    """Whether what `sparse_auto` chose is slower than the best dense attention, beyond the interval."""
+    entry = cell["speed_up"].get(cell["auto"]["choice"], {}).get(BEST_DENSE)
+    return entry is not None and entry["high"] < 1
+
+
+def print_limits(cells, options):
+    """By dtype, length and phase, the greatest density up to which our kernel is not slower than dense attention."""
+    limits = {}
+    for cell in sorted(cells, key=lambda cell: cell["density"]):
+        key = (cell["dtype"], cell["n"], cell["phase"])
+        limit, lost = limits.get(key, (0.0, False))
+        lost = lost or cell["speed_up"][OURS[options.device]][BEST_DENSE]["high"] < 1
+        limits[key] = (limit if lost else cell["density"], lost)
+    rows = [(*key, f"{limit:.2f}", "" if lost else "(the densest measured)") for key, (limit, lost) in limits.items()]
+    print_table("Greatest density at which sparse_cpu is not slower", ("dtype", "n", "phase", "density", ""), rows)
+
+
+def print_memory(cells):
+    """Bytes of the mask per head against n^2 / 8, and on GPUs the peak memory of a call, by phase."""
+    rows, phases = {}, list(dict.fromkeys(cell["phase"] for cell in cells))
+    for cell in cells:
+        for name, entry in cell["systems"].items():
+            size = entry["mask_bytes_per_head"]
+            key = (
+                cell["mask"],
+                cell["n"],
+                cell["dtype"],
+                name,
+                f"{size / 1024:.1f}",
+                f"{8 * size / cell['n'] ** 2:.2f}",
+            )
+            peak = f"{entry['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in entry else "-"
+            rows.setdefault(key, dict.fromkeys(phases, "-"))[cell["phase"]] = peak
+    header = ("mask", "n", "dtype", "system", "KiB per head", "of n^2/8", *(f"peak MiB, {phase}" for phase in phases))
+    print_table("Memory of the mask, and of a call", header, [(*key, *peaks.values()) for key, peaks in rows.items()])
+
+
+def plot(options, report, cells):
+    """Ratios by length, or by density for a sweep."""
+    panels, ours = {}, OURS[options.device]
+    for cell in cells:
+        entries = cell["speed_up"].get(ours, {})
+        chosen = cell["auto"]["choice"] == ours
+        if options.sweep:
+            panel = panels.setdefault(f"{cell['dtype']}, {cell['phase']}", {})
+            panel.setdefault(f"{cell['n']} tokens", []).append((cell["density"], entries[BEST_DENSE], chosen))
+        else:
+            panel = panels.setdefault(f"{cell['mask']}, {cell['phase']}", {})
+            for name, entry in entries.items():
+                if name == BEST_DENSE:
+                    continue  # one of the others
+                panel.setdefault(f"against {name}", []).append((cell["n"], entry, chosen))
+    against = f" over the {BEST_DENSE}" if options.sweep else ""
+    title = f"Speed-up of {ours}{against}, {options.tokens} tokens (hollow: sparse_auto chooses otherwise)"
+    xlabel = "density of the mask" if options.sweep else "n, tokens of a sequence"
+    plot_ratios(options, report, title, panels, xlabel, "speed-up")
+
+
+def command_line():
+    parser = argument_parser("benchmarks.attention", "Attention systems, checked and timed in turns.")
+    parser.add_argument("--masks", nargs="+", help=HELP)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: dense ones and ours")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--padded", action="store_true", help="sequences of n/2 to n tokens, padded on the right")
+    parser.add_argument("--sweep", action="store_true", help="densities of dam_s, float32 and bfloat16")
+    parser.add_argument("--memory", action="store_true", help="print the memory of masks and calls too")
+    return parser
+
+
+def main(arguments=None):
+    parser = command_line()
+    options = prepare(parser, arguments)
+    if options.quick:
+        options.masks, options.lengths = options.masks or ("dam_s", "toeplitz64"), options.lengths or (64, 100)
+        options.tokens, options.heads = options.tokens or 200, 2
+    options.tokens = options.tokens or (16384 if options.device == "cuda" else 4096)
+    options.systems = options.systems or SYSTEMS_OF[options.device]
+    if options.sweep:
+        options.output = options.output.with_name(options.output.name.replace("attention", "sweep"))
+    try:
+        for mask_name in options.masks or ():
+            build_mask(mask_name, 64, options.heads)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    cells = sweep_cells(options) if options.sweep else table_cells(options)
+    report = write_json(options, cells, tokens=options.tokens)
+    print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
+    print_cells(cells, options)
+    if options.sweep:
+        print_limits(cells, options)
+    if options.memory:
+        print_memory(cells)
+    plot(options, report, cells)
+
+
+if __name__ == "__main__":
+    main()

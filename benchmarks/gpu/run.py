@@ -1,0 +1,202 @@
+"""
+Run the queue of GPU measurements (see README.md beside this file).
+
+    python benchmarks/gpu/run.py              # all entries, in order
+    python benchmarks/gpu/run.py 1 4          # these
+    python benchmarks/gpu/run.py --list
+
+Each entry runs in processes of its own under a time limit; a failure does not stop the next one. Writes N.json (what
+ran where, how it ended, and the reports of the benchmarks), N.log and plots.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results"
+LIMIT = 590
+
+
+@dataclass(frozen=True)
+class Entry:
+    """
+    One entry of the queue.
+
+    Args:
+        title (`str`): What it answers.
+        commands (`tuple` of `str`): Arguments of Python, run one after the other; `{output}` is where results go.
+        environment (`dict`): On top of the process's own.
+    """
+
+    title: str
+    commands: tuple
+    environment: dict = field(default_factory=dict)
+
+
+def _gpu_tests():
+    """The test files that have GPU tests: others may need packages that a bare machine lacks."""
+    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    return " ".join(f"tests/{path.name}" for path in paths if "mark.gpu" in path.read_text())
+
+
+ATTENTION = "-m benchmarks.attention --device cuda --output {output}"
+ONCE = "--rounds 1 --seconds 0"
+SEARCH = (
+    "pretrain.py recipes/tiles.yaml --hidden_size 768 --num_hidden_layers 12 --num_attention_heads 12 "
+    "--intermediate_size 3072 --learning_rate 1e-4 --bf16 true --max_tokens 20000000 --overwrite true "
+    "--output_dir {output}_model"
+)
+ENTRIES = {
+    1: Entry("are the kernels right", (f"-m pytest -q -m gpu {_gpu_tests()}",)),
+    2: Entry(
+        "forward under block-Toeplitz and window masks",
+        (f"{ATTENTION} --phases forward --masks toeplitz64 window --lengths 128 512 1024 2048 4096",),
+    ),
+    3: Entry(
+        "forward and backward, and dropout, under block-Toeplitz masks",
+        (
+            f"{ATTENTION} --phases training 'training with dropout' --masks toeplitz64 "
+            "--lengths 128 512 1024 2048 4096",
+        ),
+    ),
+    4: Entry(
+        "scattered masks against SDPA with a mask and FlexAttention",
+        (f"{ATTENTION} --masks dam_s dam_u --lengths 128 512 1024 2048",),
+    ),
+    5: Entry(
+        "layer and BERT-base, tokens per second",
+        (
+            "-m benchmarks.layer --device cuda --output {output} --masks toeplitz64 --lengths 128 512 1024 2048 4096",
+            "-m benchmarks.model --device cuda --output {output} --masks toeplitz64 --lengths 128 512 1024 2048",
+        ),
+    ),
+    6: Entry(
+        "memory of masks and calls", (f"{ATTENTION} --memory {ONCE} --masks toeplitz64 dam_s --lengths 1024 4096",)
+    ),
+    7: Entry(
+        "which configurations the autotuner chooses (in the log)",
+        tuple(
+            f"{ATTENTION} --dtype {dtype} {ONCE} --systems sparse_triton --masks toeplitz64 dam_s "
+            "--lengths 128 512 1024 2048 4096"
+            for dtype in ("bfloat16", "float16", "float32")
+        ),
+        {"TRITON_PRINT_AUTOTUNING": "1"},
+    ),
+    8: Entry("search on tiles at 512 tokens", (f"{SEARCH} --max_steps 2000 --per_device_train_batch_size 32",)),
+    9: Entry(
+        "search on tiles at 1024 tokens",
+        (
+            f"{SEARCH} --max_steps 1000 --per_device_train_batch_size 16 --max_length 1024 --mask_length 1024 "
+            "--max_position_embeddings 1024 --freeze_sparsity 0.81",
+        ),
+    ),
+}
+
+
+def _run(command, log, seconds, environment):
+    """Exit status of `python COMMAND`, or "timed out"; ends all processes that it started."""
+    words = [sys.executable, *shlex.split(command)]
+    log.write(f"$ {shlex.join(['python', *words[1:]])}\n")
+    log.flush()
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "timed out"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run_entry(number, entry, folder, limit=LIMIT):
+    """
+    Run one entry and write its results.
+
+    Args:
+        number (`int`): N of the files' names.
+        entry ([`Entry`])
+        folder (`Path`): Where they go.
+        limit (`float`): Seconds for all its commands.
+
+    Returns:
+        `dict`: What N.json holds, but for the reports.
+    """
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment |= entry.environment
+    start, statuses, reports = time.monotonic(), [], {}
+    with open(folder / f"{number}.log", "w") as log:
+        for part, command in enumerate(entry.commands, 1):
+            output = folder / f"{number}_{part}"
+            left = max(limit - (time.monotonic() - start), 1)
+            statuses.append(_run(command.format(output=shlex.quote(str(output))), log, left, environment))
+            path = output.with_name(output.name + ".json")
+            if path.exists():
+                reports[part] = json.loads(path.read_text())
+                path.unlink()
+    result = {
+        "entry": number,
+        "title": entry.title,
+        "commands": entry.commands,
+        "status": "ok" if not any(statuses) else f"failed: {', '.join(map(str, statuses))}",
+        "seconds": round(time.monotonic() - start, 1),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+    }
+    (folder / f"{number}.json").write_text(json.dumps(result | {"reports": reports}, indent=1) + "\n")
+    return result
+
+
+def machine():
+    """GPU, driver, versions and git commit, from a process of its own: whatever breaks there is what is returned."""
+    run = subprocess.run([sys.executable, "-m", "benchmarks._report"], cwd=ROOT, capture_output=True, text=True)
+    return json.loads(run.stdout) if run.returncode == 0 else {"error": run.stderr.strip()[-500:]}
+
+
+def row(result):
+    """The line of the table in README.md."""
+    where = result["machine"]
+    versions = f"torch {where.get('torch')}, triton {where.get('triton')}, driver {where.get('driver')}"
+    ended = f"{result['status']}, {result['seconds']:.0f} s"
+    return f"| {result['entry']} | {ended} | {where.get('gpu')}, {versions} | {where.get('commit')} |"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description="Run the queue of GPU measurements.")
+    parser.add_argument("entries", nargs="*", type=int, metavar="N", help="default: all")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for an entry")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.entries) - set(ENTRIES):
+        parser.error(f"entries must be from 1 to {max(ENTRIES)}, got {min(unknown)}")
+    results = []
+    for number in options.entries or ENTRIES:
+        entry = ENTRIES[number]
+        print(f"{number}. {entry.title}", flush=True)
+        if options.list:
+            print(*(f"   python {command}" for command in entry.commands), sep="\n")
+            continue
+        results.append(run_entry(number, entry, options.output, options.limit))
+        print((options.output / f"{number}.log").read_text()[-6000:], flush=True)
+    if results:
+        print("For the table in benchmarks/gpu/README.md:", *map(row, results), sep="\n")
+    return int(any(result["status"] != "ok" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

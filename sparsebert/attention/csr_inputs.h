@@ -1,0 +1,203 @@
+// What the CSR kernels read: rows of tensors in any layout, live keys of a query, random numbers of dropout.
+//
+// Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+struct Rows {
+  // One of query, key, value, gradient: (B, H, rows, d), any strides but a contiguous last dimension.
+  char* data;
+  c10::ScalarType dtype;
+  int64_t stride_b, stride_h, stride_n, itemsize, d;
+
+  explicit Rows(const at::Tensor& t)
+      : data(static_cast<char*>(t.data_ptr())), dtype(t.scalar_type()), stride_b(t.stride(0)), stride_h(t.stride(1)),
+        stride_n(t.stride(2)), itemsize(t.element_size()), d(t.size(3)) {}
+
+  char* row(int64_t b, int64_t h, int64_t i) const {
+    return data + (b * stride_b + h * stride_h + i * stride_n) * itemsize;
+  }
+  // d floats, times a factor, and zeros up to D.
+  template <int D>
+  void read(int64_t b, int64_t h, int64_t i, float* out, float factor) const {
+    const char* from = row(b, h, i);
+    if (dtype == at::kFloat && d == D) {
+      auto p = reinterpret_cast<const float*>(from);
+      for (int64_t c = 0; c < D; c += W) store(out + c, load(p + c) * factor);
+    } else if (dtype == at::kFloat) {
+      auto p = reinterpret_cast<const float*>(from);
+      for (int64_t c = 0; c < d; ++c) out[c] = p[c] * factor;
+    } else if (dtype == at::kBFloat16) {
+      auto p = reinterpret_cast<const uint16_t*>(from);
+      for (int64_t c = 0; c < d; ++c) {
+        uint32_t bits = static_cast<uint32_t>(p[c]) << 16;
+        float x;
+        std::memcpy(&x, &bits, 4);
+        out[c] = x * factor;
+      }
+    } else {
+      auto p = reinterpret_cast<const c10::Half*>(from);
+      for (int64_t c = 0; c < d; ++c) out[c] = static_cast<float>(p[c]) * factor;
+    }
+    for (int64_t c = d; c < D; ++c) out[c] = 0;
+  }
+  template <int D>
+  void write(int64_t b, int64_t h, int64_t i, const float* from) const {
+    char* to = row(b, h, i);
+    if (dtype == at::kFloat && d == D) {
+      auto p = reinterpret_cast<float*>(to);
+      for (int64_t c = 0; c < D; c += W) store(p + c, load(from + c));
+    } else if (dtype == at::kFloat) {
+      auto p = reinterpret_cast<float*>(to);
+      for (int64_t c = 0; c < d; ++c) p[c] = from[c];
+    } else if (dtype == at::kBFloat16) {
+      auto p = reinterpret_cast<uint16_t*>(to);
+      for (int64_t c = 0; c < d; ++c) {
+        float x = from[c];
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        // Round to nearest even; a NaN stays one.
+        p[c] = x != x ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+      }
+    } else {
+      auto p = reinterpret_cast<c10::Half*>(to);
+      for (int64_t c = 0; c < d; ++c) p[c] = static_cast<c10::Half>(from[c]);
+    }
+  }
+};
+
+// Philox4x32-10 (Salmon et al., SC 2011): 64 numbers of 32 bits for 16 consecutive counters.
+inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, uint32_t* out) {
+  uint32_t x0[16], x1[16], x2[16], x3[16];
+  for (uint32_t l = 0; l < 16; ++l) {
+    x0[l] = block * 16 + l;
+    x1[l] = row;
+    x2[l] = head;
+    x3[l] = 0;
+  }
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    for (int l = 0; l < 16; ++l) {
+      uint64_t a = uint64_t{0xD2511F53u} * x0[l], b = uint64_t{0xCD9E8D57u} * x2[l];
+      x0[l] = static_cast<uint32_t>(b >> 32) ^ x1[l] ^ k0;
+      x1[l] = static_cast<uint32_t>(b);
+      x2[l] = static_cast<uint32_t>(a >> 32) ^ x3[l] ^ k1;
+      x3[l] = static_cast<uint32_t>(a);
+    }
+  }
+  std::memcpy(out, x0, 64);
+  std::memcpy(out + 16, x1, 64);
+  std::memcpy(out + 32, x2, 64);
+  std::memcpy(out + 48, x3, 64);
+}
+
+struct Mask {
+  // Live keys of row r of head h: columns[begin[h, r]] to columns[end[h, r]], ascending.
+  const int32_t* begin;
+  const int32_t* end;
+  const uint16_t* columns;
+  const bool* padding;  // (B, m), true = real token; null: none is padded
+  const int32_t* last;  // (B,), the token whose row and column are on besides; null: none
+  int64_t num_rows, m, first_row;
+  bool self;  // whether such a token attends to itself
+
+  struct Sequence {
+    int64_t first_key, end_key, last;
+    const bool* holes;
+  };
+
+  Sequence sequence(int64_t b) const {
+    Sequence s{0, m, last ? last[b] : -1, nullptr};
+    if (padding) {
+      const bool* real = padding + b * m;
+      s.first_key = std::find(real, real + m, true) - real;
+      s.end_key = m;
+      while (s.end_key > s.first_key && !real[s.end_key - 1]) --s.end_key;
+      if (std::find(real + s.first_key, real + s.end_key, false) != real + s.end_key) s.holes = real;
+      if (s.last >= 0 && !real[s.last]) s.last = -1;
+    }
+    return s;
+  }
+
+  // The live keys of query i, ascending, and three copies of the first that may be read; returns how many are meant.
+  int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out) const {
+    const int64_t r = first_row + i;
+    if (r < s.first_key || r >= s.end_key || (s.holes && !s.holes[r])) return 0;
+    int64_t count = 0;
+    auto add = [&](int32_t j) {
+      out[count] = j;
+      count += !s.holes || s.holes[j];
+    };
+    if (r == s.last) {
+      for (int64_t j = s.first_key; j < s.end_key; ++j)
+        if (self || j != r) add(j);
+    } else {
+      const uint16_t* from = columns + begin[h * num_rows + r];
+      const uint16_t* to = columns + end[h * num_rows + r];
+      if (padding) {
+        if (s.first_key > 0) from = std::lower_bound(from, to, s.first_key);
+        if (s.end_key < m) to = std::lower_bound(from, to, s.end_key);
+      }
+      if (s.holes) {
+        for (const uint16_t* j = from; j < to; ++j) add(*j);
+      } else {
+        count = to - from;
+        for (int64_t t = 0; t < count; ++t) out[t] = from[t];
+      }
+      // No live key is greater, so the list stays ascending.
+      if (s.last >= 0 && !(to > from && to[-1] == s.last)) out[count++] = s.last;
+    }
+    std::fill(out + count, out + count + (count ? 3 : 0), out[0]);
+    return count;
+  }
+};
+
+constexpr int64_t BLOCK = 32;  // queries of one head worked on together
+
+// The live keys of a block of queries.
+struct Lists {
+  int64_t size, count[BLOCK];
+  std::vector<int32_t> keys;
+
+  explicit Lists(int64_t m) : size((m + 31) / 16 * 16), keys(BLOCK * size) {}
+
+  int32_t* of(int64_t r) { return keys.data() + r * size; }
+
+  void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r));
+  }
+};
+
+struct Dropout {
+  float probability;
+  uint64_t seed;
+
+  // factors[r * size + t] = 0 or 1 / (1 - p) for the t-th live key of query first + r. Numbers are drawn for all live
+  // keys of the block in a row, so few are wasted where the lists are short.
+  void draw(const Lists& lists, int64_t first, int64_t rows, int64_t head, float* factors) const {
+    const uint32_t threshold = static_cast<uint32_t>(std::min(double{probability} * 4294967296.0, 4294967295.0));
+    const float kept = 1.0f / (1.0f - probability);
+    alignas(64) uint32_t numbers[64];
+    int64_t used = 64;
+    uint32_t calls = 0;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t t = 0; t < lists.count[r];) {
+        if (used == 64) {
+          philox(seed, calls++, static_cast<uint32_t>(first), static_cast<uint32_t>(head), numbers);
+          used = 0;
+        }
+        const int64_t size = std::min(64 - used, lists.count[r] - t);
+        float* to = factors + r * lists.size + t;
+        for (int64_t e = 0; e < size; ++e) to[e] = numbers[used + e] >= threshold ? kept : 0.0f;
+        used += size;
+        t += size;
+      }
+  }
+};

@@ -1,0 +1,250 @@
+"""
+The device functions that the Triton kernels are made of.
+
+Letters: B batch, H heads, n length, d head size. Scores are in units of log 2: `scale` is the softmax scale times
+log2(e), and `lse` is the base-2 logarithm of the normaliser, +inf where a query has no key, so that 2^(s - lse) = 0.
+"""
+
+import triton
+import triton.language as tl
+
+
+# Lanes of a gathered tile of special tokens, of which two are used: the smallest that a matrix unit takes.
+SPECIALS = tl.constexpr(16)
+# Bits of a word of dropout decisions.
+WORD = tl.constexpr(64)
+
+
+@triton.jit
+def dropout_words(seed, head, rows, index, threshold):
+    """
+    Dropout decisions of keys `64 * index` to `64 * index + 63`: bit c is on if key c is kept, with probability
+    `threshold / 65536`. They depend on the entry alone, not on the tile that asks.
+
+    Bit k of the threshold halves the probability and adds 1/2 where it is on, for 32 entries in one operation, so one
+    draw of Philox serves 8 entries.
+
+    Args:
+        seed: Pointer to two int64: the key of Philox and a part of its counter.
+        head: Index of batch and head.
+        rows (int32): Queries.
+        index (int32): A number.
+        threshold (int32): 1 to 65535.
+
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), Philox-4x32-7.
+    """
+    key = tl.load(seed)
+    salt = tl.load(seed + 1).to(tl.int32) << 2
+    half = tl.arange(0, 2)[None, :]
+    kept = tl.zeros_like(rows[:, None] + half).to(tl.uint32)
+    for draw in tl.static_range(4):
+        plane = tl.philox(key, rows[:, None], 2 * index + half, head, salt + draw, 7)
+        for k in tl.static_range(4):
+            bit = (0 - ((threshold >> (4 * draw + k)) & 1)).to(tl.uint32, bitcast=True)
+            kept = (plane[k] & kept) | (bit & (plane[k] | kept))
+    return tl.sum(kept.to(tl.int64) << (32 * half).to(tl.int64), 1)
+
+
+@triton.jit
+def bit_at(words, position):
+    """Whether bit `position` (taken modulo 64) of `words` is on."""
+    return ((words.to(tl.int64) >> (position & 63).to(tl.int64)) & 1) != 0
+
+
+@triton.jit
+def last_token(last, batch, length):
+    """Position of the last token, inside the sequence even if the caller has none to name."""
+    return tl.minimum(tl.maximum(tl.load(last + batch), 0), length - 1)
+
+
+@triton.jit
+def special_tokens(position, FIRST: tl.constexpr, LANES: tl.constexpr):
+    """Positions of the special tokens in the first of some lanes, and which lanes hold one. `position`: last token."""
+    lane = tl.arange(0, LANES)
+    positions, valid = lane * 0, lane == 0
+    if position is not None:
+        if FIRST:
+            positions = tl.where(lane == 0, 0, position)
+            valid = valid | ((lane == 1) & (positions > 0))
+        else:
+            positions = positions + position
+    return positions, valid
+
+
+@triton.jit
+def special_words(seed, head, rows, position, threshold, FIRST: tl.constexpr, AXIS: tl.constexpr):
+    """The words of dropout decisions that hold the keys of [`special_tokens`], which lie along dimension `AXIS`."""
+    if FIRST:
+        words = tl.expand_dims(dropout_words(seed, head, rows, 0, threshold), AXIS)
+        if position is not None:
+            other_words = tl.expand_dims(dropout_words(seed, head, rows, position // WORD, threshold), AXIS)
+            words = tl.where(tl.expand_dims(tl.arange(0, SPECIALS), 1 - AXIS) == 0, words, other_words)
+    else:
+        words = tl.expand_dims(dropout_words(seed, head, rows, position // WORD, threshold), AXIS)
+    return words
+
+
+@triton.jit
+def real_tokens(padding, length):
+    """First and behind-last real token of a sequence; `(length, 0)` if it has none."""
+    lane = tl.arange(0, 1024)
+    begin, end = length, 0
+    for start in range(0, length, 1024):
+        at = start + lane
+        real = tl.load(padding + at, mask=at < length, other=0) != 0
+        begin = tl.minimum(begin, tl.min(tl.where(real, at, length)))
+        end = tl.maximum(end, tl.max(tl.where(real, at + 1, 0)))
+    return begin, end
+
+
+@triton.jit
+def guarded(on, rows, columns, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr):
+    """`on` without what not even a special token turns on; rows and columns broadcast."""
+    if DIAGONAL_OFF:
+        on &= rows != columns
+    if CAUSAL:
+        on &= rows >= columns
+    return on
+
+
+@triton.jit
+def dense_keep(
+    rows, store, columns, inside, tile, tiles, pool, padding, last, tile_columns,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
+    CAUSAL: tl.constexpr, GATHERED: tl.constexpr,
+):  # fmt: skip
+    """All of the mask of some queries and the keys of a tile; GATHERED: all queries are special tokens."""
+    if padding is not None:
+        inside = tl.load(padding + columns, mask=inside, other=0) != 0
+    keep = guarded(store[:, None] & inside[None, :], rows[:, None], columns[None, :], DIAGONAL_OFF, CAUSAL)
+    if not GATHERED:
+        index = tl.load(tiles + rows // BLOCK_Q * tile_columns + tile, mask=store, other=0)
+        on = bit_at(tl.load(pool + index * BLOCK_Q + rows % BLOCK_Q)[:, None], (columns % BLOCK_K)[None, :])
+        if FIRST:
+            on |= (rows[:, None] == 0) | (columns[None, :] == 0)
+        if last is not None:
+            on |= (rows[:, None] == last) | (columns[None, :] == last)
+        keep &= on
+    return keep
+
+
+@triton.jit
+def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scale, keep_scale, GRADIENT: tl.constexpr):
+    """
+    Some keys for some queries: the running output, maximum and sum of the softmax, or the query gradient.
+
+    Args:
+        keep: Bool (queries, keys), `None` if all are on.
+        kept: Bool (queries, keys), False where dropped, or `None`.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if keep is not None:
+        s = tl.where(keep, s, float("-inf"))
+    if GRADIENT:
+        p = tl.exp2(s * scale - lse[:, None])
+        dp = tl.dot(output_grad, tl.trans(v), input_precision="ieee")
+        if kept is not None:
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+    else:
+        new = tl.maximum(top, tl.max(s, 1) * scale)
+        # Nothing seen yet: any finite maximum will do, and -inf would make NaN.
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s * scale - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if kept is not None:
+            p = tl.where(kept, p, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        top = new
+    return acc, top, total
+
+
+@triton.jit
+def column_step(dk, dv, k, v, q, output_grad, lse, delta, keep, kept, scale, keep_scale):
+    """
+    Some queries for some keys: the running gradients of keys and values. `keep` and `kept` as in [`row_step`], but
+    (keys, queries): so the operands that stay, k and v, are the first ones, which cost the fewest registers.
+    """
+    s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    if keep is not None:
+        s = tl.where(keep, s, float("-inf"))
+    p = tl.exp2(s * scale - lse[None, :])
+    dp = tl.dot(v, tl.trans(output_grad), input_precision="ieee")
+    if kept is not None:
+        dv = tl.dot(tl.where(kept, p, 0.0).to(q.dtype), output_grad, dv, input_precision="ieee")
+        dp = tl.where(kept, dp * keep_scale, 0.0)
+    else:
+        dv = tl.dot(p.to(q.dtype), output_grad, dv, input_precision="ieee")
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def start_rows(
+    rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD: tl.constexpr, GRADIENT: tl.constexpr
+):
+    """Queries, and what else their programs need: `q, output_grad, lse, delta, real`."""
+    d = tl.arange(0, HEAD)
+    real = store
+    if padding is not None:
+        real &= tl.load(padding + rows, mask=store, other=0) != 0
+    q = tl.load(query + rows[:, None] * q_n + d[None, :], mask=store[:, None], other=0.0)
+    do, normaliser, row_delta = None, None, None
+    if GRADIENT:
+        at = rows[:, None] * o_n + d[None, :]
+        o = tl.load(output + at, mask=store[:, None], other=0.0)
+        do = tl.load(output_grad + at, mask=store[:, None], other=0.0)
+        normaliser = tl.load(lse + rows, mask=store, other=float("inf"))
+        row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    return q, do, normaliser, row_delta, real
+
+
+@triton.jit
+def finish_rows(
+    rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale,
+    HEAD: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Write what a program found for its queries."""
+    at = rows[:, None] * o_n + tl.arange(0, HEAD)[None, :]
+    if GRADIENT:
+        tl.store(query_grad + at, (acc * scaling).to(query_grad.dtype.element_ty), mask=store[:, None])
+        tl.store(delta + rows, row_delta, mask=store)
+    else:
+        live = real & (total > 0)
+        result = tl.where(live[:, None], acc * (keep_scale / tl.where(live, total, 1.0))[:, None], 0.0)
+        tl.store(output + at, result.to(output.dtype.element_ty), mask=store[:, None])
+        tl.store(lse + rows, tl.where(live, top + tl.log2(tl.where(live, total, 1.0)), float("inf")), mask=store)
+
+
+@triton.jit
+def load_queries(rows, inside, query, output_grad, lse, delta, q_n, o_n, HEAD: tl.constexpr):
+    """`q, output_grad, lse, delta` of some queries; `inside`: which of them exist, `None` if all do."""
+    d = tl.arange(0, HEAD)
+    at, o_at = rows[:, None] * q_n + d[None, :], rows[:, None] * o_n + d[None, :]
+    if inside is None:
+        q, do = tl.load(query + at), tl.load(output_grad + o_at)
+        row_lse, row_delta = tl.load(lse + rows), tl.load(delta + rows)
+    else:
+        q = tl.load(query + at, mask=inside[:, None], other=0.0)
+        do = tl.load(output_grad + o_at, mask=inside[:, None], other=0.0)
+        row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
+        row_delta = tl.load(delta + rows, mask=inside, other=0.0)
+    return q, do, row_lse, row_delta
+
+
+@triton.jit
+def finish_columns(
+    columns, store, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD: tl.constexpr
+):
+    """Write the gradients of some keys and values; padded keys got sums of no meaning."""
+    real = store
+    if padding is not None:
+        real &= tl.load(padding + columns, mask=store, other=0) != 0
+    at = columns[:, None] * o_n + tl.arange(0, HEAD)[None, :]
+    dk, dv = tl.where(real[:, None], dk * scaling, 0.0), tl.where(real[:, None], dv * keep_scale, 0.0)
+    tl.store(key_grad + at, dk.to(key_grad.dtype.element_ty), mask=store[:, None])
+    tl.store(value_grad + at, dv.to(value_grad.dtype.element_ty), mask=store[:, None])

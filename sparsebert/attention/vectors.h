@@ -1,0 +1,121 @@
+// Vectors of floats in the compiler's own notation: one source for AVX-512, AVX2, NEON and what comes.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+constexpr int64_t W = WIDTH;
+typedef float Vec __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t IntVec __attribute__((vector_size(WIDTH * 4)));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+inline Vec broadcast(float x) { return Vec{} + x; }
+
+// Four vectors to one: in every lane of four floats, the four sums over that lane.
+inline Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+#if WIDTH == 16
+  auto step = [](Vec x, Vec y) {
+    return SHUFFLE(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           SHUFFLE(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  };
+  Vec x = step(a, b), y = step(c, d);
+  return SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+         SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+#elif WIDTH == 8
+  auto step = [](Vec x, Vec y) {
+    return SHUFFLE(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
+  };
+  Vec x = step(a, b), y = step(c, d);
+  return SHUFFLE(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
+#else
+  auto step = [](Vec x, Vec y) { return SHUFFLE(x, y, 0, 4, 1, 5) + SHUFFLE(x, y, 2, 6, 3, 7); };
+  Vec x = step(a, b), y = step(c, d);
+  return SHUFFLE(x, y, 0, 1, 4, 5) + SHUFFLE(x, y, 2, 3, 6, 7);
+#endif
+}
+
+// W / 4 results of sum_lanes to the sums of W vectors, in order.
+inline Vec sum_across(const Vec* part) {
+#if WIDTH == 16
+  auto step = [](Vec x, Vec y) {
+    return SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  };
+  Vec x = step(part[0], part[1]), y = step(part[2], part[3]);
+  return SHUFFLE(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         SHUFFLE(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#elif WIDTH == 8
+  return SHUFFLE(part[0], part[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(part[0], part[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  return part[0];
+#endif
+}
+
+// One result of sum_lanes to the four sums.
+inline void store_sums(float* out, Vec v) {
+#if WIDTH == 16
+  v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+#elif WIDTH == 8
+  v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+  std::memcpy(out, &v, 16);
+}
+
+// Sum and maximum of a vector's W floats.
+template <class Operation>
+inline float reduce(Vec v, Operation&& operation) {
+#if WIDTH == 16
+  v = operation(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = operation(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#elif WIDTH == 8
+  v = operation(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+  float a[4];
+  std::memcpy(a, &v, sizeof(a));
+  Vec x = broadcast(a[0]), y = broadcast(a[1]), z = broadcast(a[2]), w = broadcast(a[3]);
+  return operation(operation(x, y), operation(z, w))[0];
+}
+inline float sum_of(Vec v) {
+  return reduce(v, [](Vec a, Vec b) { return a + b; });
+}
+inline float max_of(Vec v) {
+  return reduce(v, [](Vec a, Vec b) { return a > b ? a : b; });
+}
+
+// Cody-Waite reduction and a polynomial of degree 6; relative error below 2e-7 for -87 <= x <= 0.
+inline Vec exponential(Vec x) {
+  const Vec floor = broadcast(-87.0f);
+  x = x < floor ? floor : x;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  Vec shifted = x * 1.44269504f + magic;
+  Vec n = shifted - magic;
+  Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  IntVec exponent = ((IntVec)shifted << 23) + (IntVec)p;
+  return (Vec)exponent;
+}

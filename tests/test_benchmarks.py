@@ -1,0 +1,291 @@
+"""The benchmarks run, report what they should, and refuse to time what is wrong."""
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from benchmarks import attention, layer, model
+from benchmarks._masks import build_mask, kept
+from benchmarks._measure import WrongResult, interleaved, speed_up
+from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
+from benchmarks.gpu import run as queue
+from sparsebert import SparseBertConfig
+from sparsebert.masks.tiles import live_tiles
+from sparsebert.recipes import load_recipe
+from sparsebert.training import PretrainingArguments
+
+
+REPORT_FIELDS = {"command", "commit", "date", "hardware", "quick", "tokens", "cells"}
+CELL_FIELDS = {"mask", "density", "n", "batch", "heads", "dtype", "phase", "systems", "best_dense", "auto", "speed_up"}
+
+
+def cells_of(run, tmp_path, *arguments):
+    """The cells that a quick run writes, after checks of what all reports have."""
+    output = tmp_path / "report"
+    run(["--quick", "--threads", "1", "--device", "cpu", "--output", str(output), *arguments])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert REPORT_FIELDS <= set(report)
+    assert report["hardware"]["cpu"] and report["hardware"]["torch"] == torch.__version__
+    assert (tmp_path / "report.png").stat().st_size > 0
+    for cell in report["cells"]:
+        assert CELL_FIELDS <= set(cell)
+        for entry in cell["systems"].values():
+            assert 0 < entry["q25_ms"] <= entry["median_ms"] <= entry["q75_ms"] and entry["rounds"] >= 2
+            assert entry["error"] < (1e-4 if cell["dtype"] == "float32" else 0.05)
+    return report["cells"]
+
+
+def options(**fields):
+    defaults = {"device": "cpu", "dtype": torch.float32, "tokens": 96, "heads": 2, "seed": 0}
+    return SimpleNamespace(**defaults | fields)
+
+
+def test_attention_runs_every_system_in_every_phase(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    cells = cells_of(attention.main, tmp_path, "--lengths", "48", "--memory")
+    assert [(cell["mask"], cell["phase"]) for cell in cells] == [
+        (mask, phase) for mask in ("dam_s", "toeplitz64") for phase in ("forward", "training", "training with dropout")
+    ]
+    for cell in cells:
+        assert set(DENSE) <= set(cell["systems"]) and cell["best_dense"] in DENSE
+        assert cell["auto"]["choice"] in cell["systems"]
+        for entries in cell["speed_up"].values():
+            assert all(entry["low"] <= entry["ratio"] <= entry["high"] for entry in entries.values())
+    assert "| dam_s " in capsys.readouterr().out
+
+
+def test_sweep_times_dense_attention_once_for_all_densities(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ("--sweep", "--lengths", "48", "--phases", "training")
+    cells = cells_of(attention.main, tmp_path, *arguments, "--tokens", "48")
+    assert len(cells) == 2 * len(attention.DENSITIES)
+    for dtype in ("float32", "bfloat16"):
+        times = [cell["systems"]["sdpa"] for cell in cells if cell["dtype"] == dtype]
+        assert len(times) == len(attention.DENSITIES) and all(entry == times[0] for entry in times)
+    assert "Greatest density" in capsys.readouterr().out
+
+
+def test_padded_inputs_pass_the_gate(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = cells_of(attention.main, tmp_path, "--padded", "--masks", "window:8", "dam_u:0.5", "--lengths", "40")
+    assert all(cell["padded"] for cell in cells)
+
+
+@pytest.mark.parametrize("benchmark", [layer.run, model.run], ids=["layer", "model"])
+def test_models_report_tokens_per_second(benchmark, tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = cells_of(benchmark, tmp_path)
+    assert [cell["phase"] for cell in cells] == ["forward", "training with dropout"]
+    for cell in cells:
+        for entry in cell["systems"].values():
+            assert entry["tokens_per_second"] == pytest.approx(cell["batch"] * cell["n"] / entry["median_ms"] * 1e3)
+
+
+def wrong_output(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: function(*inputs) * 1.001, tensors
+
+
+def wrong_gradient(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda query, key, value: function(query, key.detach() + 0.999 * (key - key.detach()), value), tensors
+
+
+def one_entry_too_many(case, gradients, dropout):
+    keep = case.keep.clone()
+    keep[0, 0, 3, (~keep[0, 0, 3]).nonzero()[0]] = True
+    return eager(replace(case, keep=keep), gradients, dropout)
+
+
+def not_finite(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: function(*inputs) / torch.zeros(()), tensors
+
+
+WRONG = [wrong_output, wrong_gradient, one_entry_too_many, not_finite]
+
+
+@pytest.mark.parametrize("system", WRONG, ids=lambda system: system.__name__)
+def test_gate_stops_a_run_with_a_wrong_system(system, tmp_path, monkeypatch):
+    monkeypatch.setitem(SYSTEMS, "wrong", system)
+    arguments = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--lengths",
+        "32",
+        "--masks",
+        "dam_u:0.3",
+        "--output",
+        str(tmp_path / "x"),
+    ]
+    with pytest.raises(WrongResult, match=r"wrong \(dam_u:0.3, 32 tokens"):
+        attention.main([*arguments, "--systems", "sdpa", "wrong"])
+    assert not list(tmp_path.iterdir())
+
+
+class AnotherMask(torch.autograd.Function):
+    """Attention whose backward draws its dropout anew."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, function):
+        ctx.function = function
+        ctx.save_for_backward(query, key, value)
+        return function(query, key, value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return *torch.autograd.grad(output, inputs, grad), None
+
+
+def forgets_its_mask(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: AnotherMask.apply(*inputs, function), tensors
+
+
+def never_drops(case, gradients, dropout):
+    return eager(case, gradients, 0.0)
+
+
+def does_not_rescale(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: function(*inputs) * (1 - dropout), tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_checks_dropout(dtype, monkeypatch):
+    gate = Gate(make_case("dam_s:0.3", 64, options(tokens=512, dtype=dtype)))
+    for name in (*DENSE, "sparse_cpu"):
+        gate.check(name, dropout=0.1)
+    for system, said in (
+        (forgets_its_mask, "backward of value"),
+        (never_drops, "same probabilities, or none"),
+        (does_not_rescale, "on average"),
+    ):
+        monkeypatch.setitem(SYSTEMS, "wrong", system)
+        with pytest.raises(WrongResult, match=said):
+            gate.check("wrong", dropout=0.1)
+
+
+def test_inputs_are_in_the_layout_of_the_host():
+    case = make_case("dam_s", 32, options())
+    assert case.query.shape == (3, 2, 32, HEAD_SIZE) and case.query.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("length", [128, 512, 1024])
+def test_random_masks_have_the_density_they_are_named_for(length):
+    assert 1 - build_mask("dam_s", length, 4).sparsity == pytest.approx(0.09, abs=0.02)
+    assert 1 - build_mask("dam_s:0.4", length, 4).sparsity == pytest.approx(0.4, abs=0.02)
+    assert 1 - build_mask("dam_u", length, 4).sparsity == pytest.approx(0.21, abs=0.01)
+    tiles = build_mask("toeplitz64:0.5", length, 4)
+    assert live_tiles(tiles.structure()[0], 64) == pytest.approx(0.5, abs=0.1)
+    assert tiles.structure()[0].diagonal(dim1=-2, dim2=-1).all()
+
+
+def test_learned_masks_are_read_and_repeated_over_heads(tmp_path):
+    mask = build_mask("dam_s", 32, 2)
+    mask.save_pretrained(tmp_path / "learned")
+    read = build_mask(f"learned:{tmp_path / 'learned'}", 32, 4)
+    assert torch.equal(read.to_table()[0], mask.to_table()[0].repeat_interleave(2, dim=0))
+    with pytest.raises(ValueError, match="2 heads, which do not divide 3"):
+        build_mask(f"learned:{tmp_path / 'learned'}", 32, 3)
+    with pytest.raises(ValueError, match="unknown mask 'band'"):
+        build_mask("band", 32, 2)
+
+
+def test_special_tokens_follow_the_last_real_token():
+    padding = torch.arange(8) < torch.tensor([[8], [5]])
+    keep = kept(build_mask("toeplitz64", 8, 1), 8, padding)
+    assert torch.equal(keep[1, 0].any(-1), padding[1])
+    table = kept(build_mask("dam_s:0.3", 8, 1), 8, padding)
+    assert table[1, 0, 4, :5].all() and table[1, 0, :5, 4].all() and not table[1, 0, :, 5:].any()
+
+
+def test_systems_take_turns():
+    calls = []
+    functions = {name: lambda name=name: calls.append(name) for name in "abc"}
+
+    def timer(function):
+        function()
+        return 1.0
+
+    times = interleaved(functions, timer, seconds=0, min_rounds=3)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(values) == 3 for values in times.values())
+
+
+def test_interval_of_a_ratio_holds_it_and_grows_with_noise():
+    generator = torch.Generator().manual_seed(0)
+    ours = 1 + 0.01 * torch.randn(30, generator=generator)
+    quiet, noisy = (2 + noise * torch.randn(30, generator=generator) for noise in (0.01, 0.5))
+    steady, shaky = (speed_up(times.tolist(), ours.tolist()) for times in (quiet, noisy))
+    assert steady["low"] <= steady["ratio"] <= steady["high"] and steady["ratio"] == pytest.approx(2, rel=0.02)
+    assert shaky["high"] - shaky["low"] > 5 * (steady["high"] - steady["low"])
+
+
+def test_queue_goes_on_after_failures_and_keeps_reports(tmp_path):
+    entry = queue.Entry(
+        "three commands",
+        (
+            "-c \"import sys; open(sys.argv[1] + '.json', 'w').write('[1]')\" {output}",
+            "-c 'import sys; print(\"broken\"); sys.exit(3)'",
+            "-c 'import time; time.sleep(60)'",
+        ),
+    )
+    result = queue.run_entry(7, entry, tmp_path, limit=2)
+    assert result["status"] == "failed: 0, 3, timed out"
+    written = json.loads((tmp_path / "7.json").read_text())
+    assert written["reports"] == {"1": [1]} and written["machine"]["torch"] == torch.__version__
+    assert "broken" in (tmp_path / "7.log").read_text()
+    assert queue.row(result).startswith("| 7 | failed: 0, 3, timed out, ")
+
+
+def test_queue_lists_and_refuses(capsys):
+    assert queue.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert len(queue.ENTRIES) == 9 and all(f"{number}. " in listed for number in queue.ENTRIES)
+    with pytest.raises(SystemExit):
+        queue.main(["12"])
+    assert "entries must be from 1 to 9, got 12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", queue.ENTRIES)
+def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(queue.ROOT)
+    for command in queue.ENTRIES[number].commands:
+        words = shlex.split(command.format(output=tmp_path))
+        if words[:2] == ["-m", "pytest"]:
+            files = words[words.index("gpu") + 1 :]
+            assert files and all(Path(file).is_file() for file in files)
+        elif words[0] == "pretrain.py":
+            sections = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
+            recipe = load_recipe(words[1:], sections)
+            SparseBertConfig(**recipe["model"])
+            assert recipe["training"]["output_dir"] == f"{tmp_path}_model"
+        else:
+            module = {"attention": attention, "layer": layer, "model": model}[words[1].removeprefix("benchmarks.")]
+            options = module.command_line().parse_args(words[2:])
+            assert options.device == "cuda" and options.output == tmp_path
+            assert all(build_mask(name, 128, 12) for name in options.masks)
+
+
+@pytest.mark.slow
+def test_other_instructions_run_in_a_process_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "avx2"
+    arguments = ["--quick", "--lengths", "32", "--masks", "dam_s", "--phases", "forward", "--device", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        attention.main([*arguments, "--instructions", "AVX2", "--output", str(output)])
+    assert ended.value.code == 0 and sys.modules["benchmarks.attention"] is attention
+    hardware = json.loads((tmp_path / "avx2.json").read_text())["hardware"]
+    assert hardware["mkl_enable_instructions"] == "AVX2"

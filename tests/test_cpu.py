@@ -1,0 +1,307 @@
+"""
+The CPU operator over compressed rows: what holds for no other backend (test_attention.py has what holds for all).
+
+Letters: B batch, H heads, n queries, m keys, d head size.
+"""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebert import (
+    SparseBertForMaskedLM,
+    SparseBertModel,
+    SparseMask,
+    build_pattern,
+    sparse_dot_product_attention,
+)
+from sparsebert.attention.cpu import compressed_rows, unavailable
+
+
+HEADS = 3
+LENGTH = 20
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
+def numbers(*shape, count=3):
+    return torch.randn(count, *shape).unbind(0)
+
+
+def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3):
+    """What follows query, key and value: sequences of `length` and 13 tokens, whose last rows and columns are on."""
+    begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
+    padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
+    last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
+    return begin, end, columns, padding, last, True, torch.tensor([seed]), dropout, 0.3
+
+
+def test_it_can_be_compiled_here():
+    assert unavailable() is None
+
+
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_compressed_rows(length):
+    table = torch.rand(HEADS, length, length) < 0.4
+    table[0, length // 2] = False
+    table[1] = True
+    begin, end, columns = compressed_rows(table)
+    assert begin.dtype == end.dtype == torch.int32 and columns.dtype == torch.uint16
+    assert len(columns) == table.sum()
+    for head in range(HEADS):
+        for row in range(length):
+            keys = columns[begin[head, row] : end[head, row]].tolist()
+            assert keys == [key for key in range(length) if table[head, row, key]]
+
+
+def test_longest_rows_do_not_wrap():
+    """Columns are 16 bits wide, unsigned."""
+    table = torch.zeros(1, 3, 2**16, dtype=torch.bool)
+    table[0, 1, [0, 2**15, 2**16 - 1]] = True
+    assert compressed_rows(table)[2].tolist() == [0, 2**15, 2**16 - 1]
+
+
+# Dropout
+
+
+def test_dropout_comes_from_the_seed():
+    inputs = numbers(2, HEADS, LENGTH, 8)
+    mask = SparseMask(torch.rand(HEADS, LENGTH, LENGTH) < 0.5, LENGTH)
+
+    def attention(seed):
+        torch.manual_seed(seed)
+        return sparse_dot_product_attention(*inputs, mask, dropout_p=0.2, backend="sparse_cpu")
+
+    first, second = attention(1), sparse_dot_product_attention(*inputs, mask, dropout_p=0.2, backend="sparse_cpu")
+    assert torch.equal(first, attention(1))
+    assert not torch.equal(first, second) and not torch.equal(first, attention(2))
+
+
+def kept_probabilities(dropout, seed=11, heads=4, length=300):
+    """Dropped probabilities `(B, H, n, n)` times n, of a full mask and equal scores, read through values of 1."""
+    arguments = operator_arguments(length, heads, dropout, padded=False, seed=seed, density=2.0)
+    zeros = torch.zeros(2, heads, length, 100)
+    unit = torch.eye(length).expand(2, heads, -1, -1)
+    parts = [torch.ops.sparsebert.csr_attention(zeros, zeros, part, *arguments) for part in unit.split(100, dim=-1)]
+    return torch.cat(parts, dim=-1) * length
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_fraction_dropped_and_mean(dropout):
+    kept = kept_probabilities(dropout)
+    fraction, tolerance = (kept == 0).float().mean(), 5 * (dropout * (1 - dropout) / kept.numel()) ** 0.5
+    assert abs(fraction - dropout) < tolerance
+    assert abs(kept.mean() - 1) < tolerance / (1 - dropout)
+    # Rows, heads and sequences have numbers of their own.
+    rows = (kept == 0).flatten(0, 2).float() - dropout
+    correlation = rows @ rows.T / rows.square().sum(-1).sqrt().outer(rows.square().sum(-1).sqrt())
+    assert correlation.fill_diagonal_(0).abs().max() < 0.5
+
+
+def test_seeds_are_64_bits():
+    masks = [kept_probabilities(0.5, seed, heads=1, length=30) for seed in (1, 1 + 2**32, -1, 2**63 - 1)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_by_finite_differences(dropout):
+    arguments = operator_arguments(dropout=dropout)
+    inputs, weight = numbers(2, HEADS, LENGTH, 8), torch.randn(2, HEADS, LENGTH, 8)
+
+    def function(*inputs):
+        return (torch.ops.sparsebert.csr_attention(*inputs, *arguments).double() * weight).sum()
+
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    gradients = torch.autograd.grad(function(*leaves), leaves)
+    for which, gradient in enumerate(gradients):
+        direction = torch.randn_like(gradient)
+        with torch.no_grad():
+            low, high = (
+                function(*(leaf + step * direction if i == which else leaf for i, leaf in enumerate(leaves)))
+                for step in (-1e-2, 1e-2)
+            )
+        torch.testing.assert_close((high - low) / 2e-2, (gradient * direction).double().sum(), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("size", [(1, 1, 257, 64), (2, HEADS, 70, 16)], ids=["one head", "six heads"])
+def test_threads_do_not_change_results(size, dropout):
+    """One head's rows are split over threads; each has its own sums of the gradients of key and value."""
+    inputs, grad = numbers(*size), torch.randn(size)
+    arguments = operator_arguments(size[2], size[1], dropout, padded=size[0] == 2)
+    results = []
+    for number in (1, 2, 7):
+        torch.set_num_threads(number)
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        output = torch.ops.sparsebert.csr_attention(*leaves, *arguments)
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+    for other in results[1:]:
+        assert torch.equal(other[0], results[0][0])  # no sum of the forward is split
+        for got, want in zip(other, results[0], strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+# As an operator of PyTorch
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("layout", ["heads first", "heads last", "strided"])
+def test_opcheck(layout, dropout):
+    arguments = operator_arguments(dropout=dropout, padded=layout != "strided")
+    if layout == "heads first":
+        tensors = numbers(2, HEADS, LENGTH, 8, count=4)
+    elif layout == "heads last":
+        tensors = [tensor.transpose(1, 2) for tensor in numbers(2, LENGTH, HEADS, 8, count=4)]
+    else:
+        tensors = [tensor.mT for tensor in numbers(2, HEADS, 8, LENGTH, count=4)]
+    *inputs, grad = tensors
+    torch.library.opcheck(torch.ops.sparsebert.csr_attention_backward, (grad, *inputs, *arguments))
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    torch.library.opcheck(torch.ops.sparsebert.csr_attention, (*inputs, *arguments))
+
+
+def step(model, function, ids, attention_mask):
+    """Output and gradients of all parameters."""
+    model.zero_grad()
+    states = function(ids, attention_mask=attention_mask).last_hidden_state
+    states.square().mean().backward()
+    return [states.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_compiled_model(tiny_config, padded):
+    torch._dynamo.reset()
+    model = SparseBertModel(tiny_config(pattern="bigbird", num_hidden_layers=1, attn_implementation="sparse_cpu"))
+    function = torch.compile(model, fullgraph=True)
+    attention_mask = (torch.arange(24) < torch.tensor([24, 15])[:, None]).long() if padded else None
+    batches = [(torch.randint(100, (2, 24)), attention_mask), (torch.randint(100, (2, 24)), attention_mask)]
+    if padded:
+        batches[1][1].copy_(torch.arange(24) < torch.tensor([7, 24])[:, None])
+
+    def compare(ids, attention_mask):
+        with torch.no_grad():
+            states = function(ids, attention_mask=attention_mask).last_hidden_state
+            torch.testing.assert_close(states, model(ids, attention_mask=attention_mask).last_hidden_state)
+        results = [step(model, run, ids, attention_mask) for run in (function, model)]
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+    model.eval()
+    compare(*batches[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compare(*batches[1])
+
+
+def test_compiled_dropout_is_drawn_anew():
+    torch._dynamo.reset()
+    query, key, value = numbers(2, HEADS, LENGTH, 8)
+    mask = SparseMask(torch.rand(HEADS, LENGTH, LENGTH) < 0.5, LENGTH)
+
+    @torch.compile(fullgraph=True)
+    def attention(query, key, value):
+        return sparse_dot_product_attention(query, key, value, mask, dropout_p=0.5, backend="sparse_cpu")
+
+    drawn = torch.stack([attention(query, key, value) for _ in range(200)])
+    assert len(drawn.flatten(1).unique(dim=0)) == 200
+    plain = sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+    assert ((drawn.mean(0) - plain).abs() / (drawn.std(0) / 200**0.5 + 1e-6)).max() < 5
+
+
+def test_autocast(tiny_config):
+    model = SparseBertModel(tiny_config(pattern="window", attn_implementation="sparse_cpu"))
+    ids, attention_mask = torch.randint(100, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    attention_mask[1, 9:] = 0
+    states = {}
+    for name in ("sparse_cpu", "sparse_eager"):
+        model.set_attn_implementation(name)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states[name] = model(ids, attention_mask=attention_mask).last_hidden_state
+    torch.testing.assert_close(states["sparse_cpu"], states["sparse_eager"], atol=0.1, rtol=0.02)
+    states["sparse_cpu"].square().mean().backward()
+    gradient = model.encoder.layer[0].attention.self.query.weight.grad
+    assert gradient.dtype == torch.float32 and gradient.isfinite().all() and gradient.abs().sum() > 0
+
+
+def test_autocast_runs_in_its_dtype():
+    mask = build_pattern("window", LENGTH, HEADS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = sparse_dot_product_attention(*numbers(1, HEADS, LENGTH, 8), mask, backend="sparse_cpu")
+    assert output.dtype == torch.bfloat16
+
+
+def test_activation_checkpointing_draws_the_same_dropout(tiny_config):
+    config = tiny_config(pattern="bigbird", attention_probs_dropout_prob=0.3, attn_implementation="sparse_cpu")
+    model = SparseBertForMaskedLM(config).train()
+    ids = torch.randint(5, 100, (2, 20))
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-5)
+
+
+def test_inputs_that_share_memory():
+    """Expanded over batch and heads (stride 0), and a gradient that is one number everywhere."""
+    query = torch.randn(2, HEADS, LENGTH, 8)
+    shared = torch.randn(1, 1, LENGTH, 8)
+    mask = SparseMask(torch.rand(HEADS, LENGTH, LENGTH) < 0.5, LENGTH)
+    results = []
+    for name in ("sparse_cpu", "sparse_eager"):
+        leaves = [query.clone().requires_grad_(), shared.clone().requires_grad_()]
+        expanded = leaves[1].expand_as(query)
+        output = sparse_dot_product_attention(leaves[0], expanded, expanded, mask, backend=name)
+        output.sum().backward()
+        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_frozen_model_run(tiny_config, copied):
+    model = SparseBertModel(tiny_config(pattern="bigbird", attn_implementation="sparse_cpu")).eval()
+    ids = torch.randint(100, (2, 20))
+    states = model(ids).last_hidden_state
+    other = copied(model)
+    assert torch.equal(other(ids).last_hidden_state, states)
+    assert other.state_dict().keys() == model.state_dict().keys()
+
+
+def most_memory():
+    """Bytes in use when they were most."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def growth(function):
+    """Most bytes in use while `function` runs, beyond those before, what a first call keeps left out."""
+    function()
+    Path("/proc/self/clear_refs").write_text("5")  # from here on
+    before = most_memory()
+    function()
+    return most_memory() - before
+
+
+def test_no_allocation_of_n_times_n():
+    length = 4096
+    mask = SparseMask(torch.ones(1, 33, dtype=torch.bool), length, "offsets", special_tokens="first_last")
+    leaves = [tensor.requires_grad_() for tensor in numbers(1, 1, length, 64)]
+
+    def run(name):
+        sparse_dot_product_attention(*leaves, mask, dropout_p=0.1, backend=name).sum().backward()
+
+    table = 4 * length**2
+    assert growth(lambda: run("sparse_eager")) > table
+    assert growth(lambda: run("sparse_cpu")) < table / 4
