@@ -108,8 +108,7 @@ def check(subject, label, options):
         exact = next(model.parameters()).dtype == torch.float64
         with contextlib.nullcontext() if exact else autocast(options):
             output, leaf = subject.sample(model, name, keep)
-        # An even sum would hide errors of opposite sign.
-        weights = torch.linspace(-1, 1, output.numel(), device=output.device, dtype=output.dtype).view_as(output)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(options.seed)).to(output)
         (grad,) = torch.autograd.grad(output, leaf, weights)
         return {"output": output.detach(), "gradient": grad}
 
@@ -206,7 +205,8 @@ def main(arguments, parser, make_subject, what, tokens=4096):
             density = subject.keep.float().mean().item()
             fields = {"mask": mask_name, "density": density, "n": length, "batch": batch, "heads": options.heads}
             cells += measured(subject, f"{mask_name}, {length} tokens", options, **fields)
-    report = write_json(options, cells, tokens=options.tokens, dropout=options.dropout)
+            # Already now: a long run may be stopped.
+            report = write_json(options, cells, tokens=options.tokens, dropout=options.dropout)
     print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
 
     def row(cell, texts):

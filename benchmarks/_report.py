@@ -66,6 +66,8 @@ def prepare(parser, arguments):
     that one's exit status.
     """
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("device 'cuda' needs a GPU, PyTorch finds none")
     if options.instructions and os.environ.get("MKL_ENABLE_INSTRUCTIONS") != options.instructions:
         command = [sys.executable, *parser.prog.split()[1:], *(sys.argv[1:] if arguments is None else arguments)]
         sys.exit(subprocess.call(command, env=os.environ | {"MKL_ENABLE_INSTRUCTIONS": options.instructions}))
@@ -100,7 +102,6 @@ def _cpu():
     return found[1] if found else platform.processor()
 
 
-@functools.cache
 def _mkl():
     """The instructions that MKL says it uses, or `None` without MKL."""
     multiply = "import torch; torch.ones(2, 2) @ torch.ones(2, 2)"
@@ -117,6 +118,7 @@ def _version(package):
         return None
 
 
+@functools.cache
 def hardware():
     """
     Where this runs.
@@ -153,6 +155,7 @@ def hardware_line(machine):
     return "; ".join([*parts, f"torch {machine['torch']}"])
 
 
+@functools.cache
 def commit():
     """The git commit, with "+" where files of the package or of the benchmarks differ from it; `None` outside git."""
     name = _output("git", "rev-parse", "--short=12", "HEAD")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
 from sparsebert import SparseMask
 from sparsebert.attention import ATTENTION_NAMES, BACKENDS, choice, choose_backend, run_backend
@@ -139,6 +140,17 @@ def flash(case, gradients, dropout):
     return forced, []
 
 
+def _forms(inputs):
+    """The tensors that hold the mask of a backend of ours."""
+    forms = inputs.compiled[0]
+    if forms is None:
+        forms = inputs.bias
+    elif isinstance(forms, BlockMask):
+        captured = forms.mask_mod.__closure__ or ()
+        forms = [*vars(forms).values(), *(cell.cell_contents for cell in captured)]
+    return [form for form in forms if isinstance(form, torch.Tensor)]
+
+
 def _sparse(name):
     def build(case, gradients, dropout):
         request = case.request(gradients, dropout)
@@ -150,10 +162,7 @@ def _sparse(name):
             chosen, request.num_queries, request.num_keys, case.query.device, case.mask, padding=case.padding
         )
         inputs = replace(inputs, **BACKENDS[chosen].prepare(case.mask, inputs)).for_layer(0)
-        forms = inputs.compiled[0]
-        forms = vars(forms).values() if hasattr(forms, "__dict__") else forms or inputs.bias
-        tensors = [form for form in forms if isinstance(form, torch.Tensor)]
-        return lambda *inputs_: run_backend(*inputs_, inputs, HEAD_SIZE**-0.5, dropout)[0], tensors
+        return lambda *tensors: run_backend(*tensors, inputs, HEAD_SIZE**-0.5, dropout)[0], _forms(inputs)
 
     return build
 

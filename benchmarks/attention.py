@@ -92,7 +92,7 @@ def checked(cases, names, options):
         for name in dict.fromkeys((*names, *choices)):
             if index and name in DENSE:
                 continue  # timed on the first case only
-            for gradients in (False, True):
+            for gradients in sorted({of_phase(phase, options)[0] for phase in options.phases}):
                 with contextlib.suppress(ValueError):  # said again, and kept, when the cell is built
                     errors[index, name] = gate.check(name, gradients)
     return errors
@@ -197,38 +197,30 @@ def measured(cases, phase, names, options, errors):
 
 
 def table_cells(options):
-    """The cells of the table, one mask and length after the other."""
+    """The cells of the table: lists, one mask, length and phase after the other."""
     table = TABLES[options.device]
     if options.masks or options.lengths:
         masks, lengths = options.masks or ("dam_s",), options.lengths or (128, 512, 1024)
         table = [(mask, lengths, options.phases) for mask in masks]
-    cells = []
     for mask_name, lengths, phases in table:
-        for length in lengths:
-            if not set(phases) & set(options.phases):
-                continue
+        phases = [phase for phase in phases if phase in options.phases]
+        for length in lengths if phases else ():
             case = make_case(mask_name, length, options, options.padded)
             errors = checked([case], options.systems, options)
             for phase in phases:
-                if phase in options.phases:
-                    cells += measured([case], phase, options.systems, options, errors)
-                    print(f"{mask_name}, {length} tokens, {phase}: done", flush=True)
-    return cells
+                yield measured([case], phase, options.systems, options, errors)
 
 
 def sweep_cells(options):
-    """`sparse_cpu` at all densities against dense attention."""
+    """`sparse_cpu` at all densities against dense attention: lists, one dtype, length and phase after the other."""
     names = (*DENSE, OURS[options.device])
-    cells = []
     for dtype in (torch.float32, torch.bfloat16):
         options.dtype = dtype
         for length in options.lengths or SWEEP_LENGTHS:
             cases = [make_case(f"dam_s:{density}", length, options, options.padded) for density in DENSITIES]
             errors = checked(cases, names, options)
             for phase in options.phases:
-                cells += measured(cases, phase, names, options, errors)
-                print(f"{dtype}, {length} tokens, {phase}: done", flush=True)
-    return cells
+                yield measured(cases, phase, names, options, errors)
 
 
 def goals(cells, options):
@@ -294,10 +286,10 @@ def auto_slower(cell):
 
 def print_limits(cells, options):
     """By dtype, length and phase, the greatest density up to which our kernel is not slower than dense attention."""
-    limits = {}
+    limits = {(cell["dtype"], cell["n"], cell["phase"]): (0.0, False) for cell in cells}
     for cell in sorted(cells, key=lambda cell: cell["density"]):
         key = (cell["dtype"], cell["n"], cell["phase"])
-        limit, lost = limits.get(key, (0.0, False))
+        limit, lost = limits[key]
         lost = lost or cell["speed_up"][OURS[options.device]][BEST_DENSE]["high"] < 1
         limits[key] = (limit if lost else cell["density"], lost)
     rows = [(*key, f"{limit:.2f}", "" if lost else "(the densest measured)") for key, (limit, lost) in limits.items()]
@@ -371,8 +363,11 @@ def main(arguments=None):
             build_mask(mask_name, 64, options.heads)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    cells = sweep_cells(options) if options.sweep else table_cells(options)
-    report = write_json(options, cells, tokens=options.tokens)
+    cells = []
+    for measured_cells in sweep_cells(options) if options.sweep else table_cells(options):
+        cells += measured_cells
+        report = write_json(options, cells, tokens=options.tokens)  # already now: a long run may be stopped
+        print(*_cell_names(cells[-1]), "done", flush=True)
     print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
     print_cells(cells, options)
     if options.sweep:

@@ -35,7 +35,8 @@ def make_subject(mask_name, length, batch, options):
     stock, ours = (torch.optim.AdamW(models[name].parameters(), lr=2e-5) for name in ("sdpa", OURS))
 
     def sample(model, name, keep):
-        return model(tokens[:1], attention_mask=keep).logits, model.get_input_embeddings().weight
+        states = model.base_model(tokens[:1], attention_mask=keep).last_hidden_state
+        return states, model.get_input_embeddings().weight
 
     def forward(model, name, keep):
         mask = None if keep is None else keep.expand(batch, -1, -1, -1)

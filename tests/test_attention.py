@@ -56,7 +56,7 @@ def with_gradients(function, query, key, value, grad, dtype=None):
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
 
 
-def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0, about=""):
+def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0, about="", units=4):
     """The 2x rule: at most twice plain PyTorch's error against float64, plus a few units in the last place."""
 
     def formula(*inputs):
@@ -69,7 +69,7 @@ def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0,
     for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=True):
         assert got.dtype == query.dtype and got.isfinite().all(), (about, what)
         error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
-        assert error <= 2 * allowed + 4 * unit, (about, what, error, allowed, unit)
+        assert error <= 2 * allowed + units * unit, (about, what, error, allowed, unit)
     # Without a live key: exactly 0, and nothing flows back.
     empty, unseen = ~keep.any(-1), ~keep.any(-2)
     assert (results[0][empty] == 0).all() and (results[1][empty] == 0).all(), about
@@ -272,7 +272,9 @@ def check(case):
             factors = dropout_factors(case, mask, padding, keep)
         again = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
         assert all(map(torch.equal, results, again)), case
-    assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case)
+    # PyTorch's own fused attention is not as exact as its formula.
+    units = 16 if case.name == "sparse_sdpa" else 4
+    assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)
 
 
 def check_sample(name, device, mask):
@@ -617,18 +619,15 @@ ABLE = {what: ["sparse_eager"] for what in MODELS} | dict.fromkeys(
 
 @pytest.mark.parametrize(
     "what, name",
-    [
-        (what, name)
-        for what in MODELS
-        for name in BACKENDS
-        if name not in ABLE[what]
-    ],
+    [(what, name) for what in MODELS for name in BACKENDS if name not in ABLE[what]],
 )
 def test_refusals_of_models(tiny_config, what, name):
     fields, given, words = MODELS[what]
     model = SparseBertModel(tiny_config(attn_implementation=name, **fields)).train()
     ids = torch.randint(100, (1, 8))
-    with pytest.raises(ValueError, match=f"^{name} cannot run here: it does not support .*({words}).*Use sparse_eager"):
+    with pytest.raises(
+        ValueError, match=f"^{name} cannot run here: it does not support .*({words}).*Use sparse_eager"
+    ):
         model(ids, **given)
     model.set_attn_implementation("sparse_auto")
     outputs = model(ids, **given)

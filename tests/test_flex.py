@@ -281,11 +281,11 @@ def test_projections_inside_torch_compile():
     """Queries and keys are views of what a linear layer wrote, as in a model."""
     mask = SparseMask(torch.rand(HEADS, 40, 40) < 0.3, 40, special_tokens="first_last")
     padding = right_padding(40, 40, 20)[0]
-    linear, hidden = torch.nn.Linear(16, 16), torch.randn(2, 40, 16)
+    linears, hidden = [torch.nn.Linear(16, 16) for _ in range(3)], torch.randn(2, 40, 16)
 
     def attention(hidden, name):
-        projected = linear(hidden).view(2, 40, HEADS, 8).transpose(1, 2)
-        return sparse_dot_product_attention(projected, projected, projected, mask, padding, backend=name)
+        projected = [linear(hidden).view(2, 40, HEADS, 8).transpose(1, 2) for linear in linears]
+        return sparse_dot_product_attention(*projected, mask, padding, backend=name)
 
     output = torch.compile(attention, fullgraph=True)(hidden, "sparse_flex")
     torch.testing.assert_close(output, attention(hidden, "sparse_eager"), atol=5e-6, rtol=1e-5)

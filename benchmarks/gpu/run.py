@@ -51,11 +51,24 @@ def _gpu_tests():
 
 ATTENTION = "-m benchmarks.attention --device cuda --output {output}"
 ONCE = "--rounds 1 --seconds 0"
+# The model stays in runs/; the mask goes to the results, with its live tiles, and is timed.
 SEARCH = (
     "pretrain.py recipes/tiles.yaml --hidden_size 768 --num_hidden_layers 12 --num_attention_heads 12 "
     "--intermediate_size 3072 --learning_rate 1e-4 --bf16 true --max_tokens 20000000 --overwrite true "
-    "--output_dir {output}_model"
+    "--output_dir runs/gpu_{length} --mask_length {length} --max_length {length} --max_position_embeddings {length} "
 )
+KEEP = (
+    "-c \"from sparsebert import SparseMask, plan; mask = SparseMask.from_pretrained('runs/gpu_{length}'); "
+    "mask.save_pretrained('{output}_mask'); plan(mask, device='cuda')\""
+)
+
+
+def _search(length, arguments):
+    timed = f"{ATTENTION} --masks learned:runs/gpu_{length} --lengths {length}"
+    search = (SEARCH + arguments).replace("{length}", str(length))
+    return search, KEEP.replace("{length}", str(length)), timed
+
+
 ENTRIES = {
     1: Entry("are the kernels right", (f"-m pytest -q -m gpu {_gpu_tests()}",)),
     2: Entry(
@@ -92,13 +105,10 @@ ENTRIES = {
         ),
         {"TRITON_PRINT_AUTOTUNING": "1"},
     ),
-    8: Entry("search on tiles at 512 tokens", (f"{SEARCH} --max_steps 2000 --per_device_train_batch_size 32",)),
+    8: Entry("search on tiles at 512 tokens", _search(512, "--max_steps 2000 --per_device_train_batch_size 32")),
     9: Entry(
         "search on tiles at 1024 tokens",
-        (
-            f"{SEARCH} --max_steps 1000 --per_device_train_batch_size 16 --max_length 1024 --mask_length 1024 "
-            "--max_position_embeddings 1024 --freeze_sparsity 0.81",
-        ),
+        _search(1024, "--max_steps 1000 --per_device_train_batch_size 16 --freeze_sparsity 0.81"),
     ),
 }
 
@@ -143,7 +153,7 @@ def run_entry(number, entry, folder, limit=LIMIT):
         for part, command in enumerate(entry.commands, 1):
             output = folder / f"{number}_{part}"
             left = max(limit - (time.monotonic() - start), 1)
-            statuses.append(_run(command.format(output=shlex.quote(str(output))), log, left, environment))
+            statuses.append(_run(command.replace("{output}", str(output)), log, left, environment))
             path = output.with_name(output.name + ".json")
             if path.exists():
                 reports[part] = json.loads(path.read_text())
@@ -184,6 +194,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if unknown := set(options.entries) - set(ENTRIES):
         parser.error(f"entries must be from 1 to {max(ENTRIES)}, got {min(unknown)}")
+    if not options.list and not (where := machine()).get("gpu"):
+        parser.error(f"there is no GPU that PyTorch can use here. {where.get('error', '')}")
     results = []
     for number in options.entries or ENTRIES:
         entry = ENTRIES[number]

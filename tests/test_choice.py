@@ -1,0 +1,186 @@
+"""How sparse_auto and sparse_measure choose a backend."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
+from sparsebert.attention import BACKENDS, choice
+from sparsebert.attention.choice import Request, by_measurement, by_table, check, measure
+
+
+HEADS = 2
+REQUEST = Request("cpu", torch.float32, 2, HEADS, 128, 128, 64)
+
+
+def mask_of(density, length=128):
+    """Exactly that share of the entries, scattered."""
+    order = torch.rand(HEADS, length**2).argsort(-1)
+    return SparseMask((order < round(density * length**2)).view(HEADS, length, length), length)
+
+
+def auto(density, **fields):
+    return by_table(BACKENDS, mask_of(density), replace(REQUEST, **fields))[0]
+
+
+@pytest.mark.parametrize(
+    "fields, limit, otherwise",
+    [
+        ({}, 0.3, "sparse_sdpa"),
+        ({"gradients": True, "padded": True}, 0.3, "sparse_sdpa"),
+        ({"dropout": 0.1, "gradients": True}, 0.5, "sparse_eager"),
+        ({"dtype": torch.bfloat16}, 0.15, "sparse_eager"),
+        ({"dtype": torch.float16}, 0.15, "sparse_sdpa"),
+        ({"dtype": torch.bfloat16, "num_keys": 512, "num_queries": 512}, 0.3, "sparse_sdpa"),
+        ({"dtype": torch.bfloat16, "dropout": 0.1}, 0.3, "sparse_eager"),
+        ({"num_keys": 512, "num_queries": 512, "dropout": 0.1}, 0.5, "sparse_sdpa"),
+    ],
+    ids=str,
+)
+def test_auto_by_density(fields, limit, otherwise):
+    assert auto(limit - 0.02, **fields) == "sparse_cpu"
+    assert auto(limit + 0.02, **fields) == otherwise
+
+
+@pytest.mark.parametrize("fields", [{"dtype": torch.float64}, {"head_size": 300}], ids=str)
+def test_auto_goes_round_what_cannot_run(fields):
+    name, reason = by_table(BACKENDS, mask_of(0.1), replace(REQUEST, **fields))
+    assert name == "sparse_sdpa" and reason.startswith("sparse_cpu cannot run: ")
+
+
+@pytest.mark.parametrize("need", ["weights", "gate", "additive"])
+def test_auto_serves_every_need(need):
+    request = replace(REQUEST, needs=frozenset({need}))
+    for mask in (mask_of(0.1), None):
+        name, _ = by_table(BACKENDS, mask, request)
+        assert need in BACKENDS[name].supports
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [128, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_auto_never_chooses_what_refuses(device, dtype, length, padded, dropout):
+    request = replace(
+        REQUEST, device=device, dtype=dtype, num_keys=length, num_queries=length, padded=padded, dropout=dropout
+    )
+    for mask in (mask_of(0.1, length), mask_of(0.9, length), build_pattern("window", length, HEADS)):
+        name, reason = by_table(BACKENDS, mask, request)
+        assert choice.refusal(BACKENDS, name, request) is None and reason
+
+
+def test_errors_name_what_can_run():
+    with pytest.raises(ValueError) as error:
+        check(BACKENDS, "sparse_cpu", replace(REQUEST, dtype=torch.float64))
+    assert str(error.value) == (
+        "sparse_cpu cannot run here: dtype must be one of torch.float32, torch.bfloat16, torch.float16, got "
+        "torch.float64. Use sparse_eager, sparse_sdpa or sparse_auto"
+    )
+    with pytest.raises(ValueError, match="does not support output_attentions=True. Use sparse_eager or sparse_auto$"):
+        check(BACKENDS, "sparse_sdpa", replace(REQUEST, needs=frozenset({"weights"})))
+    with pytest.raises(ValueError, match="sparse_flex cannot run here: it has no gradients"):
+        check(BACKENDS, "sparse_flex", replace(REQUEST, gradients=True))
+    check(BACKENDS, "sparse_flex", REQUEST)
+
+
+# sparse_measure. Gradients are asked for, since sparse_flex would be compiled for every shape without.
+
+TRAINED = replace(REQUEST, num_queries=16, num_keys=16, head_size=8, gradients=True)
+
+
+def counting(calls):
+    """The backends, which note their calls."""
+
+    def noted(name, function):
+        def wrapped(*arguments):
+            calls.append(name)
+            return function(*arguments)
+
+        return wrapped
+
+    return {name: replace(backend, function=noted(name, backend.function)) for name, backend in BACKENDS.items()}
+
+
+def test_measure_times_all_that_can_run_once_per_shape():
+    calls, mask = [], mask_of(0.2, 16)
+    backends = counting(calls)
+    name, reason = by_measurement(backends, mask, TRAINED)
+    assert set(calls) >= {"sparse_eager", "sparse_sdpa", "sparse_cpu"}
+    assert choice.refusal(BACKENDS, name, TRAINED) is None
+    assert reason.startswith("the fastest of sparse_cpu") and f"{name} " in reason and " ms" in reason
+    number = len(calls)
+    assert by_measurement(backends, mask, TRAINED) == (name, reason) and len(calls) == number
+    by_measurement(backends, mask, replace(TRAINED, num_queries=15, num_keys=15))
+    by_measurement(backends, mask_of(0.2, 16), TRAINED)
+    assert len(calls) == 3 * number
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"padded": True}, {"dropout": 0.1}, {"causal": True}, {"num_queries": 3}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
+def test_measure_serves_every_shape(fields):
+    request = replace(TRAINED, **fields)
+    name, _ = by_measurement(BACKENDS, mask_of(0.2, 16), request)
+    assert choice.refusal(BACKENDS, name, request) is None
+
+
+def test_measure_only_what_is_able():
+    calls, mask = [], mask_of(0.2, 16)
+    request = replace(TRAINED, needs=frozenset({"weights"}))
+    assert by_measurement(counting(calls), mask, request)[0] == "sparse_eager" and not calls
+    assert by_measurement(BACKENDS, None, replace(TRAINED, needs=frozenset({"additive"})))[0] == "sparse_eager"
+
+
+def test_measure_takes_the_faster():
+    def slow():
+        for _ in range(200):
+            torch.randn(100)
+
+    times = measure({"slow": slow, "fast": lambda: None}, "cpu")
+    assert times["fast"] < times["slow"]
+
+
+def test_measuring_leaves_random_numbers_alone():
+    query, key, value = torch.randn(3, 2, HEADS, 16, 8).requires_grad_().unbind(0)
+    mask, before = mask_of(0.2, 16), torch.get_rng_state()
+    by_measurement(BACKENDS, mask, replace(TRAINED, dropout=0.1))
+    assert torch.equal(torch.get_rng_state(), before)
+    chosen = by_measurement(BACKENDS, mask, replace(TRAINED, dropout=0.1))[0]
+    outputs = []
+    for name in (chosen, "sparse_measure"):
+        torch.manual_seed(4)
+        outputs.append(sparse_dot_product_attention(query, key, value, mask, dropout_p=0.1, backend=name))
+    assert torch.equal(*outputs)
+
+
+def test_measuring_in_inference_mode_leaves_a_mask_that_can_be_trained():
+    mask = mask_of(0.2, 16)
+    with torch.inference_mode():
+        by_measurement(BACKENDS, mask, replace(TRAINED, gradients=False, dtype=torch.float64))
+    query, key, value = torch.randn(3, 2, HEADS, 16, 8).unbind(0)
+    query.requires_grad_()
+    sparse_dot_product_attention(query, key, value, mask, backend="sparse_eager").sum().backward()
+    assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["sparse_auto", "sparse_measure"])
+def test_the_choice_is_logged_once(tiny_config, name, caplog):
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.enable_propagation()
+    model = SparseBertModel(tiny_config(pattern="window", pattern_kwargs={"window_size": 4}, attn_implementation=name))
+    ids = torch.randint(100, (3, 11))
+    try:
+        with caplog.at_level(logging.WARNING, logger="sparsebert"):
+            for _ in range(3):
+                model(ids)
+    finally:
+        transformers_logging.disable_propagation()
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name} runs ")]
+    assert len(lines) <= 1  # none where an earlier model ran the same
+    assert all(line.split()[2].rstrip(":") in BACKENDS for line in lines)

@@ -1,0 +1,164 @@
+"""The forms of a mask that kernels read: against brute force, and how long they are kept."""
+
+import pytest
+import torch
+
+from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
+from sparsebert.masks import compiled as module
+from sparsebert.masks.compiled import base_table, compiled, remember
+
+
+HEADS = 2
+CPU = torch.device("cpu")
+
+
+def table_form(table):
+    return (table,)
+
+
+def count_form(table):
+    return table.sum(-1), table.sum(-2)
+
+
+def make_mask(length=9, **fields):
+    return SparseMask(torch.rand(2, HEADS, length, length) < 0.4, length, **fields)
+
+
+@pytest.mark.parametrize("diagonal", [None, True, False])
+@pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
+@pytest.mark.parametrize("special", ["none", "first", "all"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_base_table(causal, special, special_tokens, diagonal):
+    mask = make_mask(special_tokens=special_tokens, diagonal=diagonal)
+    for length in (1, 6, 9):
+        positions = set()
+        if special != "none" and special_tokens != "none":
+            positions.add(0)
+        if special == "all" and special_tokens == "first_last":
+            positions.add(length - 1)
+        got = base_table(mask, length, causal, special)
+        assert got.shape == (2, HEADS, length, length)
+        for i in range(length):
+            for j in range(length):
+                want = mask.keep[:, :, i, j].clone()
+                if i in positions or j in positions:
+                    want[:] = True
+                if i == j and diagonal is not None:
+                    want[:] = diagonal
+                if causal and j > i:
+                    want[:] = False
+                assert torch.equal(got[:, :, i, j], want), (length, i, j)
+
+
+def test_base_table_leaves_the_mask_as_it_is():
+    mask = make_mask(diagonal=False)
+    before = mask.keep.clone()
+    base_table(mask, 9, causal=True, special="all").fill_(True)
+    assert torch.equal(mask.keep, before)
+
+
+def test_base_table_beyond_the_mask():
+    assert base_table(make_mask(length_policy="dense"), 12)[..., 9:, :].all()
+    assert not base_table(SparseMask(torch.ones(HEADS, 4, dtype=torch.bool), 9, "offsets"), 12)[..., 0, 4:].any()
+    with pytest.raises(ValueError, match="12 tokens is longer than the mask"):
+        base_table(make_mask(), 12)
+
+
+def test_each_layer_has_its_form():
+    mask = make_mask(special_tokens="first")
+    forms = compiled(mask, count_form, 9, False, CPU, special="first")
+    tables = base_table(mask, 9, special="first")
+    assert len(forms) == 2
+    for (rows, columns), table in zip(forms, tables, strict=True):
+        assert torch.equal(rows, table.sum(-1)) and torch.equal(columns, table.sum(-2))
+
+
+def test_made_once_per_form_length_and_causality():
+    mask = make_mask()
+    made = []
+
+    def form(table):
+        made.append(table.shape[-1])
+        return (table,)
+
+    for length, causal in ((9, False), (5, False), (9, True), (9, False), (5, False)):
+        first = compiled(mask, form, length, causal, CPU)
+        assert compiled(mask, form, length, causal, CPU)[0][0] is first[0][0]
+    assert made == [9, 9, 5, 5, 9, 9]  # twice, for two layers
+    other = make_mask()
+    assert not torch.equal(compiled(other, form, 9, False, CPU)[0][0], compiled(mask, form, 9, False, CPU)[0][0])
+
+
+def kept_bytes(mask):
+    return sum(module._size(values) for values in module._COMPILED[mask].values())
+
+
+def test_the_newest_forms_are_kept_up_to_a_bound(monkeypatch):
+    mask = SparseMask(torch.rand(HEADS, 64) < 0.3, 64, "offsets")
+    monkeypatch.setattr(module, "MAX_BYTES", 3 * HEADS * 64 * 64)
+    for length in (64, 62, 61, 63, 10, 11, 12, 60):
+        compiled(mask, table_form, length, False, CPU)
+        assert kept_bytes(mask) <= module.MAX_BYTES
+    lengths = [key[1] for key in module._COMPILED[mask]]
+    assert lengths == [61, 63, 10, 11, 12, 60]
+    # One form that is greater than the bound still serves, alone.
+    compiled(mask, table_form, 200, False, CPU)
+    assert [key[1] for key in module._COMPILED[mask]] == [200]
+
+
+def test_forms_go_with_their_mask():
+    before = len(module._COMPILED)
+    mask = make_mask()
+    compiled(mask, table_form, 9, False, CPU)
+    assert len(module._COMPILED) == before + 1
+    del mask
+    assert len(module._COMPILED) == before
+
+
+def test_what_is_made_in_inference_mode_serves_training():
+    mask = build_pattern("bigbird", 20, HEADS)
+    leaves = torch.randn(3, 2, HEADS, 20, 8).unbind(0)
+    padding = torch.arange(20) < torch.tensor([20, 12])[:, None]
+    for name in ("sparse_eager", "sparse_sdpa", "sparse_cpu"):
+        for given in (None, padding):
+            with torch.inference_mode():
+                sparse_dot_product_attention(*leaves, mask, given, backend=name)
+            trained = [leaf.clone().requires_grad_() for leaf in leaves]
+            sparse_dot_product_attention(*trained, mask, given, backend=name).sum().backward()
+            assert all(leaf.grad.isfinite().all() for leaf in trained)
+    assert not any(
+        tensor.is_inference() or tensor.requires_grad
+        for values in module._COMPILED[mask].values()
+        for tensor in values
+        if torch.is_tensor(tensor)
+    )
+
+
+def test_a_default_device_changes_nothing():
+    """Models are built under `torch.device("meta")`; a mask is data."""
+    mask = make_mask(special_tokens="first_last", diagonal=True)
+    with torch.device("meta"):
+        forms = compiled(mask, table_form, 9, False, CPU, special="all")
+    assert torch.equal(forms[0][0], mask.to_table()[0])
+
+
+def test_remember_keeps_what_was_made():
+    mask, made = make_mask(), []
+
+    def make():
+        made.append(1)
+        return (torch.ones(2), "text")
+
+    first = remember(mask, "key", make)
+    assert remember(mask, "key", make) is first and made == [1]
+
+
+def test_forms_are_not_saved(tiny_config, tmp_path):
+    model = SparseBertModel(tiny_config(pattern="bigbird", attn_implementation="sparse_cpu")).eval()
+    before = list(model.state_dict())
+    ids = torch.arange(20)[None]
+    states = model(ids).last_hidden_state
+    assert list(model.state_dict()) == before and not any("mask" in name for name in before)
+    model.save_pretrained(tmp_path)
+    loaded = SparseBertModel.from_pretrained(tmp_path, attn_implementation="sparse_cpu").eval()
+    assert torch.equal(loaded(ids).last_hidden_state, states)

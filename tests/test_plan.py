@@ -1,0 +1,111 @@
+"""What a mask costs to run, as it is printed before training."""
+
+import pytest
+import torch
+
+from sparsebert import SparseBertModel, SparseMask, build_pattern, plan
+from sparsebert.attention import BACKENDS
+
+
+HEADS = 3
+
+
+def brute_force_tiles(table, size):
+    """Fraction of tiles of `(H, n, n)` that hold an entry."""
+    length = table.shape[-1]
+    starts = range(0, length, size)
+    live = [table[h, i : i + size, j : j + size].any() for h in range(len(table)) for i in starts for j in starts]
+    return sum(map(int, live)) / len(live)
+
+
+def make_mask(length=70, **fields):
+    keep = torch.zeros(2, HEADS, length, length, dtype=torch.bool)
+    keep[0, 0, :20, 30:33] = True
+    keep[0, 1] = torch.rand(length, length) < 0.004
+    keep[1] = True
+    return SparseMask(keep, length, special_tokens="first_last", **fields)
+
+
+@pytest.mark.parametrize("length", [None, 33])
+def test_figures(length):
+    mask = make_mask()
+    result = plan(mask, length)
+    n = length or 70
+    assert result.length == n and (result.device, result.dtype) == ("cpu", torch.float32)
+    assert result.sparsity == pytest.approx(1 - mask.to_table(n).float().mean().item())
+    # Without the special tokens, of the first layer.
+    assert result.live_tiles == {size: brute_force_tiles(mask.keep[0, :, :n, :n], size) for size in (16, 32, 64, 128)}
+    assert set(result.choices) == {"inference", "training", "training with dropout"}
+    assert all(name in BACKENDS and reason for name, reason in result.choices.values())
+
+
+def test_choices_are_those_of_auto():
+    sparse, half = build_pattern("window", 128, HEADS), build_pattern("random", 128, HEADS, sparsity=0.6)
+    assert {name for name, _ in plan(sparse).choices.values()} == {"sparse_cpu"}
+    chosen = {phase: name for phase, (name, _) in plan(half).choices.items()}
+    assert chosen == {
+        "inference": "sparse_sdpa",
+        "training": "sparse_sdpa",
+        "training with dropout": "sparse_cpu",
+    }
+    assert "0.40 is above 0.30" in plan(half).choices["inference"][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_and_head_size_decide_too(dtype):
+    mask = build_pattern("random", 64, HEADS, sparsity=0.8)
+    assert plan(mask, dtype=dtype).choices["inference"][0] != "sparse_cpu"
+    assert plan(mask, head_size=300).choices["training"][0] == "sparse_sdpa"
+
+
+def test_text_is_printed(capsys):
+    result = plan(make_mask(), 33, dtype=torch.bfloat16)
+    printed = capsys.readouterr().out
+    assert printed == f"{result}\n"
+    head, tiles, *choices = printed.splitlines()
+    assert head == f"33 tokens, cpu, bfloat16: {100 * result.sparsity:.1f} % of the entries removed"
+    assert tiles == "live tiles by tile size  " + ", ".join(
+        f"{size}: {100 * share:.1f} %" for size, share in result.live_tiles.items()
+    )
+    assert [line.split("  ")[0] for line in choices] == ["inference", "training", "training with dropout"]
+
+
+def test_of_a_model(tiny_config):
+    model = SparseBertModel(tiny_config(pattern="bigbird", mask_length=32)).bfloat16()
+    result = plan(model)
+    assert (result.length, result.dtype) == (32, torch.bfloat16)
+    assert result.sparsity == pytest.approx(model.sparse_attention.sparsity())
+
+
+def test_of_a_decoder(tiny_config):
+    """Future keys are removed as well."""
+    model = SparseBertModel(tiny_config(pattern="dense", mask_length=16, is_decoder=True))
+    assert plan(model).sparsity == pytest.approx(1 - 17 / 32)
+
+
+def test_on_cuda():
+    """The choice for a machine that is not here."""
+    pytest.importorskip("triton")
+    blocks = SparseMask(torch.arange(16).repeat(HEADS, 1) % 8 == 0, 1024, "blocks", 64)
+    scattered = build_pattern("random", 1024, HEADS)
+    assert plan(blocks, device="cuda").choices["training with dropout"][0] == "sparse_triton"
+    assert plan(scattered, device="cuda").choices["inference"][0] == "sparse_sdpa"
+    assert plan(blocks, 128, device="cuda").choices["inference"][0] == "sparse_sdpa"
+
+
+def test_a_search_has_no_plan(tiny_config):
+    model = SparseBertModel(tiny_config())
+    with pytest.raises(ValueError, match="plan needs a frozen mask, this model's is still being searched: freeze"):
+        plan(model)
+
+
+def test_length_beyond_the_mask():
+    with pytest.raises(ValueError, match="input of 71 tokens is longer than the mask"):
+        plan(make_mask(), 71)
+
+
+def test_a_model_without_a_mask(tiny_config):
+    from transformers import BertConfig, BertModel
+
+    with pytest.raises(ValueError, match="BertModel carries no sparse attention"):
+        plan(BertModel(tiny_config(BertConfig)))
