@@ -324,7 +324,9 @@ def plot(options, report, cells):
         chosen = cell["auto"]["choice"] == ours
         if options.sweep:
             panel = panels.setdefault(f"{cell['dtype']}, {cell['phase']}", {})
-            panel.setdefault(f"{cell['n']} tokens", []).append((cell["density"], entries[BEST_DENSE], chosen))
+            panel.setdefault(f"{cell['n']} tokens", []).append(
+                (round(cell["density"], 2), entries[BEST_DENSE], chosen)
+            )
         else:
             panel = panels.setdefault(f"{cell['mask']}, {cell['phase']}", {})
             for name, entry in entries.items():

@@ -1,7 +1,7 @@
 """
 Compile the Triton kernels for GPUs that need not be there, and report what they ask for.
 
-    python -m benchmarks.compile_triton [--arch 80 90] [--dtype bfloat16] [--head_size 64]
+    python -m benchmarks.compile_triton [--arch 90] [--dtype float16] [--head_size 64]
 
 A line per variant that the package can launch: registers, spilled bytes, shared memory, and how many asynchronous
 copies (`cp.async`) and matrix instructions of warp groups (`wgmma`) there are: none of the former means that loads are
@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebert.attention import triton_kernels
-from sparsebert.attention.triton import DTYPES, HEAD_SIZES, SHORT_BACKWARD, SHORT_LENGTH, configurations
+from sparsebert.attention.triton import DTYPES, HEAD_SIZES, configurations, short_backward_limit
 
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -31,45 +31,33 @@ FLOATS = ("scale", "scaling", "keep_scale")
 OTHER_POINTERS = {"lse": "*fp32", "delta": "*fp32", "pool": "*i64", "padding": "*i8", "seed": "*i64"}
 # Kernels by what they do: the function, and its constants.
 KERNELS = {
-    "forward": ("row", {"SHORT": False, "GRADIENT": False}),
-    "short_forward": ("row", {"SHORT": True, "GRADIENT": False}),
-    "query_grad": ("row", {"SHORT": False, "GRADIENT": True}),
-    "column": ("column", {}),
-    "short_backward": ("short_backward", {}),
+    "forward": ("row_kernel", {"SHORT": False, "GRADIENT": False}),
+    "short_forward": ("row_kernel", {"SHORT": True, "GRADIENT": False}),
+    "query_grad": ("row_kernel", {"SHORT": False, "GRADIENT": True}),
+    "column": ("column_kernel", {}),
+    "short_backward": ("short_backward_kernel", {}),
 }
 HEADER = (
-    "kernel",
-    "arch",
-    "dtype",
-    "d",
-    "tile",
-    "drop",
-    "pad",
-    "warps",
-    "stages",
-    "regs",
-    "spill st/ld",
-    "smem",
-    "cp.async",
-    "wgmma",
+    f"{'kernel':15} arch  {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'warps':>5} {'stages':>6} {'regs':>5} "
+    f"{'spill s/l':>9} {'shared':>7} {'cp.async':>8} {'wgmma':>6}"
 )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel to compile; `rows` is n of the one-kernel backward."""
+    """A kernel to compile. `step`: keys (columns: queries) at a time; `rows`: n of the one-kernel backward."""
 
     kernel: str
     arch: int
     dtype: torch.dtype
     head_size: int
-    block_q: int
     dropout: bool
-    padding: bool
     warps: int
     stages: int
+    step: int
+    block_q: int = 64
+    padding: bool = True
     rows: int = 0
-    step: int = 64
 
 
 def compiled(variant):
@@ -80,7 +68,7 @@ def compiled(variant):
         `dict`: `registers`, `spills` (stores and loads, bytes), `shared` (bytes), `copies`, `wgmma`.
     """
     name, constants = KERNELS[variant.kernel]
-    function = getattr(triton_kernels, f"{name}_kernel")
+    function = getattr(triton_kernels, name)
     constants = constants | {
         "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "FIRST": True, "DIAGONAL_OFF": False,
         "CAUSAL": False, "BUCKET": 0, "ROWS": variant.rows, "STEP": variant.step,
@@ -124,16 +112,49 @@ def compiled(variant):
 
 
 def variants(archs, dtypes, head_sizes):
-    """Every variant that the package may launch, padding always on."""
+    """Every variant that the package may launch, with special tokens and padding, which take the most registers."""
     for arch, dtype, head_size, kernel in itertools.product(archs, dtypes, head_sizes, KERNELS):
-        limit = SHORT_BACKWARD[head_size, dtype.itemsize]
+        rows = [0]
         if kernel == "short_backward":
-            cases = [(64, rows, rows) for rows in (16, 32, 64, 128, 256) if rows <= limit]
-        elif kernel == "short_forward":
-            cases = [(64, 0, SHORT_LENGTH)]
-        else:
-            cases = [(block_q, 0, 4096) for block_q in (64, 128)]
-        for (block_q, rows, length), dropout in itertools.product(cases, (False, True)):
-            name = "forward" if kernel == "short_forward" else kernel
-            for warps, stages in configurations(name, head_size, dtype, block_q, length):
-                yield Variant(kernel, arch, dtype, head_size, block_q, dropout, True, warps, stages, rows)
+            rows = [rows for rows in (16, 32, 64, 128, 256) if rows <= short_backward_limit(head_size, dtype, arch)]
+        for num_rows, dropout in itertools.product(rows, (False, True)):
+            for warps, stages, step in configurations(kernel, head_size, dtype, arch):
+                yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, rows=num_rows)
+
+
+def line(variant, found):
+    """One line of the table."""
+    copies, wgmma = found["copies"], found["wgmma"]
+    tile = f"{variant.rows or 64}x{variant.step}"
+    if variant.kernel == "column":
+        tile = f"{variant.step}x64"
+    return (
+        f"{variant.kernel:15} sm_{variant.arch} {str(variant.dtype)[6:]:9} {variant.head_size:4} {tile:>7} "
+        f"{'yes' if variant.dropout else 'no':>5} {variant.warps:5} {variant.stages:6} {found['registers']:5} "
+        f"{'{}/{}'.format(*found['spills']):>9} {found['shared']:7} {copies:8} {wgmma:6}"
+    )
+
+
+def main(arguments=None):
+    """The command line; returns the exit status."""
+    names = {str(dtype)[6:]: dtype for dtype in DTYPES}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=[80, 90])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=names)
+    parser.add_argument("--head_size", type=int, nargs="+", default=HEAD_SIZES, choices=HEAD_SIZES)
+    parser.add_argument("--kernel", nargs="+", default=KERNELS, choices=KERNELS)
+    options = parser.parse_args(arguments)
+    print(HEADER)
+    spilling = 0
+    for variant in variants(options.arch, [names[name] for name in options.dtype], options.head_size):
+        if variant.kernel in options.kernel:
+            found = compiled(variant)
+            spilling += found["spills"] != (0, 0)
+            print(line(variant, found), flush=True)
+    if spilling:
+        print(f"{spilling} configurations spill registers to memory", file=sys.stderr)
+    return int(spilling > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """How the mask is attached to a model: one module, one reference per layer, two hooks."""
 
 import inspect
+import operator
 
 import torch
 from transformers.models.bert.modeling_bert import BertSelfAttention
@@ -17,8 +18,9 @@ def _prepare_forward(model, args, kwargs):
     if states is None:
         return None  # the host says what is missing
     past = given.get("past_key_values")
-    num_queries = states.shape[1]
-    num_keys = num_queries + (past.get_seq_length() if past is not None else 0)
+    # What is made of the mask depends on the length: a graph is compiled for each, never for a symbolic one.
+    num_queries = operator.index(states.shape[1])
+    num_keys = operator.index(num_queries + (past.get_seq_length() if past is not None else 0))
     padding, needs = given.get("attention_mask"), set()
     if padding is not None:
         if padding.dim() == 4:

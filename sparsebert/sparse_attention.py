@@ -4,6 +4,7 @@ The one home of a model's attention mask: learned while searching, frozen afterw
 Letters: B batch, L layers (1 when shared), H heads, n queries, m keys, K learned parameters per head.
 """
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -273,6 +274,8 @@ class SparseAttention(nn.Module):
         if self.searching:
             needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
         mask = None if self.searching else self._loaded_mask()
+        # Only a measurement depends on the number of sequences; a compiled graph should not.
+        batch = operator.index(batch) if name == "sparse_measure" else 1
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
         backend = choose_backend(
             name,

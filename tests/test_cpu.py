@@ -307,3 +307,27 @@ def test_no_allocation_of_n_times_n():
 
     assert growth(lambda: inputs[0][0, 0] @ inputs[1][0, 0].T) > 0.9 * table  # what would be seen
     assert growth(train) < table / 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q, k[..., :4], v), "key must be"),
+        (lambda q, k, v: (q, k, v[:, :, :5]), "value must be"),
+        (lambda q, k, v: (q, k[:, :1], v), "key must be"),
+        (lambda q, k, v: (q, k.bfloat16(), v), "key must be torch.float32"),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), "at least one sequence"),
+        (lambda q, k, v: (q, k[:, :, :5], v[:, :, :5]), "at most as many positions"),
+    ],
+    ids=["head size", "value length", "heads", "dtype", "no sequence", "more queries than keys"],
+)
+def test_inputs_that_do_not_fit_are_refused(change, message):
+    mask = build_pattern("window", 12, 4)
+    query, key, value = change(*torch.randn(3, 2, 4, 12, 8).unbind(0))
+    with pytest.raises(ValueError, match=message):
+        sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")
+    begin, end, columns = compressed_rows(mask.to_table()[0])
+    with pytest.raises(RuntimeError):
+        torch.ops.sparsebert.csr_attention(
+            query, key, value, begin, end, columns, None, None, True, torch.zeros(1, dtype=torch.int64), 0.0, 1.0
+        )

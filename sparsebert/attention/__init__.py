@@ -5,6 +5,7 @@ A backend is a function and a row of `BACKENDS`. Explicit names never fall back;
 measurements) and `sparse_measure` (by measuring) choose.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -152,8 +153,20 @@ def sparse_dot_product_attention(
     Raises:
         ValueError: If mask and inputs do not fit, or the backend cannot serve them.
     """
-    batch, num_heads, num_queries, head_size = query.shape
-    num_keys = key.shape[2]
+    batch, num_heads, num_queries, head_size = map(operator.index, query.shape)
+    num_keys = operator.index(key.shape[2])
+    expected = (batch, num_heads, num_keys, head_size)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape != expected or tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} must be {query.dtype} of shape {expected} on {query.device} as the query says, got "
+                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+    if not (batch and 0 < num_queries <= num_keys):
+        raise ValueError(
+            f"query must hold at least one sequence and at most as many positions as the {num_keys} keys, got "
+            f"{tuple(query.shape)}"
+        )
     if mask.num_heads != num_heads:
         raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
     if not 0 <= layer < max(mask.num_layers, 1):

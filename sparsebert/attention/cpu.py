@@ -80,9 +80,13 @@ def compressed_rows(table):
     Returns:
         `tuple` of `torch.Tensor`: `begin` and `end` `(H, m)`, int32, positions in `columns` `(E,)`, uint16, the keys
         of every query in ascending order.
+    Raises:
+        ValueError: If there are 2^31 live entries or more.
     """
     counts = table.sum(-1)  # (H, m)
     end = counts.flatten().cumsum(0).view_as(counts)
+    if end[-1, -1] >= 2**31:
+        raise ValueError(f"sparse_cpu: the mask must keep less than 2^31 entries, got {end[-1, -1]}")
     columns = torch.cat([head.nonzero()[:, 1].to(torch.uint16) for head in table])
     return (end - counts).int(), end.int(), columns
 
@@ -97,7 +101,9 @@ def unavailable():
 
     capability = torch.backends.cpu.get_cpu_capability()
     name = re.sub(r"\W", "_", f"sparsebert_{__version__}_{torch.__version__}_{capability}".lower())
-    logger.warning_once("sparse_cpu: compiling its operator if that was not done before (once, a quarter of a minute to a minute).")
+    logger.warning_once(
+        "sparse_cpu: compiling its operator if that was not done before (once, a quarter of a minute to a minute)."
+    )
     path = os.environ.get("PATH", "")
     try:
         # The builder calls ninja, which lies beside an interpreter whose environment need not be activated.
@@ -150,7 +156,7 @@ def csr_backend(query, key, value, inputs, scaling, dropout):
         key,
         value,
         *inputs.compiled[0],
-        inputs.padding,
+        None if inputs.padding is None else inputs.padding.contiguous(),
         inputs.last_of(query.shape[0]),
         mask.diagonal is not False,
         seed,

@@ -335,6 +335,17 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
                 const std::optional<at::Tensor>& last, bool self, const at::Tensor& seed, double dropout,
                 double scale, int64_t buffers) {
   const int64_t B = query.size(0), H = query.size(1), n = query.size(2), m = key.size(2);
+  TORCH_CHECK(B > 0 && n > 0 && n <= m, "expected sequences of at most as many queries as keys, got ", query.sizes(),
+              " and ", key.sizes());
+  const std::vector<int64_t> expected{B, H, m, query.size(3)};
+  for (const auto* t : {&key, &value})
+    TORCH_CHECK(t->sizes() == expected && t->scalar_type() == query.scalar_type(), "query of ", query.sizes(),
+                " does not go with ", t->scalar_type(), " of ", t->sizes());
+  TORCH_CHECK(query.scalar_type() == at::kFloat || query.scalar_type() == at::kBFloat16 ||
+              query.scalar_type() == at::kHalf, "dtype ", query.scalar_type(), " is not supported");
+  TORCH_CHECK(!padding || (padding->sizes() == std::vector<int64_t>{B, m} && padding->is_contiguous()),
+              "padding must be contiguous, one row of ", m, " for each sequence");
+  TORCH_CHECK(!last || last->numel() == B, "last must have one position for each sequence");
   TORCH_CHECK(begin.size(0) == H && begin.size(1) >= m, "the mask has ", begin.size(0), " heads of length ",
               begin.size(1), ", the input ", H, " heads and ", m, " keys");
   Mask mask{begin.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), columns.const_data_ptr<uint16_t>(),

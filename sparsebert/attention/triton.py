@@ -18,11 +18,31 @@ from ..masks.tiles import TileForm, tile_form
 
 
 HEAD_SIZES = (32, 64, 128)
+# Queries and keys of a tile: what a block of `dam_b` holds, and what fits on the chip twice.
+TILE = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Longest n of the forward without lists.
 SHORT_LENGTH = 256
-# Longest n of the one-kernel backward, by head size and bytes of a number: what stays on the chip without spilling.
-SHORT_BACKWARD = {(32, 2): 256, (64, 2): 256, (128, 2): 128, (32, 4): 128, (64, 4): 64, (128, 4): 0}
+# Longest n of the one-kernel backward of 16-bit numbers, by head size, on GPUs of compute capability 9 and later: what
+# stays on the chip without spilling.
+SHORT_BACKWARD = {32: 128, 64: 128, 128: 64}
+# Warps, pipeline stages, and keys (columns: queries) at a time of 16-bit kernels on 64 x 64 tiles, by head size; the
+# autotuner chooses where there are two. `benchmarks/compile_triton.py` lists what each of them takes.
+HOPPER = {
+    "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 2, 64)], 128: [(4, 2, 64), (4, 2, 32)]},
+    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 64)], 128: [(4, 2, 64)]},
+    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 2, 64)], 128: [(4, 2, 32), (8, 2, 32)]},
+    "column": {32: [(4, 2, 64), (4, 2, 32)], 64: [(4, 2, 32), (4, 3, 32)], 128: [(4, 2, 16), (8, 2, 16)]},
+    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 32)], 128: [(8, 2, 32)]},
+}
+AMPERE = {
+    "forward": {32: [(4, 3, 64)], 64: [(4, 2, 64), (4, 3, 32)], 128: [(8, 2, 32)]},
+    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 32)], 128: [(8, 2, 32)]},
+    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 32), (4, 2, 32)], 128: [(8, 2, 32)]},
+    "column": {32: [(4, 2, 32)], 64: [(4, 2, 16)], 128: [(8, 2, 16)]},
+}
+# float32 has no matrix units that would keep its precision.
+FLOAT32 = [(8, 2, 16)]
 
 
 def tile_attention(query, key, value, tiles, padding, last, first, diagonal, causal, seed, dropout, scaling):
@@ -32,7 +52,7 @@ def tile_attention(query, key, value, tiles, padding, last, first, diagonal, cau
     Args:
         query, key, value (`torch.Tensor` of shape `(B, H, n, d)`): bfloat16, float16 or float32, any strides.
         tiles ([`TileForm`] or `tuple` of `torch.Tensor`): What [`tile_form`] made of the mask, its diagonal and
-            causality included, special tokens not, on the device.
+            causality included, special tokens not, in tiles of 64 by 64 on the device.
         padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
         last (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's last token, whose row
             and column are on.
@@ -46,9 +66,10 @@ def tile_attention(query, key, value, tiles, padding, last, first, diagonal, cau
     Returns:
         `torch.Tensor` of shape `(B, n, H, d)`: Contiguous.
     Raises:
-        ValueError: If the kernels cannot serve the request: head size, dtype, device, lengths, dropout or scaling.
+        ValueError: If the kernels cannot serve the request: head size, dtype, device, lengths, tiles,
+            dropout or scaling.
     """
-    check(query, key, value, tiles, dropout, scaling)
+    check(query, key, value, tiles, seed, dropout, scaling)
     threshold = min(max(round((1 - dropout) * 65536), 1), 65536)
     padding = None if padding is None else padding.contiguous().view(torch.int8)
     seed = None if threshold == 65536 else seed
@@ -59,7 +80,7 @@ def tile_attention(query, key, value, tiles, padding, last, first, diagonal, cau
     return output
 
 
-def check(query, key, value, tiles, dropout, scaling):
+def check(query, key, value, tiles, seed, dropout, scaling):
     """
     Raises:
         ValueError: As [`tile_attention`].
@@ -85,23 +106,18 @@ def check(query, key, value, tiles, dropout, scaling):
             raise ValueError(f"a sequence of {name} must span less than 2^31 numbers in sparse_triton")
     if query.device.type != "cuda" and not interpreted():
         raise ValueError(f"sparse_triton needs a CUDA device, got query on {query.device.type}: use sparse_sdpa")
-    covered = (tiles.tiles.shape[0], tiles.tiles.shape[1] * tiles.pool.shape[1], tiles.tiles.shape[2] * word(tiles))
-    expected = (num_heads, _aligned(length, tiles.pool.shape[1]), _aligned(length, word(tiles)))
-    if covered != expected:
-        raise ValueError(f"tiles must cover {num_heads} heads of {length} tokens, got {covered} (aligned to tiles)")
+    shape = (num_heads, -(-length // TILE), -(-length // TILE))
+    if tuple(tiles.tiles.shape) != shape or tiles.pool.shape[1] != TILE or tiles.pool.dtype != torch.int64:
+        raise ValueError(
+            f"tiles must be {TILE} queries by {TILE} keys and of shape {shape} for {num_heads} heads and {length} "
+            f"tokens, got {tiles.pool.shape[1]} queries, {tiles.pool.dtype} and {tuple(tiles.tiles.shape)}"
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    if dropout and seed is None:
+        raise ValueError(f"dropout {dropout} needs a seed, got None")
     if not scaling > 0:
         raise ValueError(f"scaling must be positive in sparse_triton, got {scaling}")
-
-
-def word(tiles):
-    """Keys of a tile: the bits of a number in the pool."""
-    return 8 * tiles.pool.element_size()
-
-
-def _aligned(length, block):
-    return -(-length // block) * block
 
 
 @functools.cache
@@ -114,46 +130,57 @@ def interpreted():
     return type(triton_kernels.row_kernel).__name__ == "InterpretedFunction"
 
 
-def configurations(kernel, head_size, dtype, block_q, length):
+def configurations(kernel, head_size, dtype, capability):
     """
-    Launch configurations that the autotuner may choose from, best guess first. All of them compile without spilling.
+    Launch configurations that the autotuner may choose from, best guess first.
 
     Args:
-        kernel (`str`): `"forward"`, `"query_grad"`, `"column"` or `"short_backward"`.
+        kernel (`str`): `"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or `"short_backward"`.
         head_size (`int`): d.
         dtype (`torch.dtype`): Of the inputs.
-        block_q (`int`): Queries of a tile.
-        length (`int`): n.
+        capability (`int`): Compute capability of the GPU, 80 or 90.
 
     Returns:
-        `list` of `tuple`: Warps and pipeline stages.
+        `list` of `tuple`: Warps, pipeline stages, and keys (columns: queries) at a time.
     """
-    return [(4, 2)]
+    if dtype == torch.float32:
+        return FLOAT32
+    return (AMPERE if capability < 90 else HOPPER)[kernel][head_size]
 
 
-def launch(kernel, grid, arguments, constants, configurations):
-    """Run a kernel on `grid` programs; the autotuner measures on CUDA when there is a choice."""
+def short_backward_limit(head_size, dtype, capability):
+    """Longest n of the one-kernel backward."""
+    return SHORT_BACKWARD[head_size] if capability >= 90 and dtype != torch.float32 else 0
+
+
+def _hardware(query):
+    """dtype and compute capability to look configurations up by; the interpreter runs float32 like 16-bit numbers."""
+    if interpreted():
+        return torch.bfloat16, 90
+    major, minor = torch.cuda.get_device_capability(query.device)
+    return query.dtype, 10 * major + minor
+
+
+def launch(kernel, grid, arguments, constants, choices):
+    """Run a kernel on `grid` programs; the autotuner measures where there is a choice."""
     from . import triton_kernels
 
-    function = getattr(triton_kernels, f"{kernel}_kernel")
     if interpreted():
-        function[(grid,)](*arguments, **constants)
-    elif len(configurations) == 1:
-        ((warps, stages),) = configurations
-        function[(grid,)](*arguments, **constants, num_warps=warps, num_stages=stages)
+        getattr(triton_kernels, kernel)[(grid,)](*arguments, **constants, STEP=choices[0][2])
     else:
-        tuned(kernel, tuple(configurations), tuple(constants))[(grid,)](*arguments, **constants)
+        with torch.cuda.device(arguments[0].device):
+            _tuned(kernel, tuple(choices), tuple(constants))[(grid,)](*arguments, **constants)
 
 
 @functools.cache
-def tuned(kernel, configurations, key):
+def _tuned(kernel, choices, key):
     """The kernel under the autotuner, which measures once per value of the constants `key` and dtypes."""
     import triton
 
     from . import triton_kernels
 
-    choices = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in configurations]
-    return triton.autotune(configs=choices, key=list(key))(getattr(triton_kernels, f"{kernel}_kernel"))
+    configs = [triton.Config({"STEP": step}, num_warps=warps, num_stages=stages) for warps, stages, step in choices]
+    return triton.autotune(configs=configs, key=list(key))(getattr(triton_kernels, kernel))
 
 
 def _bucket(length):
@@ -168,10 +195,10 @@ def _sizes(query, key, value, tiles, threshold, scaling):
     return [*strides, *sizes, scaling / math.log(2), scaling, threshold, 65536 / threshold]
 
 
-def _constants(query, tiles, first, diagonal_off, causal):
+def _constants(query, first, diagonal_off, causal):
     """The compile-time arguments that all kernels have in common."""
-    blocks = {"BLOCK_Q": tiles.pool.shape[1], "BLOCK_K": word(tiles)}
-    return {"HEAD": query.shape[3], **blocks, "FIRST": first, "DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
+    mask = {"FIRST": first, "DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
+    return {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
 
 
 @torch.library.custom_op("sparsebert::tile_attention", mutates_args=())
@@ -195,15 +222,16 @@ def _attention(
     )
     tiles, (batch, num_heads, length, head_size) = TileForm(*tiles), query.shape
     short = length <= SHORT_LENGTH
-    constants = _constants(query, tiles, first, diagonal_off, causal)
+    constants = _constants(query, first, diagonal_off, causal)
     programs = tiles.tiles.shape[1] + (not short and (first or last is not None))
+    kernel = "short_forward" if short else "forward"
     launch(
-        "row",
+        "row_kernel",
         batch * num_heads * programs,
         [query, key, value, output, lse, None, None, None, *tiles[:6], padding, last, seed]
         + _sizes(query, key, value, tiles, threshold, scaling),
         constants | {"SHORT": short, "GRADIENT": False, "BUCKET": _bucket(length)},
-        configurations("forward", head_size, query.dtype, constants["BLOCK_Q"], length),
+        configurations(kernel, head_size, *_hardware(query)),
     )
     return output, lse
 
@@ -236,16 +264,16 @@ def _attention_backward(
     """Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`."""
     gradients = [torch.empty_like(output) for _ in range(3)]
     tiles, (batch, num_heads, length, head_size) = TileForm(*tiles), query.shape
-    constants = _constants(query, tiles, first, diagonal_off, causal)
+    constants = _constants(query, first, diagonal_off, causal)
     sizes = _sizes(query, key, value, tiles, threshold, scaling)
     rest = [padding, last, seed, *sizes]
 
     def choices(kernel):
-        return configurations(kernel, head_size, query.dtype, constants["BLOCK_Q"], length)
+        return configurations(kernel, head_size, *_hardware(query))
 
-    if length <= SHORT_BACKWARD[head_size, query.element_size()]:
+    if length <= short_backward_limit(head_size, *_hardware(query)):
         launch(
-            "short_backward",
+            "short_backward_kernel",
             batch * num_heads,
             [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *rest],
             constants | {"ROWS": max(_bucket(length), 16)},
@@ -256,14 +284,14 @@ def _attention_backward(
         delta = torch.empty_like(lse)
         constants["BUCKET"] = _bucket(length)
         launch(
-            "row",
+            "row_kernel",
             batch * num_heads * (tiles.tiles.shape[1] + special),
             [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *rest],
             constants | {"SHORT": False, "GRADIENT": True},
             choices("query_grad"),
         )
         launch(
-            "column",
+            "column_kernel",
             batch * num_heads * (tiles.tiles.shape[2] + special),
             [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *rest],
             constants,

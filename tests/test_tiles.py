@@ -1,0 +1,93 @@
+"""The tile form of masks."""
+
+import pytest
+import torch
+
+from sparsebert.masks.tiles import live_tiles, tile_form
+
+
+def random_base(length, density, heads=3):
+    return torch.rand(heads, length, length) < density
+
+
+def block_base(length, heads=3, block=16):
+    """A random mask of whole blocks; those on the edge are cut by it."""
+    table = random_base(-(-length // block), 0.5, heads)
+    return table.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length].clone()
+
+
+def from_tiles(form, length):
+    """Every entry looked up through the tile map and the pool."""
+    block_q, bits = form.pool.shape[1], 8 * form.pool.element_size()
+    i = torch.arange(length)
+    words = form.pool[form.tiles[:, i // block_q][:, :, i // bits].long(), (i % block_q)[:, None]]
+    return (words.long() >> (i % bits)) & 1 == 1
+
+
+CASES = {
+    "random": lambda length: random_base(length, 0.3),
+    "blocks": block_base,
+    "empty": lambda length: random_base(length, 0.0),
+    "full": lambda length: random_base(length, 1.1),
+}
+
+
+@pytest.mark.parametrize("length", [1, 16, 63, 64, 100, 129])
+@pytest.mark.parametrize("blocks", [(64, 64), (16, 16), (128, 64), (32, 16)])
+@pytest.mark.parametrize("case", CASES)
+def test_lists_and_bits(case, blocks, length):
+    """Against a loop over the tiles: the map, the bits, and both kinds of lists along both directions."""
+    base = CASES[case](length)
+    form = tile_form(base, *blocks)
+    assert torch.equal(from_tiles(form, length), base)
+    rows, columns = -(-length // blocks[0]), -(-length // blocks[1])
+    padded = torch.zeros(len(base), rows * blocks[0], columns * blocks[1], dtype=torch.bool)
+    padded[:, :length, :length] = base
+    cut = padded.view(len(base), rows, blocks[0], columns, blocks[1]).transpose(2, 3)
+    full, some = cut.all(-1).all(-1), cut.any(-1).any(-1)
+    assert torch.equal(form.tiles == 1, full) and torch.equal(form.tiles > 0, some)
+    lines = (
+        (form.full_start, form.full, full, False),
+        (form.full_start_t, form.full_t, full.mT, False),
+        (form.partial_start, form.partial, some & ~full, False),
+        (form.partial_start_t, form.partial_t, some & ~full, True),
+    )
+    for start, listed, chosen, transposed in lines:
+        chosen = chosen.mT if transposed else chosen
+        position = 0
+        for head in range(len(base)):
+            for one in range(chosen.shape[1]):
+                for other in range(chosen.shape[2] + 1):
+                    assert start[head, one, other] == position + chosen[head, one, :other].sum()
+                tiles = chosen[head, one].nonzero()[:, 0]
+                mine = listed[position : position + len(tiles)]
+                if listed.dim() == 1:
+                    assert mine.tolist() == tiles.tolist()
+                else:
+                    index = form.tiles[head].mT[one] if transposed else form.tiles[head, one]
+                    assert mine.tolist() == [[tile, index[tile]] for tile in tiles.tolist()]
+                position += len(tiles)
+        assert position == len(listed)
+
+
+def test_memory():
+    """A scattered mask takes a bit per entry, a Toeplitz one a few tiles, whatever its length."""
+    scattered = tile_form(random_base(512, 0.1))
+    assert scattered.pool.nbytes <= 3 * 512 * 512 // 8 + 2 * 64 * 8
+    offset = torch.arange(1024)
+    toeplitz = tile_form((torch.rand(3, 1024) < 0.1)[:, (offset[:, None] - offset).abs()])
+    assert len(toeplitz.pool) <= 2 + 3 * (2 * 16 - 1)
+
+
+def test_word_length_is_checked():
+    with pytest.raises(ValueError, match="block_k must be one of 16, 32, 64, got 48"):
+        tile_form(random_base(8, 0.5), 64, 48)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 200])
+def test_live_tiles(length):
+    base = random_base(length, 0.0005)
+    form = tile_form(base)
+    assert live_tiles(base, 64) == pytest.approx((form.tiles > 0).float().mean().item())
+    form = tile_form(base, 128, 64)
+    assert live_tiles(base, 128, 64) == pytest.approx((form.tiles > 0).float().mean().item())

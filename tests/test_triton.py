@@ -1,0 +1,396 @@
+"""
+Tile attention by Triton kernels against float64. Without a CUDA device the kernels run in Triton's interpreter, which
+must be chosen before Triton is imported: in a process of its own, which this file starts on itself.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparsebert.attention import triton as backend
+from sparsebert.attention.triton import check, tile_attention
+from sparsebert.masks.tiles import tile_form
+
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+runs_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the process with the interpreter")
+FLOOR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="starts the interpreter where there is no GPU")
+@pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(marker):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker, __file__]
+    result = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+
+
+class Case:
+    """One problem: tensors, mask and what surrounds it, on the CPU in float32 unless moved."""
+
+    def __init__(
+        self,
+        length,
+        mask="random",
+        padding=None,
+        first=True,
+        last=True,
+        diagonal=None,
+        causal=False,
+        head_size=32,
+        transposed=True,
+        dropout=0.0,
+        dtype=torch.float32,
+        batch=2,
+        heads=2,
+    ):
+        self.base = MASKS[mask](heads, length)
+        self.base[0, length // 2] = mask == "dense"  # an empty row where no special token fills it
+        self.padding = None if padding is None else PADDINGS[padding](batch, length)
+        self.first, self.diagonal, self.causal, self.dropout = first, diagonal, causal, dropout
+        if diagonal is not None:
+            self.base.diagonal(dim1=1, dim2=2).fill_(diagonal)
+        if causal:
+            self.base = self.base.tril()
+        self.last = None
+        if last and not causal:
+            real = torch.ones(batch, length, dtype=torch.bool) if self.padding is None else self.padding
+            self.last = (real * torch.arange(length)).amax(1).int()
+        shape = (4, batch, length, heads, head_size) if transposed else (4, batch, heads, length, head_size)
+        tensors = torch.randn(shape).to(dtype).to(DEVICE)
+        self.tensors = (tensors.transpose(2, 3) if transposed else tensors).unbind(0)
+        self.grad = self.tensors[3].transpose(1, 2)
+        self.scaling = head_size**-0.5
+
+    def keep(self):
+        """Every live entry, bool (B, H, n, n)."""
+        batch, _, length, _ = self.tensors[0].shape
+        position = torch.arange(length)
+        special = (position == 0)[None] & self.first
+        if self.last is not None:
+            special = special | (position == self.last[:, None])
+        special = special[:, None, :, None] | special[:, None, None, :]
+        if self.diagonal is False:
+            special = special & (position[:, None] != position)
+        keep = (self.base | special).expand(batch, *self.base.shape)
+        keep = keep.tril() if self.causal else keep
+        if self.padding is not None:
+            keep = keep & self.padding[:, None, None, :] & self.padding[:, None, :, None]
+        return keep.to(DEVICE)
+
+    def run(self, seed=(5, 7)):
+        """Output and gradients of query, key and value."""
+        leaves = [tensor.detach().requires_grad_() for tensor in self.tensors[:3]]
+        output = self.attention(*leaves, seed)
+        return [output.detach(), *torch.autograd.grad(output, leaves, self.grad)]
+
+    def attention(self, query, key, value, seed=(5, 7)):
+        tiles, padding, last = move(tile_form(self.base)), self.padding, self.last
+        return tile_attention(
+            query,
+            key,
+            value,
+            tiles,
+            None if padding is None else padding.to(DEVICE),
+            None if last is None else last.to(DEVICE),
+            self.first,
+            self.diagonal,
+            self.causal,
+            torch.tensor(seed, device=DEVICE),
+            self.dropout,
+            self.scaling,
+        )
+
+    def reference(self, dtype=None):
+        """Dense masked softmax, in float64 or in the dtype of the inputs."""
+        leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in self.tensors[:3]]
+        query, key, value = leaves
+        keep = self.keep()
+        scores = (query @ key.mT * self.scaling).masked_fill(~keep, torch.finfo(query.dtype).min / 2)
+        weights = scores.softmax(-1) * keep.any(-1, keepdim=True)
+        output = (weights @ value).transpose(1, 2)
+        return [output.detach(), *torch.autograd.grad(output, leaves, self.grad.to(query.dtype))]
+
+
+def blocks(heads, length):
+    count = -(-length // 64)
+    table = torch.rand(heads, count, count) < 0.5
+    return table.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :length, :length].clone()
+
+
+MASKS = {
+    "random": lambda heads, length: torch.rand(heads, length, length) < 0.3,
+    "blocks": blocks,
+    "dense": lambda heads, length: torch.ones(heads, length, length, dtype=torch.bool),
+}
+
+
+def lengths(batch, length):
+    """Number of real tokens: all, then fewer; none in the last sequence of three."""
+    return torch.tensor([length, max(length * 5 // 8, 1), 0][:batch])[:, None]
+
+
+PADDINGS = {
+    "ragged": lambda batch, length: torch.arange(length) < lengths(batch, length),
+    "left": lambda batch, length: torch.arange(length) >= length - lengths(batch, length),
+    "holes": lambda batch, length: torch.rand(batch, length) < 0.6,
+    "one token": lambda batch, length: (torch.arange(length) < 1).expand(batch, length),
+}
+
+
+def move(tiles):
+    return tuple(tensor.to(DEVICE) for tensor in tiles)
+
+
+def assert_right(case, results):
+    """The 2x rule against plain PyTorch in the same dtype, and exact zeros where nothing is seen."""
+    dtype = results[0].dtype
+    truth, plain = case.reference(torch.float64), case.reference()
+    for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=True):
+        assert got.dtype == dtype and got.isfinite().all(), what
+        error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
+        assert error <= 2 * allowed + FLOOR[dtype] * max(1.0, want.abs().max().item()), (what, error, allowed)
+    keep = case.keep()
+    empty, unseen = ~keep.any(-1), ~keep.any(-2)
+    assert (results[0].transpose(1, 2)[empty] == 0).all() and (results[1][empty] == 0).all()
+    assert (results[2][unseen] == 0).all() and (results[3][unseen] == 0).all()
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """New memory holds NaN, so an entry that no program writes is seen."""
+
+    def poisoned(function):
+        def make(*args, **kwargs):
+            tensor = function(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return make
+
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+# Each with the kernels that its length gets; what takes seconds in the interpreter is run once, elsewhere slow.
+QUICK = [
+    {"length": 1},
+    {"length": 1, "diagonal": False, "padding": "ragged", "batch": 3},
+    {"length": 7, "padding": "holes", "last": False},
+    {"length": 63, "padding": "left", "first": False},
+    {"length": 64, "causal": True, "padding": "ragged", "transposed": False},
+    {"length": 100, "padding": "ragged", "batch": 3, "head_size": 64},
+    {"length": 100, "head_size": 128, "padding": "holes", "heads": 1},
+    {"length": 128, "mask": "blocks", "diagonal": False},
+    {"length": 128, "mask": "dense", "first": False, "last": False, "causal": True},
+    {"length": 100, "padding": "one token", "diagonal": True},
+]
+LISTS = [
+    {"length": 130, "mask": "blocks", "padding": "ragged", "batch": 3},
+    {"length": 100, "padding": "holes", "diagonal": False, "head_size": 64},
+    {"length": 100, "padding": "left", "first": False, "transposed": False},
+    {"length": 65, "causal": True, "padding": "ragged", "last": False},
+    {"length": 1, "padding": "ragged", "batch": 3},
+    {"length": 128, "mask": "dense", "last": False, "head_size": 128, "heads": 1, "batch": 1},
+    {"length": 65, "first": False, "last": False, "causal": True, "diagonal": True},
+]
+
+
+def name(fields):
+    return ", ".join(f"{key} {value}" for key, value in fields.items())
+
+
+@runs_kernels
+@pytest.mark.parametrize("fields", QUICK, ids=name)
+def test_short_kernels(fields):
+    case = Case(**fields)
+    assert_right(case, case.run())
+
+
+@runs_kernels
+@pytest.mark.parametrize("fields", LISTS, ids=name)
+def test_kernels_on_lists(fields, monkeypatch):
+    """The kernels of long inputs do not depend on the length that they are chosen from."""
+    monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
+    monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
+    case = Case(**fields)
+    assert_right(case, case.run())
+
+
+@runs_kernels
+def test_a_long_input():
+    case = Case(330, mask="blocks", padding="ragged", heads=1)
+    assert_right(case, case.run())
+
+
+@runs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("diagonal", [None, True, False])
+@pytest.mark.parametrize("special", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("padding", [None, *PADDINGS])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("length", [1, 7, 63, 64, 100, 128, 257, 320])
+def test_all_combinations(length, mask, padding, special, diagonal, causal):
+    first, last = special
+    case = Case(length, mask, padding, first, last, diagonal, causal, batch=3)
+    assert_right(case, case.run())
+
+
+@runs_kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOOR)
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize("padding", [None, "ragged", "holes"])
+@pytest.mark.parametrize("length", [1, 63, 100, 128, 200, 257, 512, 1000])
+def test_dtypes_on_a_gpu(length, padding, head_size, dtype):
+    case = Case(length, "blocks", padding, head_size=head_size, dtype=dtype, batch=3, heads=4)
+    assert_right(case, case.run())
+
+
+DROPPED = {"length": 80, "dropout": 0.1, "padding": "ragged", "heads": 1}
+
+
+@runs_kernels
+def test_dropout_is_a_function_of_the_seed():
+    case = Case(**DROPPED)
+    once, again = case.run(), case.run()
+    assert all(torch.equal(one, two) for one, two in zip(once, again, strict=True))
+    assert not torch.equal(once[0], case.run(seed=(6, 7))[0])
+    assert not torch.equal(once[0], case.run(seed=(5, 8))[0])
+
+
+@runs_kernels
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_dropout_is_the_same_in_all_kernels(padding, monkeypatch):
+    """Short inputs run one kernel forward and one backward; lists another forward and two backward."""
+    case = Case(90, padding=padding, dropout=0.3, heads=1)
+    short = case.run()
+    monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
+    monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
+    for one, two in zip(short, case.run(), strict=True):
+        torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-5)
+
+
+@runs_kernels
+def test_dropout_keeps_the_mean_and_the_rate():
+    """With values that tell the keys apart, the output is the probabilities themselves."""
+    length, dropout = 32, 0.1
+    case = Case(length, "dense", dropout=dropout, batch=8, heads=4)
+    query, key, _, _ = case.tensors
+    value = torch.eye(length, device=DEVICE).expand_as(query)
+    probabilities = torch.stack([case.attention(query, key, value, (seed, 0)) for seed in range(4)]).transpose(2, 3)
+    plain = (query @ key.mT * case.scaling).softmax(-1)
+    kept = probabilities != 0
+    torch.testing.assert_close(probabilities, torch.where(kept, plain / (1 - dropout), 0.0), atol=1e-6, rtol=1e-3)
+    # 131072 draws: five standard deviations.
+    assert kept.float().mean().item() == pytest.approx(1 - dropout, abs=5 * (0.09 / kept.numel()) ** 0.5)
+    for dim in range(5):
+        others = [other for other in range(5) if other != dim]
+        rates = kept.float().mean(others)
+        deviation = (0.09 * kept.shape[dim] / kept.numel()) ** 0.5
+        assert (rates - (1 - dropout)).abs().max() < 5 * deviation
+    assert torch.corrcoef(kept.float().flatten(0, 3).T).fill_diagonal_(0).abs().max() < 5 / (kept.numel() / 32) ** 0.5
+
+
+@runs_kernels
+@pytest.mark.parametrize("lists", [False, True])
+def test_gradient_under_dropout_agrees_with_finite_differences(lists, monkeypatch):
+    if lists:
+        monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
+        monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
+    case = Case(66, dropout=0.2, heads=1, batch=1)
+    _, *gradients = case.run()
+    for index, gradient in enumerate(gradients):
+        direction = torch.randn_like(gradient)
+        direction *= 0.02 / direction.abs().mean()
+        sides = []
+        for sign in (1, -1):
+            leaves = list(case.tensors[:3])
+            leaves[index] = leaves[index] + sign * direction
+            sides.append((case.attention(*leaves).double() * case.grad).sum())
+        torch.testing.assert_close((sides[0] - sides[1]) / 2, (gradient.double() * direction).sum(), atol=2e-2, rtol=2e-2)
+
+
+@runs_kernels
+def test_compiles_around():
+    """A graph around the operator has no break, and gives the same."""
+    case = Case(70, padding="ragged", dropout=0.1, heads=1)
+    plain = case.run()
+    tiles, padding, last = move(tile_form(case.base)), case.padding.to(DEVICE), case.last.to(DEVICE)
+    seed = torch.tensor((5, 7), device=DEVICE)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(query, key, value):
+        return 2 * tile_attention(
+            query, key, value, tiles, padding, last, case.first, None, False, seed, case.dropout, case.scaling
+        )
+
+    leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
+    output = compiled(*leaves)
+    results = [output.detach() / 2, *(grad / 2 for grad in torch.autograd.grad(output, leaves, case.grad))]
+    for got, want in zip(results, plain, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_shapes_without_running():
+    """The operators' fake kernels: shapes, dtypes and strides, without Triton."""
+    with FakeTensorMode() as mode:
+        leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
+        tiles = [mode.from_tensor(tensor) for tensor in tile_form(torch.ones(3, 70, 70, dtype=torch.bool))]
+        rest = (tiles, None, None, None, True, False, False, 65536, 1.0)
+        output, lse = torch.ops.sparsebert.tile_attention(*leaves, *rest)
+        gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *rest)
+    assert output.shape == (2, 70, 3, 32) and output.is_contiguous() and output.dtype == torch.bfloat16
+    assert lse.shape == (2, 3, 70) and lse.dtype == torch.float32
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        assert gradient.shape == leaf.shape and gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype
+
+
+REFUSALS = {
+    "head size must be one of 32, 64, 128.*got 48": {"size": 48},
+    "query must be bfloat16, float16 or float32.*got torch.float64": {"dtype": torch.float64},
+    "as many keys as queries, got 9 keys and 8 queries": {"keys": 9},
+    "dropout must be at least 0 and below 1, got 1.0": {"dropout": 1.0},
+    "dropout 0.1 needs a seed, got None": {"dropout": 0.1},
+    "scaling must be positive in sparse_triton, got 0": {"scaling": 0},
+    r"tiles must be 64 queries by 64 keys.*got 64 queries, torch.int64 and \(2, 2, 2\)": {"mask_length": 100},
+    "got 128 queries": {"block_q": 128},
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("message", REFUSALS)
+def test_refusals(message):
+    fields = {"size": 32, "dtype": torch.float32, "keys": 8, "mask_length": 8, "block_q": 64, "dropout": 0, "scaling": 1}
+    fields |= REFUSALS[message]
+    query = torch.randn(1, 2, 8, fields["size"], dtype=fields["dtype"], device=DEVICE)
+    key = torch.randn(1, 2, fields["keys"], fields["size"], dtype=fields["dtype"], device=DEVICE)
+    tiles = tile_form(torch.ones(2, fields["mask_length"], fields["mask_length"], dtype=torch.bool), fields["block_q"])
+    with pytest.raises(ValueError, match=message):
+        check(query, key, key, tiles, None, fields["dropout"], fields["scaling"])
+
+
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="needs a machine that cannot run the kernels")
+def test_cpu_is_refused():
+    query = torch.randn(1, 2, 8, 32)
+    tiles = tile_form(torch.ones(2, 8, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="needs a CUDA device, got query on cpu: use sparse_sdpa"):
+        check(query, query, query, tiles, None, 0.0, 1.0)
