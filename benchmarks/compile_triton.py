@@ -39,7 +39,7 @@ KERNELS = {
 }
 HEADER = (
     f"{'kernel':15} arch  {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'warps':>5} {'stages':>6} {'regs':>5} "
-    f"{'spill s/l':>9} {'shared':>7} {'cp.async':>8} {'wgmma':>6}"
+    f"{'spill':>9} {'shared':>7} {'cp.async':>8} {'wgmma':>6}"
 )
 
 

@@ -26,6 +26,11 @@ HEADS = 3
 LENGTH = 20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def operator():
+    assert unavailable() is None
+
+
 @pytest.fixture(autouse=True)
 def threads():
     number = torch.get_num_threads()
@@ -43,10 +48,6 @@ def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, see
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
     return begin, end, columns, padding, last, True, torch.tensor([seed]), dropout, 0.3
-
-
-def test_it_can_be_compiled_here():
-    assert unavailable() is None
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -89,9 +90,11 @@ def test_dropout_comes_from_the_seed():
 def kept_probabilities(dropout, seed=11, heads=4, length=300):
     """Dropped probabilities `(B, H, n, n)` times n, of a full mask and equal scores, read through values of 1."""
     arguments = operator_arguments(length, heads, dropout, padded=False, seed=seed, density=2.0)
-    zeros = torch.zeros(2, heads, length, 100)
-    unit = torch.eye(length).expand(2, heads, -1, -1)
-    parts = [torch.ops.sparsebert.csr_attention(zeros, zeros, part, *arguments) for part in unit.split(100, dim=-1)]
+    unit = torch.eye(length).expand(2, heads, -1, -1).split(100, dim=-1)
+    parts = [
+        torch.ops.sparsebert.csr_attention(torch.zeros_like(part), torch.zeros_like(part), part, *arguments)
+        for part in unit
+    ]
     return torch.cat(parts, dim=-1) * length
 
 

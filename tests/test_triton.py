@@ -37,7 +37,7 @@ def test_in_the_interpreter(marker):
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=2 * 3600,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
@@ -242,14 +242,22 @@ def test_a_long_input():
 
 @runs_kernels
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("diagonal", [None, True, False])
-@pytest.mark.parametrize("special", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    "first, last, diagonal, causal",
+    [
+        (False, False, None, False),
+        (True, False, True, False),
+        (True, True, None, False),
+        (True, True, False, False),
+        (False, True, False, False),
+        (True, False, None, True),
+        (False, False, False, True),
+    ],
+)
 @pytest.mark.parametrize("padding", [None, *PADDINGS])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", [1, 7, 63, 64, 100, 128, 257, 320])
-def test_all_combinations(length, mask, padding, special, diagonal, causal):
-    first, last = special
+def test_all_combinations(length, mask, padding, first, last, diagonal, causal):
     case = Case(length, mask, padding, first, last, diagonal, causal, batch=3)
     assert_right(case, case.run())
 
@@ -258,8 +266,8 @@ def test_all_combinations(length, mask, padding, special, diagonal, causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOOR)
 @pytest.mark.parametrize("head_size", [32, 64, 128])
-@pytest.mark.parametrize("padding", [None, "ragged", "holes"])
-@pytest.mark.parametrize("length", [1, 63, 100, 128, 200, 257, 512, 1000])
+@pytest.mark.parametrize("padding", [None, "holes"])
+@pytest.mark.parametrize("length", [1, 100, 200, 257, 1000])
 def test_dtypes_on_a_gpu(length, padding, head_size, dtype):
     case = Case(length, "blocks", padding, head_size=head_size, dtype=dtype, batch=3, heads=4)
     assert_right(case, case.run())
@@ -326,7 +334,8 @@ def test_gradient_under_dropout_agrees_with_finite_differences(lists, monkeypatc
             leaves = list(case.tensors[:3])
             leaves[index] = leaves[index] + sign * direction
             sides.append((case.attention(*leaves).double() * case.grad).sum())
-        torch.testing.assert_close((sides[0] - sides[1]) / 2, (gradient.double() * direction).sum(), atol=2e-2, rtol=2e-2)
+        expected = (gradient.double() * direction).sum()
+        torch.testing.assert_close((sides[0] - sides[1]) / 2, expected, atol=2e-2, rtol=2e-2)
 
 
 @runs_kernels
@@ -350,11 +359,23 @@ def test_compiles_around():
         torch.testing.assert_close(got, want)
 
 
+@runs_kernels
+def test_the_operator_is_well_formed():
+    """Schema, fake kernel and autograd registration, as PyTorch checks them."""
+    case = Case(20, padding="ragged", dropout=0.1, heads=1)
+    leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
+    padding, seed = case.padding.to(DEVICE).view(torch.int8), torch.tensor((5, 7), device=DEVICE)
+    rest = (list(move(tile_form(case.base))), padding, case.last.to(DEVICE), seed, True, False, False, 60000, 1.0)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*leaves, *rest), test_utils=checks)
+
+
 def test_shapes_without_running():
     """The operators' fake kernels: shapes, dtypes and strides, without Triton."""
+    mask = tile_form(torch.ones(3, 70, 70, dtype=torch.bool))
     with FakeTensorMode() as mode:
         leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
-        tiles = [mode.from_tensor(tensor) for tensor in tile_form(torch.ones(3, 70, 70, dtype=torch.bool))]
+        tiles = [mode.from_tensor(tensor) for tensor in mask]
         rest = (tiles, None, None, None, True, False, False, 65536, 1.0)
         output, lse = torch.ops.sparsebert.tile_attention(*leaves, *rest)
         gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *rest)
@@ -379,8 +400,8 @@ REFUSALS = {
 @runs_kernels
 @pytest.mark.parametrize("message", REFUSALS)
 def test_refusals(message):
-    fields = {"size": 32, "dtype": torch.float32, "keys": 8, "mask_length": 8, "block_q": 64, "dropout": 0, "scaling": 1}
-    fields |= REFUSALS[message]
+    fields = {"size": 32, "dtype": torch.float32, "keys": 8, "mask_length": 8, "block_q": 64}
+    fields |= {"dropout": 0, "scaling": 1} | REFUSALS[message]
     query = torch.randn(1, 2, 8, fields["size"], dtype=fields["dtype"], device=DEVICE)
     key = torch.randn(1, 2, fields["keys"], fields["size"], dtype=fields["dtype"], device=DEVICE)
     tiles = tile_form(torch.ones(2, fields["mask_length"], fields["mask_length"], dtype=torch.bool), fields["block_q"])

@@ -37,7 +37,7 @@ HOPPER = {
 }
 AMPERE = {
     "forward": {32: [(4, 3, 64)], 64: [(4, 2, 64), (4, 3, 32)], 128: [(8, 2, 32)]},
-    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 32)], 128: [(8, 2, 32)]},
+    "short_forward": {32: [(4, 2, 32)], 64: [(4, 2, 32)], 128: [(8, 2, 32)]},
     "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 32), (4, 2, 32)], 128: [(8, 2, 32)]},
     "column": {32: [(4, 2, 32)], 64: [(4, 2, 16)], 128: [(8, 2, 16)]},
 }
@@ -120,7 +120,6 @@ def check(query, key, value, tiles, seed, dropout, scaling):
         raise ValueError(f"scaling must be positive in sparse_triton, got {scaling}")
 
 
-@functools.cache
 def interpreted():
     """Whether Triton runs its interpreter (`TRITON_INTERPRET=1` when Triton was imported)."""
     try:

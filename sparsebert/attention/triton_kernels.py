@@ -20,7 +20,9 @@ from .triton_steps import (
     WORD,
     bit_at,
     column_step,
+    dense_columns,
     dense_keep,
+    dense_rows,
     dropout_words,
     finish_columns,
     finish_rows,
@@ -33,43 +35,6 @@ from .triton_steps import (
     special_words,
     start_rows,
 )
-
-
-@triton.jit
-def dense_rows(
-    rows, store, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, padding,
-    last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
-    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr, FIRST: tl.constexpr,
-    DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr, GRADIENT: tl.constexpr,
-):  # fmt: skip
-    """Some queries against the keys from STEP times `begin` to STEP times `end`; GATHERED: the queries are special tokens."""
-    d, lane = tl.arange(0, HEAD), tl.arange(0, STEP)
-    q, do, row_lse, row_delta, real = start_rows(
-        rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
-    )
-    acc = tl.zeros([NUM_ROWS, HEAD], tl.float32)
-    top = tl.full([NUM_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([NUM_ROWS], tl.float32)
-    for step in range(begin, end):
-        columns = step * STEP + lane
-        inside = columns < length
-        k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
-        keep = dense_keep(
-            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, last, tile_columns,
-            BLOCK_Q, BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, GATHERED,
-        )  # fmt: skip
-        kept = None
-        if seed is not None:
-            words = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
-        acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
-        )
-    finish_rows(
-        rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale,
-        HEAD, GRADIENT,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -151,8 +116,8 @@ def listed_rows(
         if last is not None:
             store &= rows != last
     finish_rows(
-        rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale,
-        HEAD, GRADIENT,
+        rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
+        GRADIENT,
     )  # fmt: skip
 
 
@@ -162,8 +127,7 @@ def row_kernel(
     partial, padding, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns,
     scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, BUCKET: tl.constexpr,
-    STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, BUCKET: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The programs of rows: forward (writes `output` and `lse`) or, with GRADIENT, the gradient of the queries (writes
@@ -205,61 +169,39 @@ def row_kernel(
     if SHORT:
         rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         dense_rows(
-            rows, rows < length, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta, query_grad, tiles,
-            pool, padding, position, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
-            keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, FIRST, DIAGONAL_OFF, CAUSAL, False, GRADIENT,
+            rows, rows < length, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta,
+            query_grad, tiles, pool, padding, position, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale,
+            scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, FIRST, DIAGONAL_OFF, CAUSAL, False,
+            GRADIENT,
         )  # fmt: skip
     elif SPECIAL:
         if block < 0:
             dense_rows(
                 specials, valid, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta,
-                query_grad, tiles, pool, padding, position, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
-                keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, FIRST, DIAGONAL_OFF, CAUSAL, True, GRADIENT,
+                query_grad, tiles, pool, padding, position, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale,
+                scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, FIRST, DIAGONAL_OFF, CAUSAL,
+                True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
-                block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool,
-                full_start, full, partial_start, partial, padding, position, seed, bh, head, length, tile_rows, tile_columns,
-                q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL,
-                SPECIAL, GRADIENT, STEP,
+                block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad,
+                tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head, length,
+                tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
+                BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
-            block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool,
-            full_start, full, partial_start, partial, padding, position, seed, bh, head, length, tile_rows, tile_columns,
-            q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL,
-            SPECIAL, GRADIENT, STEP,
+            block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles,
+            pool, full_start, full, partial_start, partial, padding, position, seed, bh, head, length, tile_rows,
+            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, FIRST,
+            DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
         )  # fmt: skip
 
 
 @triton.jit
-def dense_columns(
-    specials, valid, begin, end, query, key, value, lse, output_grad, delta, key_grad, value_grad, padding, last, seed,
-    bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD: tl.constexpr, STEP: tl.constexpr,
-    FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """The keys of the special tokens against the queries from STEP times `begin` to STEP times `end`."""
-    d, row_lane = tl.arange(0, HEAD), tl.arange(0, STEP)
-    k = tl.load(key + specials[:, None] * k_n + d[None, :], mask=valid[:, None], other=0.0)
-    v = tl.load(value + specials[:, None] * v_n + d[None, :], mask=valid[:, None], other=0.0)
-    dk = tl.zeros([SPECIALS, HEAD], tl.float32)
-    dv = tl.zeros([SPECIALS, HEAD], tl.float32)
-    for step in range(begin, end):
-        rows = step * STEP + row_lane
-        inside = rows < length
-        q, do, row_lse, row_delta = load_queries(rows, inside, query, output_grad, lse, delta, q_n, o_n, HEAD)
-        keep = guarded(valid[:, None] & inside[None, :], rows[None, :], specials[:, None], DIAGONAL_OFF, CAUSAL)
-        kept = None
-        if seed is not None:
-            kept = bit_at(special_words(seed, bh, rows, last, threshold, FIRST, 0), specials[:, None])
-        dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
-    finish_columns(specials, valid, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)
-
-
-@triton.jit
 def listed_columns(
-    block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
-    value_grad, tiles, pool, full_start, full, partial_start, partial, padding, last, seed, bh, head, length, tile_rows,
+    block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad, value_grad,
+    tiles, pool, full_start, full, partial_start, partial, padding, last, seed, bh, head, length, tile_rows,
     tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, STEP: tl.constexpr,
@@ -360,21 +302,21 @@ def column_kernel(
     if SPECIAL:
         if block < 0:
             dense_columns(
-                specials, valid, begin * (BLOCK_Q // STEP), end * (BLOCK_Q // STEP), query, key, value, lse, output_grad, delta, key_grad, value_grad, padding,
-                position, seed, bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, STEP,
-                FIRST, DIAGONAL_OFF, CAUSAL,
+                specials, valid, begin * (BLOCK_Q // STEP), end * (BLOCK_Q // STEP), query, key, value, lse,
+                output_grad, delta, key_grad, value_grad, padding, position, seed, bh, length, q_n, k_n, v_n, o_n,
+                scale, scaling, threshold, keep_scale, HEAD, STEP, FIRST, DIAGONAL_OFF, CAUSAL,
             )  # fmt: skip
         else:
             listed_columns(
-                block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta,
-                key_grad, value_grad, tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head,
-                length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-                BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
+                block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
+                value_grad, tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head,
+                length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
+                BLOCK_Q, BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
             )  # fmt: skip
     else:
         listed_columns(
-            block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta,
-            key_grad, value_grad, tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head,
+            block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
+            value_grad, tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head,
             length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
             BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
         )  # fmt: skip
@@ -405,8 +347,8 @@ def short_backward_kernel(
     d, lane, rows = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, ROWS)
     store = rows < length
     q, do, row_lse, row_delta, real = start_rows(
-        rows, store, query, output + o_start, lse + bh.to(tl.int64) * length, output_grad + o_start, q_n, o_n,
-        padding, HEAD, True,
+        rows, store, query, output + o_start, lse + bh.to(tl.int64) * length, output_grad + o_start, q_n, o_n, padding,
+        HEAD, True,
     )  # fmt: skip
     dq = tl.zeros([ROWS, HEAD], tl.float32)
     for step in range(0, tl.cdiv(length, STEP)):

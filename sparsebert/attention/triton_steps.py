@@ -38,7 +38,7 @@ def dropout_words(seed, head, rows, index, threshold):
     half = tl.arange(0, 2)[None, :]
     kept = tl.zeros_like(rows[:, None] + half).to(tl.uint32)
     for draw in tl.static_range(4):
-        plane = tl.philox(key, rows[:, None], 2 * index + half, head, salt + draw, 7)
+        plane = tl.philox(key, rows[:, None], half + 2 * index, head, salt + draw, 7)
         for k in tl.static_range(4):
             bit = (0 - ((threshold >> (4 * draw + k)) & 1)).to(tl.uint32, bitcast=True)
             kept = (plane[k] & kept) | (bit & (plane[k] | kept))
@@ -248,3 +248,65 @@ def finish_columns(
     dk, dv = tl.where(real[:, None], dk * scaling, 0.0), tl.where(real[:, None], dv * keep_scale, 0.0)
     tl.store(key_grad + at, dk.to(key_grad.dtype.element_ty), mask=store[:, None])
     tl.store(value_grad + at, dv.to(value_grad.dtype.element_ty), mask=store[:, None])
+
+
+@triton.jit
+def dense_rows(
+    rows, store, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, padding,
+    last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr,
+    FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """Some queries (GATHERED: special tokens) against the keys from STEP times `begin` to STEP times `end`."""
+    d, lane = tl.arange(0, HEAD), tl.arange(0, STEP)
+    q, do, row_lse, row_delta, real = start_rows(
+        rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
+    )
+    acc = tl.zeros([NUM_ROWS, HEAD], tl.float32)
+    top = tl.full([NUM_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([NUM_ROWS], tl.float32)
+    for step in range(begin, end):
+        columns = step * STEP + lane
+        inside = columns < length
+        k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
+        keep = dense_keep(
+            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, last, tile_columns, BLOCK_Q,
+            BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, GATHERED,
+        )  # fmt: skip
+        kept = None
+        if seed is not None:
+            words = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
+            kept = bit_at(words[:, None], columns[None, :])
+        acc, top, total = row_step(
+            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
+        )
+    finish_rows(
+        rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale, HEAD,
+        GRADIENT,
+    )  # fmt: skip
+
+
+@triton.jit
+def dense_columns(
+    specials, valid, begin, end, query, key, value, lse, output_grad, delta, key_grad, value_grad, padding, last, seed,
+    bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    HEAD: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The keys of the special tokens against the queries from STEP times `begin` to STEP times `end`."""
+    d, row_lane = tl.arange(0, HEAD), tl.arange(0, STEP)
+    k = tl.load(key + specials[:, None] * k_n + d[None, :], mask=valid[:, None], other=0.0)
+    v = tl.load(value + specials[:, None] * v_n + d[None, :], mask=valid[:, None], other=0.0)
+    dk = tl.zeros([SPECIALS, HEAD], tl.float32)
+    dv = tl.zeros([SPECIALS, HEAD], tl.float32)
+    for step in range(begin, end):
+        rows = step * STEP + row_lane
+        inside = rows < length
+        q, do, row_lse, row_delta = load_queries(rows, inside, query, output_grad, lse, delta, q_n, o_n, HEAD)
+        keep = guarded(valid[:, None] & inside[None, :], rows[None, :], specials[:, None], DIAGONAL_OFF, CAUSAL)
+        kept = None
+        if seed is not None:
+            kept = bit_at(special_words(seed, bh, rows, last, threshold, FIRST, 0), specials[:, None])
+        dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+    finish_columns(specials, valid, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)

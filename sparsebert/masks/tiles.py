@@ -1,8 +1,8 @@
 """
 The tile form of a mask, which the fused kernels read.
 
-Letters: H heads, m length, nq and nk tiles along queries and keys, F full and P partial tiles of all heads, T different
-tiles.
+Letters: H heads, m length, nq and nk tiles along queries and keys, F full and P partial tiles of all heads, T
+different tiles.
 """
 
 from typing import NamedTuple
