@@ -26,7 +26,7 @@ from sparsebert.attention.triton import DTYPES, HEAD_SIZES, configurations, shor
 
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-INTEGERS = ("heads", "length", "tile_rows", "tile_columns", "threshold")
+INTEGERS = ("heads", "length", "tile_rows", "tile_columns", "threshold", "bucket")
 FLOATS = ("scale", "scaling", "keep_scale")
 OTHER_POINTERS = {"lse": "*fp32", "delta": "*fp32", "pool": "*i64", "padding": "*i8", "seed": "*i64"}
 # Kernels by what they do: the function, and its constants.
@@ -71,7 +71,7 @@ def compiled(variant):
     function = getattr(triton_kernels, name)
     constants = constants | {
         "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "FIRST": True, "DIAGONAL_OFF": False,
-        "CAUSAL": False, "BUCKET": 0, "ROWS": variant.rows, "STEP": variant.step,
+        "CAUSAL": False, "ROWS": variant.rows, "STEP": variant.step,
     }  # fmt: skip
     absent = [] if variant.dropout else ["seed"]
     absent += [] if variant.padding else ["padding"]
@@ -116,7 +116,7 @@ def variants(archs, dtypes, head_sizes):
     for arch, dtype, head_size, kernel in itertools.product(archs, dtypes, head_sizes, KERNELS):
         rows = [0]
         if kernel == "short_backward":
-            rows = [rows for rows in (16, 32, 64, 128, 256) if rows <= short_backward_limit(head_size, dtype, arch)]
+            rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
         for num_rows, dropout in itertools.product(rows, (False, True)):
             for warps, stages, step in configurations(kernel, head_size, dtype, arch):
                 yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, rows=num_rows)

@@ -64,11 +64,11 @@ def plan(model_or_mask, length=None, device=None, dtype=None, head_size=64):
     if not isinstance(mask, SparseMask):
         sparse_attention = get_sparse_attention(model_or_mask)
         if sparse_attention.mask is None:
-            raise ValueError("plan needs a frozen mask, this model's is still being searched: freeze it first")
+            raise ValueError("plan needs a frozen mask, this model's is being searched or not loaded: freeze it first")
         mask, causal = sparse_attention.mask, bool(sparse_attention.config.is_decoder)
         head_size = sparse_attention.head_size
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
-    length = length or mask.length
+    length = mask.length if length is None else length
     device, dtype = torch.device(device or "cpu").type, dtype or torch.float32
     whole = base_table(mask, length, causal, special="all")
     base = base_table(mask, length, causal)[0]

@@ -244,7 +244,8 @@ class SparseAttention(nn.Module):
         num_keys,
         padding=None,
         dropout=0.0,
-        device=None,
+        *,
+        device,
         dtype=torch.float32,
         needs=frozenset(),
     ):
@@ -274,8 +275,9 @@ class SparseAttention(nn.Module):
         if self.searching:
             needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
         mask = None if self.searching else self._loaded_mask()
-        # Only a measurement depends on the number of sequences; a compiled graph should not.
+        # Only a measurement depends on these; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" else 1
+        dropout = dropout if name == "sparse_measure" or not dropout else 0.5
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
         backend = choose_backend(
             name,

@@ -9,7 +9,7 @@ import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention import BACKENDS, choice, logger
-from sparsebert.attention.choice import Request, by_measurement, by_table, check, measure
+from sparsebert.attention.choice import Request, _has_amx, by_measurement, by_table, check, measure
 
 
 HEADS = 2
@@ -32,18 +32,21 @@ def auto(density, **fields):
 @pytest.mark.parametrize(
     "fields, limit, otherwise",
     [
-        ({}, 0.3, "sparse_sdpa"),
-        ({"gradients": True, "padded": True}, 0.3, "sparse_sdpa"),
-        ({"dropout": 0.1, "gradients": True}, 0.5, "sparse_eager"),
-        ({"dtype": torch.bfloat16}, 0.15, "sparse_eager"),
-        ({"dtype": torch.float16}, 0.15, "sparse_sdpa"),
+        ({}, 0.5, "sparse_sdpa"),
+        ({"gradients": True, "padded": True}, 0.5, "sparse_sdpa"),
+        ({"num_keys": 512, "num_queries": 512}, 0.3, "sparse_sdpa"),
+        ({"dropout": 0.1, "gradients": True}, 0.7, "sparse_eager"),
+        ({"dtype": torch.bfloat16}, 0.3, "sparse_eager"),
+        ({"dtype": torch.float16}, 0.3, "sparse_sdpa"),
         ({"dtype": torch.bfloat16, "num_keys": 512, "num_queries": 512}, 0.3, "sparse_sdpa"),
         ({"dtype": torch.bfloat16, "dropout": 0.1}, 0.3, "sparse_eager"),
-        ({"num_keys": 512, "num_queries": 512, "dropout": 0.1}, 0.5, "sparse_sdpa"),
+        ({"num_keys": 512, "num_queries": 512, "dropout": 0.1}, 0.7, "sparse_sdpa"),
     ],
     ids=str,
 )
 def test_auto_by_density(fields, limit, otherwise):
+    if _has_amx() and "dtype" in fields and "dropout" not in fields:
+        limit = 0.02
     assert auto(limit - 0.02, **fields) == "sparse_cpu"
     assert auto(limit + 0.02, **fields) == otherwise
 

@@ -192,7 +192,6 @@ def poison(monkeypatch):
 # Each with the kernels that its length gets; what takes seconds in the interpreter is run once, elsewhere slow.
 QUICK = [
     {"length": 1},
-    {"length": 1, "diagonal": False, "padding": "ragged", "batch": 3},
     {"length": 7, "padding": "holes", "last": False},
     {"length": 63, "padding": "left", "first": False},
     {"length": 64, "causal": True, "padding": "ragged", "transposed": False},
@@ -203,13 +202,13 @@ QUICK = [
     {"length": 100, "padding": "one token", "diagonal": True},
 ]
 LISTS = [
-    {"length": 130, "mask": "blocks", "padding": "ragged", "batch": 3},
-    {"length": 100, "padding": "holes", "diagonal": False, "head_size": 64},
-    {"length": 100, "padding": "left", "first": False, "transposed": False},
+    {"length": 130, "mask": "blocks", "padding": "ragged", "batch": 3, "heads": 1},
+    {"length": 100, "padding": "holes", "diagonal": False, "head_size": 64, "heads": 1},
+    {"length": 100, "padding": "left", "first": False, "transposed": False, "heads": 1},
     {"length": 65, "causal": True, "padding": "ragged", "last": False},
     {"length": 1, "padding": "ragged", "batch": 3},
     {"length": 128, "mask": "dense", "last": False, "head_size": 128, "heads": 1, "batch": 1},
-    {"length": 65, "first": False, "last": False, "causal": True, "diagonal": True},
+    {"length": 65, "first": False, "last": False, "causal": True, "diagonal": True, "batch": 1},
 ]
 
 
@@ -273,7 +272,7 @@ def test_dtypes_on_a_gpu(length, padding, head_size, dtype):
     assert_right(case, case.run())
 
 
-DROPPED = {"length": 80, "dropout": 0.1, "padding": "ragged", "heads": 1}
+DROPPED = {"length": 40, "dropout": 0.1, "padding": "ragged", "heads": 1}
 
 
 @runs_kernels
@@ -286,10 +285,9 @@ def test_dropout_is_a_function_of_the_seed():
 
 
 @runs_kernels
-@pytest.mark.parametrize("padding", [None, "left"])
-def test_dropout_is_the_same_in_all_kernels(padding, monkeypatch):
+def test_dropout_is_the_same_in_all_kernels(monkeypatch):
     """Short inputs run one kernel forward and one backward; lists another forward and two backward."""
-    case = Case(90, padding=padding, dropout=0.3, heads=1)
+    case = Case(70, padding="left", dropout=0.3, heads=1)
     short = case.run()
     monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
     monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
@@ -301,14 +299,14 @@ def test_dropout_is_the_same_in_all_kernels(padding, monkeypatch):
 def test_dropout_keeps_the_mean_and_the_rate():
     """With values that tell the keys apart, the output is the probabilities themselves."""
     length, dropout = 32, 0.1
-    case = Case(length, "dense", dropout=dropout, batch=8, heads=4)
+    case = Case(length, "dense", dropout=dropout, batch=4, heads=2)
     query, key, _, _ = case.tensors
     value = torch.eye(length, device=DEVICE).expand_as(query)
     probabilities = torch.stack([case.attention(query, key, value, (seed, 0)) for seed in range(4)]).transpose(2, 3)
     plain = (query @ key.mT * case.scaling).softmax(-1)
     kept = probabilities != 0
     torch.testing.assert_close(probabilities, torch.where(kept, plain / (1 - dropout), 0.0), atol=1e-6, rtol=1e-3)
-    # 131072 draws: five standard deviations.
+    # 32768 draws: five standard deviations.
     assert kept.float().mean().item() == pytest.approx(1 - dropout, abs=5 * (0.09 / kept.numel()) ** 0.5)
     for dim in range(5):
         others = [other for other in range(5) if other != dim]
@@ -324,7 +322,7 @@ def test_gradient_under_dropout_agrees_with_finite_differences(lists, monkeypatc
     if lists:
         monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
         monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
-    case = Case(66, dropout=0.2, heads=1, batch=1)
+    case = Case(65, dropout=0.2, heads=1, batch=1)
     _, *gradients = case.run()
     for index, gradient in enumerate(gradients):
         direction = torch.randn_like(gradient)

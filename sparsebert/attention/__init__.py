@@ -153,6 +153,10 @@ def sparse_dot_product_attention(
     Raises:
         ValueError: If mask and inputs do not fit, or the backend cannot serve them.
     """
+    if backend not in ATTENTION_NAMES:
+        raise ValueError(f"backend must be one of {', '.join(ATTENTION_NAMES)}, got {backend!r}")
+    if query.dim() != 4:
+        raise ValueError(f"query must have the shape (B, H, n, d), got {tuple(query.shape)}")
     batch, num_heads, num_queries, head_size = map(operator.index, query.shape)
     num_keys = operator.index(key.shape[2])
     expected = (batch, num_heads, num_keys, head_size)
@@ -169,7 +173,7 @@ def sparse_dot_product_attention(
         )
     if mask.num_heads != num_heads:
         raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
-    if not 0 <= layer < max(mask.num_layers, 1):
+    if not 0 <= layer < mask.num_layers:
         raise ValueError(f"layer must be in [0, {mask.num_layers - 1}], got {layer}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")

@@ -116,13 +116,19 @@ def by_table(backends, mask, request):
     return "sparse_sdpa", f"{reason}; PyTorch's fused attention with an additive mask"
 
 
+@functools.cache
+def _has_amx():
+    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+
+
 def _csr_limit(request):
-    """Greatest density at which `sparse_cpu` was not slower than the best dense attention."""
+    """Greatest measured density at which `sparse_cpu` was clearly faster than the best dense attention."""
+    full = request.dtype == torch.float32
     if request.dropout:
-        return 0.5 if request.dtype == torch.float32 else 0.3
-    if request.dtype != torch.float32 and request.num_keys < 512:
-        return 0.15
-    return 0.3
+        return 0.7 if full else 0.3
+    if not full and _has_amx():
+        return 0.0  # matrix units that were not at hand to be measured against
+    return 0.5 if full and request.num_keys <= 128 else 0.3
 
 
 def _on_cuda(mask, request):

@@ -5,17 +5,18 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 """
 
 import functools
+import hashlib
 import os
-import re
+import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from transformers.utils import logging
 
 from ..masks.compiled import compiled
-from ..version import __version__
 
 
 logger = logging.get_logger(__name__)
@@ -67,6 +68,11 @@ def _differentiate(ctx, grad):
     return *gradients, *[None] * 9
 
 
+def _no_second_derivatives(ctx, *grads):
+    raise RuntimeError("sparse_cpu has no second derivatives: use sparse_eager")
+
+
+torch.library.register_autograd("sparsebert::csr_attention_backward", _no_second_derivatives, lib=library)
 torch.library.register_autograd("sparsebert::csr_attention", _differentiate, setup_context=_remember, lib=library)
 
 
@@ -95,26 +101,31 @@ def compressed_rows(table):
 def unavailable():
     """Why the operator cannot be had here, or `None`. Compiles it on the first call, once per machine and version."""
     compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
+    if shutil.which(shlex.split(compiler)[0]) is None:
         return f"there is no C++ compiler ({compiler}); install one (Debian, Ubuntu: apt install g++)"
     from torch.utils import cpp_extension
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    name = re.sub(r"\W", "_", f"sparsebert_{__version__}_{torch.__version__}_{capability}".lower())
-    logger.warning_once(
-        "sparse_cpu: compiling its operator if that was not done before (once, a quarter of a minute to a minute)."
-    )
+    # OpenMP comes from PyTorch's own runtime: a second one would start threads of its own.
+    flags = ["-O3", "-fopenmp", *FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
+    made_of = [source.read_text() for source in sorted(SOURCE.parent.glob("*.h"))] + [SOURCE.read_text()]
+    digest = hashlib.sha256("\0".join([*made_of, *flags, compiler, torch.__version__]).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    built = root / f"sparsebert_{digest}.so"
     path = os.environ.get("PATH", "")
     try:
-        # The builder calls ninja, which lies beside an interpreter whose environment need not be activated.
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
-        # OpenMP comes from PyTorch's own runtime: a second one would start threads of its own.
-        cpp_extension.load(
-            name,
-            [str(SOURCE)],
-            extra_cflags=["-O3", "-fopenmp", *FLAGS.get(capability, ())],
-            is_python_module=False,
-        )
+        if not built.is_file():
+            logger.warning_once("sparse_cpu: compiling its operator (once, a quarter of a minute to a minute).")
+            root.mkdir(parents=True, exist_ok=True)
+            # The builder calls ninja, which lies beside an interpreter whose environment need not be activated.
+            os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
+            # In a folder of its own: in a shared one it would wait for ever on the lock of a build that was killed.
+            with tempfile.TemporaryDirectory(dir=root) as folder:
+                cpp_extension.load(
+                    built.stem, [str(SOURCE)], extra_cflags=flags, build_directory=folder, is_python_module=False
+                )
+                os.replace(Path(folder) / built.name, built)
+        else:
+            torch.ops.load_library(built)
     except (RuntimeError, OSError, ImportError) as error:
         return f"its operator could not be compiled: {str(error).strip().splitlines()[-1]}"
     finally:
@@ -126,8 +137,6 @@ def refuse(request):
     """Why this backend cannot serve a [`Request`], or `None`."""
     if request.device != "cpu":
         return f"it runs on CPUs, got device {request.device!r}"
-    if request.needs:
-        return None
     if request.dtype not in DTYPES:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
     if request.head_size > MAX_HEAD_SIZE:
@@ -150,7 +159,11 @@ def prepare(mask, inputs):
 def csr_backend(query, key, value, inputs, scaling, dropout):
     """Attention over the live entries. Shapes: see [`Backend`]; returns no probabilities."""
     mask = inputs.sparse_mask
-    seed = torch.randint(-(2**63), 2**63 - 1, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+    seed = (
+        torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
+        if dropout
+        else torch.zeros(1, dtype=torch.int64, device="cpu")
+    )
     output = torch.ops.sparsebert.csr_attention(
         query,
         key,

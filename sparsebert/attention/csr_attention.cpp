@@ -251,7 +251,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
           const float* g = grads.data() + (h - task.first_head) * query_stride;
           float* sum = sums.data() + (h - task.first_head) * query_stride;
           const int64_t head = (h - task.first_head) * key_stride;
-          
+
           lists.find(p.mask, sequence, h, first, rows);
           for (int64_t r = 0; r < rows; ++r)
             dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], weights.data() + r * lists.size);

@@ -26,7 +26,7 @@ MANY_SHAPES = 16
 def refuse(request):
     """Why this backend cannot serve a [`Request`], or `None`."""
     if request.dropout:
-        return f"it has no attention dropout, got {request.dropout}; set attention_probs_dropout_prob to 0"
+        return "it has no attention dropout; set attention_probs_dropout_prob to 0 and build the model anew"
     if request.device not in BLOCK_SIZES:
         return f"it runs on {' or '.join(BLOCK_SIZES)}, got device {request.device!r}"
     if request.device == "cpu" and request.gradients:
@@ -224,6 +224,8 @@ def prepare(mask, inputs):
 
 def flex_backend(query, key, value, inputs, scaling, dropout):
     """Attention under a block mask. Shapes: see [`Backend`]; returns no probabilities."""
+    if dropout:
+        raise ValueError(f"sparse_flex has no attention dropout, got a layer with {dropout}")
     return block_attention(query, key, value, inputs.compiled[0], scaling), None
 
 

@@ -108,8 +108,8 @@ def last_real(padding):
 
 
 def _additive_form(table):
-    live = table.any(-1, keepdim=True)
-    return additive(table), live[:0] if live.all() else live
+    live = table.any(-1, keepdim=True)[None]
+    return additive(table)[None], live[:0] if live.all() else live
 
 
 def _table_form(table):
@@ -122,9 +122,11 @@ def prepare_bias(mask, inputs):
     if inputs.padding is None:
         # The same for every batch, so it is kept.
         forms = compiled(mask, _additive_form, inputs.num_keys, inputs.causal, inputs.device, special="all")
+        if first_row:
+            forms = tuple((bias[:, :, first_row:], live[:, :, first_row:]) for bias, live in forms)
         return {
-            "bias": tuple(bias[None, :, first_row:] for bias, _ in forms),
-            "live": tuple(live[None, :, first_row:] if len(live) else None for _, live in forms),
+            "bias": tuple(bias for bias, _ in forms),
+            "live": tuple(live if len(live) else None for _, live in forms),
         }
     tables = compiled(mask, _table_form, inputs.num_keys, inputs.causal, inputs.device)
     keep = torch.stack([table[:, first_row:] for (table,) in tables])[:, None]

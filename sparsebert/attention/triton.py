@@ -168,18 +168,20 @@ def launch(kernel, grid, arguments, constants, choices):
         getattr(triton_kernels, kernel)[(grid,)](*arguments, **constants, STEP=choices[0][2])
     else:
         with torch.cuda.device(arguments[0].device):
-            _tuned(kernel, tuple(choices), tuple(constants))[(grid,)](*arguments, **constants)
+            _tuned(kernel, tuple(choices))[(grid,)](*arguments, **constants)
 
 
 @functools.cache
-def _tuned(kernel, choices, key):
-    """The kernel under the autotuner, which measures once per value of the constants `key` and dtypes."""
+def _tuned(kernel, choices):
+    """The kernel under the autotuner, which measures once per bucket of lengths, set of constants and dtypes."""
     import triton
 
     from . import triton_kernels
 
     configs = [triton.Config({"STEP": step}, num_warps=warps, num_stages=stages) for warps, stages, step in choices]
-    return triton.autotune(configs=configs, key=list(key))(getattr(triton_kernels, kernel))
+    function = getattr(triton_kernels, kernel)
+    key = [name for name in function.arg_names if name == "bucket" or (name.isupper() and name != "STEP")]
+    return triton.autotune(configs=configs, key=key)(function)
 
 
 def _bucket(length):
@@ -228,8 +230,8 @@ def _attention(
         "row_kernel",
         batch * num_heads * programs,
         [query, key, value, output, lse, None, None, None, *tiles[:6], padding, last, seed]
-        + _sizes(query, key, value, tiles, threshold, scaling),
-        constants | {"SHORT": short, "GRADIENT": False, "BUCKET": _bucket(length)},
+        + [*_sizes(query, key, value, tiles, threshold, scaling), max(_bucket(length), SHORT_LENGTH)],
+        constants | {"SHORT": short, "GRADIENT": False},
         configurations(kernel, head_size, *_hardware(query)),
     )
     return output, lse
@@ -275,13 +277,13 @@ def _attention_backward(
             "short_backward_kernel",
             batch * num_heads,
             [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *rest],
-            constants | {"ROWS": max(_bucket(length), 16)},
+            constants | {"ROWS": max(_bucket(length), TILE)},
             choices("short_backward"),
         )
     else:
         special = first or last is not None
         delta = torch.empty_like(lse)
-        constants["BUCKET"] = _bucket(length)
+        rest.append(max(_bucket(length), SHORT_LENGTH))
         launch(
             "row_kernel",
             batch * num_heads * (tiles.tiles.shape[1] + special),

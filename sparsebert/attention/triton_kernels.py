@@ -121,20 +121,20 @@ def listed_rows(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold"])
+@triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold", "bucket"])
 def row_kernel(
     query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start,
     partial, padding, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns,
-    scale, scaling, threshold, keep_scale,
+    scale, scaling, threshold, keep_scale, bucket,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, BUCKET: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The programs of rows: forward (writes `output` and `lse`) or, with GRADIENT, the gradient of the queries (writes
     `query_grad` and `delta`, the sum of output times its gradient). SHORT: all keys are looked at, and no tile list.
 
     `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `last` (B,) int32
-    and `seed` (2,) int64 are `None` where there is none. BUCKET serves as a key of the autotuner only.
+    and `seed` (2,) int64 are `None` where there is none. `bucket` serves as a key of the autotuner only.
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (FIRST or last is not None) and not SHORT
@@ -260,13 +260,13 @@ def listed_columns(
     finish_columns(columns, store, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)
 
 
-@triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold"])
+@triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold", "bucket"])
 def column_kernel(
     query, key, value, lse, output_grad, delta, key_grad, value_grad, tiles, pool, full_start, full, partial_start,
     partial, padding, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns,
-    scale, scaling, threshold, keep_scale,
+    scale, scaling, threshold, keep_scale, bucket,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, BUCKET: tl.constexpr, STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The programs of columns: gradients of keys and values. The lists are the transposed ones, everything else is as in
