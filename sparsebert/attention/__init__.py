@@ -177,9 +177,12 @@ def sparse_dot_product_attention(
         raise ValueError(f"layer must be in [0, {mask.num_layers - 1}], got {layer}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if padding is not None and (padding.shape != (batch, num_keys) or padding.dtype != torch.bool):
+    if padding is not None and (
+        padding.shape != (batch, num_keys) or padding.dtype != torch.bool or padding.device != query.device
+    ):
         raise ValueError(
-            f"padding must be bool of shape {(batch, num_keys)}, got {padding.dtype} {tuple(padding.shape)}"
+            f"padding must be bool of shape {(batch, num_keys)} on {query.device}, got {padding.dtype} "
+            f"{tuple(padding.shape)} on {padding.device}"
         )
     if is_causal and mask.special_tokens == "first_last":
         raise ValueError("is_causal needs a mask with special_tokens 'first' or 'none', got 'first_last'")

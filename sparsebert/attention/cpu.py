@@ -17,6 +17,7 @@ import torch
 from transformers.utils import logging
 
 from ..masks.compiled import compiled
+from .mask_inputs import compiled_length
 
 
 logger = logging.get_logger(__name__)
@@ -148,11 +149,7 @@ def refuse(request):
 
 def prepare(mask, inputs):
     """The rows of every layer's mask."""
-    length = inputs.num_keys
-    if inputs.causal:
-        # Rows do not depend on how many follow, so the length that generation grows through is compiled once.
-        length = mask.length if length <= mask.length else 1 << (length - 1).bit_length()
-        length = inputs.num_keys if mask.length_policy == "error" and length > mask.length else length
+    length = compiled_length(mask, inputs)
     return {"compiled": compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")}
 
 

@@ -356,7 +356,9 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   const int64_t wanted = (2 * threads + B - 1) / B;
   const int64_t group = std::max<int64_t>(1, std::min((1 << 18) / floats, H / std::min(H, wanted)));
   const int64_t groups = (H + group - 1) / group;
-  const int64_t chunks = std::max<int64_t>(1, std::min((wanted + groups - 1) / groups, n / 64));
+  // Chunks of a backward have sums of their own (buffers 3 and 4): 256 MiB at most.
+  const int64_t sums = buffers > 2 ? (int64_t{1} << 27) / (B * H * floats) : n;
+  const int64_t chunks = std::max<int64_t>(1, std::min({(wanted + groups - 1) / groups, n / 64, sums}));
   // Whole blocks, so that the random numbers do not depend on the number of threads.
   const int64_t rows = ((n + chunks - 1) / chunks + BLOCK - 1) / BLOCK * BLOCK;
   return Problem{Rows(query), Rows(key), Rows(value), mask,

@@ -12,8 +12,11 @@ from ..masks.compiled import compiled
 from ..masks.sparse_mask import special_entries
 
 
-# Vanishes in any softmax, and adding a score does not overflow float16.
-REMOVED = torch.finfo(torch.float16).min / 2
+# Vanishes in any softmax. Not some ten thousand, for which the exponential of PyTorch's fused attention on CPUs meets
+# denormal numbers: training takes up to half as long again.
+REMOVED = -1e9
+# What a mask of the caller removes is below this: float16 goes no further than four times as far.
+REMOVED_BELOW = torch.finfo(torch.float16).min / 4
 
 
 def additive(keep):
@@ -79,9 +82,9 @@ class MaskInputs:
                     f"{self.backend} does not support a 4-D attention_mask, got one of shape "
                     f"{tuple(attention_mask.shape)}: use sparse_eager or sparse_sdpa"
                 )
-            # Clamped, so that two removals stay finite in float16.
+            # Clamped, so that two removals stay finite.
             bias = ((_additive_4d(attention_mask) + (0.0 if bias[0] is None else bias[0])).clamp(min=REMOVED),)
-            live = ((bias[0] > REMOVED / 2).any(-1, keepdim=True),)
+            live = ((bias[0] > REMOVED_BELOW).any(-1, keepdim=True),)
         return replace(self, bias=bias, live=live, gate=gate, compiled=compiled)
 
     def last(self):
@@ -107,6 +110,18 @@ def last_real(padding):
     return (padding * torch.arange(padding.shape[-1], device=padding.device)).argmax(-1)
 
 
+def compiled_length(mask, inputs):
+    """
+    Length to compile a mask for: in a decoder rows do not depend on how many follow, so the lengths that generation
+    grows through share few tables.
+    """
+    length = inputs.num_keys
+    if not inputs.causal or (length > mask.length and mask.length_policy == "error"):
+        return length
+    grown = 1 << (length - 1).bit_length()
+    return min(grown, mask.length) if length <= mask.length else grown
+
+
 def _additive_form(table):
     live = table.any(-1, keepdim=True)[None]
     return additive(table)[None], live[:0] if live.all() else live
@@ -121,15 +136,17 @@ def prepare_bias(mask, inputs):
     first_row = inputs.num_keys - inputs.num_queries
     if inputs.padding is None:
         # The same for every batch, so it is kept.
-        forms = compiled(mask, _additive_form, inputs.num_keys, inputs.causal, inputs.device, special="all")
-        if first_row:
-            forms = tuple((bias[:, :, first_row:], live[:, :, first_row:]) for bias, live in forms)
+        length = compiled_length(mask, inputs)
+        forms = compiled(mask, _additive_form, length, inputs.causal, inputs.device, special="all")
+        if first_row or length > inputs.num_keys:
+            rows = slice(first_row, inputs.num_keys)
+            forms = tuple((bias[:, :, rows, : inputs.num_keys], live[:, :, rows]) for bias, live in forms)
         return {
             "bias": tuple(bias for bias, _ in forms),
             "live": tuple(live if len(live) else None for _, live in forms),
         }
-    tables = compiled(mask, _table_form, inputs.num_keys, inputs.causal, inputs.device)
-    keep = torch.stack([table[:, first_row:] for (table,) in tables])[:, None]
+    tables = compiled(mask, _table_form, compiled_length(mask, inputs), inputs.causal, inputs.device)
+    keep = torch.stack([table[:, first_row : inputs.num_keys, : inputs.num_keys] for (table,) in tables])[:, None]
     special = special_rows(inputs, mask.special_tokens, mask.last_token)
     if inputs.causal:
         special = special & causal_entries(inputs)

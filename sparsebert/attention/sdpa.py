@@ -7,9 +7,12 @@ def sdpa_attention(query, key, value, inputs, scaling, dropout):
     """`scaled_dot_product_attention` under an additive mask. Shapes: see [`Backend`]; returns no probabilities."""
     bias = inputs.bias[0]
     if bias is not None:
+        device = query.device.type
         # Under autocast the operator casts its inputs, the mask too.
-        bias = bias if torch.is_autocast_enabled(query.device.type) else bias.to(query.dtype)
-        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+        if dtype == torch.float16:
+            bias = bias.clamp(min=torch.finfo(dtype).min)  # finite, or a query without a key would give NaN
+        bias = bias.to(dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )

@@ -4,6 +4,7 @@ What kernels read of a frozen mask, made once per mask, length and device, and k
 Letters: L layers (1 when shared), H heads, m length.
 """
 
+import threading
 import weakref
 
 import torch
@@ -11,9 +12,10 @@ import torch
 from .sparse_mask import SparseMask, special_entries
 
 
-# Lengths of padded batches vary; of one mask the newest forms are kept, up to this.
+# Lengths of padded batches vary; of one mask the forms used last are kept, up to this.
 MAX_BYTES = 2**28
 _COMPILED = weakref.WeakKeyDictionary()
+_LOCK = threading.RLock()  # replicas of DataParallel share a mask
 
 
 def base_table(mask, length, causal=False, special="none"):
@@ -42,19 +44,25 @@ def base_table(mask, length, causal=False, special="none"):
 
 
 def _size(values):
-    return sum(getattr(value, "nbytes", 0) for value in values)
+    """Bytes of tensors, and of the tensors that block masks hold."""
+    parts = [part for value in values for part in (value.as_tuple() if hasattr(value, "as_tuple") else (value,))]
+    return sum(getattr(part, "nbytes", 0) for part in parts)
 
 
 def remember(mask, key, make):
     """The tuple that `make()` gave for this mask and key, from the cache if it is there."""
-    cache = _COMPILED.setdefault(mask, {})
-    if key not in cache:
-        # What is made in inference mode could not be used in training later.
-        with torch.inference_mode(False), torch.no_grad():
-            cache[key] = make()
-        while len(cache) > 1 and sum(map(_size, cache.values())) > MAX_BYTES:
-            cache.pop(next(iter(cache)))
-    return cache[key]
+    with _LOCK:
+        cache = _COMPILED.setdefault(mask, {})
+        values = cache.pop(key, None)
+        if values is None:
+            # What is made in inference mode could not be used in training later.
+            with torch.inference_mode(False), torch.no_grad():
+                values = make()
+            room = MAX_BYTES - _size(values)
+            while cache and sum(map(_size, cache.values())) > room:
+                cache.pop(next(iter(cache)))
+        cache[key] = values  # the end of a dict is what was used last
+    return values
 
 
 # A graph compiled around a model holds the tensors as constants: they depend on the mask and the length alone.
