@@ -85,6 +85,7 @@ def main(arguments):
     if sparse_attention.searching:
         save_file({"probs": probs}, output / "mask_probs.safetensors")
         trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
+        metrics |= {"search_outcome": sparse_attention.outcome(data.freeze_threshold, data.freeze_sparsity)}
         model.freeze(data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
     trainer.save_model()
     evaluation = trainer.evaluate()

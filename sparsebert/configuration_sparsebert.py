@@ -64,6 +64,9 @@ class SparseBertConfig(BertConfig):
         mask_logit_scale (`float`, *optional*, defaults to 10.0): The stored logits times this are alpha: with the
             weights' learning rate, alpha moves this much faster.
         temperature (`float`, *optional*, defaults to 1.0): tau > 0 of the Gumbel-sigmoid.
+        temperature_end (`float`, *optional*): tau at the end of the search; constant by default.
+        noise_scale (`float`, *optional*): Factor >= 0 of the Gumbel noise; 1, or 0 for `"soft"`.
+        noise_scale_end (`float`, *optional*): The factor at the end of the search; constant by default.
         hard (`bool`, *optional*, defaults to `True`): Straight-through samples of 0 and 1.
         symmetric (`bool`, *optional*, defaults to `True`): alpha_ij = alpha_ji for masks learned per entry.
         share_layers (`bool`, *optional*, defaults to `True`): One set of head masks for all layers.
@@ -74,7 +77,12 @@ class SparseBertConfig(BertConfig):
         last_token (`str`, *optional*, defaults to `"real"`): The last token is each sequence's last non-padding token,
             or with `"position"` the last position of the input.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the L1 norm.
-        target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove. Stored; no search uses it yet.
+        target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove in every head, instead of a
+            penalty: `sparsity_weight` has no effect then.
+        initial_sparsity (`float`, *optional*, defaults to 0.0): In [0, 1): what `target_sparsity` starts from; 0 is a
+            dense warm-up.
+        sparsity_warmup (`float`, *optional*, defaults to 0.1): Fraction of the search before sparsity grows.
+        sparsity_ramp (`float`, *optional*, defaults to 0.5): Fraction of the search at which the target is reached.
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
             `"dense"`, or `"error"` (default of tables).
@@ -98,6 +106,9 @@ class SparseBertConfig(BertConfig):
     mask_constant: float | int | None = validated_field(_between(0, MAX_MASK_CONSTANT, low_open=True), default=None)
     mask_logit_scale: float | int = validated_field(_between(0, 1e6, low_open=True), default=10.0)
     temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
+    temperature_end: float | int | None = validated_field(_between(0, 1e3, low_open=True), default=None)
+    noise_scale: float | int | None = validated_field(_between(0, 1e3), default=None)
+    noise_scale_end: float | int | None = validated_field(_between(0, 1e3), default=None)
     hard: bool = True
     symmetric: bool = True
     share_layers: bool = True
@@ -106,6 +117,9 @@ class SparseBertConfig(BertConfig):
     last_token: str = validated_field(_choice(LAST_TOKENS), default="real")
     sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)
     target_sparsity: float | None = validated_field(_between(0, 1, low_open=True, high_open=True), default=None)
+    initial_sparsity: float | int = validated_field(_between(0, 1, high_open=True), default=0.0)
+    sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.1)
+    sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.5)
     mask_length: int | None = validated_field(_between(1, 2**20), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
 
@@ -145,6 +159,10 @@ class SparseBertConfig(BertConfig):
         if self.length_policy == "extend" and self.search and SEARCHES[self.search].form == "table":
             raise ValueError(
                 f"length_policy 'extend' needs a Toeplitz search (dam_s, dam_b), got search {self.search!r}"
+            )
+        if self.sparsity_warmup > self.sparsity_ramp:
+            raise ValueError(
+                f"sparsity_warmup must be at most sparsity_ramp ({self.sparsity_ramp}), got {self.sparsity_warmup}"
             )
         if self.mask_length < 3:
             raise ValueError(f"mask_length must be at least 3 (special tokens and one more), got {self.mask_length}")

@@ -10,13 +10,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.utils import logging
 
 from .attention import BACKENDS, choose_backend
 from .attention.mask_inputs import MaskInputs, set_entries, special_rows, with_cuts
 from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT
+from .masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
 from .masks.patterns import build_pattern
 from .masks.search import (
     SEARCHES,
+    gumbel_noise,
     mask_bias,
     num_parameters,
     parameter_index,
@@ -25,6 +28,16 @@ from .masks.search import (
     to_sparse_mask,
 )
 from .masks.sparse_mask import default_length_policy, special_entries
+
+
+logger = logging.get_logger(__name__)
+
+# A frozen mask this far from the target is what its form can express.
+TOLERANCE = 0.005
+# Narrower than this the sigmoid is a step, and nothing would be learned any more.
+_NARROWEST = 0.02
+# Of the learned entries, what a budget leaves on both sides, so that P never saturates.
+_MARGIN = 1e-3
 
 
 class SparseAttention(nn.Module):
@@ -44,11 +57,14 @@ class SparseAttention(nn.Module):
         self.argument_names = ()
         self.diagonal = DIAGONALS[config.diagonal]
         self.head_size = config.hidden_size // config.num_attention_heads
+        # How much of the search is done: a tensor, so that compiled steps need no new graph; set by the Trainer.
+        self.progress = torch.ones((), device="cpu")
         self._mask = None
         self._drawn = None
         self._cache = {}
         self.register_parameter("mask_logits", None)
         self.search = None if config.search is None else SEARCHES[config.search]
+        self.hard = config.hard and self.search is not None and self.search.stochastic
         if self.search is not None:
             # In a decoder the last token changes as it generates.
             special_tokens = "first" if config.is_decoder and self.search.special_tokens != "none" else None
@@ -74,6 +90,7 @@ class SparseAttention(nn.Module):
             num_layers = 1 if config.share_layers else config.num_hidden_layers
             self.mask_logits = nn.Parameter(torch.empty(num_layers, config.num_attention_heads, size))
             self.reset_parameters()
+            self._check_target()
 
     def _configured(self, mask):
         """A pattern under the configuration's choices on diagonal, last token and length."""
@@ -154,9 +171,60 @@ class SparseAttention(nn.Module):
             raise ValueError("the mask is frozen (or not loaded): there are no mask logits")
         return self.config.mask_logit_scale * self.mask_logits.float()
 
+    def _check_target(self):
+        config, entries = self.config, self.config.mask_length**2
+        with torch.device("cpu"):
+            kept = int((self._fixed(config.mask_length) == 1).sum())
+        if config.target_sparsity is not None and config.target_sparsity > 1 - kept / entries:
+            raise ValueError(
+                f"target_sparsity {config.target_sparsity} cannot be reached: special tokens and a kept diagonal are "
+                f"{kept} of the {entries} entries of a mask for {config.mask_length} tokens, so it is at most "
+                f"{1 - kept / entries:.4f}"
+            )
+
+    def current_sparsity(self):
+        """What `target_sparsity` has grown to at this point of the search, a 0-dimensional tensor on the CPU."""
+        config = self.config
+        ramp = config.sparsity_warmup, config.sparsity_ramp
+        return scheduled(self.progress, *ramp, config.initial_sparsity, config.target_sparsity)
+
+    def _temperature(self):
+        config = self.config
+        if config.temperature_end is None:
+            return config.temperature
+        return geometric(self.progress, config.temperature, config.temperature_end)
+
+    def _noise_scale(self):
+        config = self.config
+        scale = float(self.search.stochastic) if config.noise_scale is None else config.noise_scale
+        if config.noise_scale_end is None:
+            return scale
+        return scale + (config.noise_scale_end - scale) * self.progress
+
+    def _budgeted(self, device):
+        """alpha, under a target less what keeps as many entries as are due, and the width of the sigmoid to P."""
+        config, alpha = self.config, self.alpha()
+        width = torch.as_tensor(self._noise_scale())
+        if not self.hard:
+            width = torch.maximum(width, torch.as_tensor(self._temperature()))
+        width = width.clamp(min=_NARROWEST).to(device)
+        if config.target_sparsity is None:
+            return alpha, width
+        counts = self._cached("counts", device, self._counts)
+        fixed = self._cached("fixed", device, lambda: (self._fixed(config.mask_length) == 1).sum())
+        budget = (1 - self.current_sparsity().to(device)) * config.mask_length**2 - fixed
+        margin = _MARGIN * counts.sum()
+        budget = torch.clamp(budget, margin, counts.sum() - margin)
+        return alpha - budget_shift(alpha, counts, budget, width), width
+
+    def probs(self):
+        """P of every parameter, `(L, H, K)`: sigmoid(alpha), under a target less the multiplier of the budget."""
+        alpha, width = self._budgeted(self.alpha().device)
+        return torch.sigmoid(alpha / width)
+
     def mask_probs(self):
         """
-        P = sigmoid(alpha) of every entry at the mask's length, special tokens and a fixed diagonal included.
+        P of every entry at the mask's length, special tokens and a fixed diagonal included.
 
         Returns:
             `torch.Tensor` of shape `(L, H, n, n)`, float32, on the CPU, without gradient.
@@ -168,12 +236,13 @@ class SparseAttention(nn.Module):
             probs = self._expand(torch.sigmoid(self.alpha()), length, off=0.0, on=1.0).cpu()
             return torch.where(self._fixed(length) >= 0, self._fixed(length).float(), probs)
 
-    def freeze(self, threshold=0.5, sparsity=None, metadata=None):
+    def freeze(self, threshold=None, sparsity=None, metadata=None):
         """
-        End the search: keep the parameters with P above `threshold`, or the most probable ones up to a sparsity.
+        End the search: keep the parameters with P above `threshold`, or the most probable ones up to a sparsity. By
+        default that is the target sparsity, and without one the threshold 1/2.
 
         Args:
-            threshold (`float`, *optional*, defaults to 0.5): In [0, 1).
+            threshold (`float`, *optional*): In [0, 1).
             sparsity (`float`, *optional*): Fraction of entries to remove per head, met as nearly as the form allows.
             metadata (`dict`, *optional*): Provenance to store with the mask.
 
@@ -183,6 +252,10 @@ class SparseAttention(nn.Module):
             ValueError: On a frozen model, for a value out of range, or if a row would keep nothing.
         """
         config = self.config
+        self.alpha()  # raises on a frozen model
+        self.progress.fill_(1.0)
+        for problem in self.outcome(threshold, sparsity)["warnings"]:
+            logger.warning(problem)
         provenance = {
             "search": config.search,
             "base_model": config.name_or_path or None,
@@ -193,20 +266,53 @@ class SparseAttention(nn.Module):
         return mask
 
     @torch.no_grad()
-    def thresholded_mask(self, threshold=0.5, sparsity=None):
-        """The [`SparseMask`] that [`~SparseAttention.freeze`] would set."""
+    def _selected(self, threshold=None, sparsity=None):
         config = self.config
-        fixed = self._fixed(config.mask_length)
-        selected = select(
-            torch.sigmoid(self.alpha()).cpu(),
+        if threshold is None and sparsity is None and config.target_sparsity is not None:
+            sparsity = self.current_sparsity().item()
+        return select(
+            self.probs().cpu(),
             self._counts(),
-            int((fixed == 1).sum()),
-            threshold=threshold,
+            int((self._fixed(config.mask_length) == 1).sum()),
+            threshold=0.5 if threshold is None else threshold,
             sparsity=sparsity,
             length=config.mask_length,
         )
+
+    @torch.no_grad()
+    def outcome(self, threshold=None, sparsity=None):
+        """
+        What freezing would give, and how well the search has decided it.
+
+        Returns:
+            `dict`: `"asked"` (sparsity, or `None`), `"got"`, `"undecided"` (share of the learned entries on which the
+            threshold 1/2 and the choice by sparsity differ), `"dense_heads"` and `"empty_heads"` (heads all of whose
+            learned entries are kept, or removed), `"warnings"` (`list` of `str`).
+        """
+        config, counts = self.config, self._counts()
+        asked = sparsity if sparsity is not None or threshold is not None else config.target_sparsity
+        chosen, got = self._selected(threshold, sparsity), self.thresholded_mask(threshold, sparsity).sparsity
+        by_threshold = self._selected(0.5 if threshold is None else threshold)
+        dense, empty = collapsed(chosen, counts)
+        warnings = []
+        if asked is not None and abs(got - asked) > TOLERANCE:
+            warnings.append(
+                f"asked for a sparsity of {asked:.3f}, got {got:.3f}: the nearest that search {config.search} with "
+                f"{int((counts > 0).sum())} parameters per head can express at {config.mask_length} tokens"
+            )
+        if dense or empty:
+            heads = chosen[..., 0].numel()
+            warnings.append(f"the mask collapsed: of {heads} heads {dense} keep everything, {empty} remove everything")
+        undecided = disagreement(chosen, by_threshold, counts)
+        result = {"asked": asked, "got": got, "undecided": undecided}
+        return result | {"dense_heads": dense, "empty_heads": empty, "warnings": warnings}
+
+    @torch.no_grad()
+    def thresholded_mask(self, threshold=None, sparsity=None):
+        """The [`SparseMask`] that [`~SparseAttention.freeze`] would set; in a search, at its present sparsity."""
+        config = self.config
         return to_sparse_mask(
-            selected,
+            self._selected(threshold, sparsity),
             self.search.form,
             config.mask_length,
             symmetric=config.symmetric,
@@ -224,11 +330,11 @@ class SparseAttention(nn.Module):
     def sparsity_loss(self):
         """
         lambda * ||M||_1 of the mask drawn in the last training forward: a sum over the entries of one layer's masks
-        at the mask's length, all heads (mean over layers). 0 when nothing was drawn.
+        at the mask's length, all heads (mean over layers). 0 when nothing was drawn, and under a target sparsity.
 
         Source: SparseBERT (arXiv 2102.12871), Eq. 7.
         """
-        if self._drawn is None:
+        if self._drawn is None or self.config.target_sparsity is not None:
             return torch.zeros(())
         device = self._drawn.device
         fixed = self._cached("fixed", device, lambda: (self._fixed(self.config.mask_length) == 1).sum())
@@ -366,13 +472,10 @@ class SparseAttention(nn.Module):
 
     def _drawn_inputs(self, inputs):
         config = self.config
-        alpha = self.alpha()
-        if self.search.stochastic:
-            mask, noisy = sample_mask(alpha, config.temperature, config.hard)
-            hard = config.hard
-        else:
-            mask, noisy, hard = torch.sigmoid(alpha), alpha, False
-        self._drawn = mask
+        alpha, _ = self._budgeted(inputs.device)
+        noise = gumbel_noise(alpha.shape, alpha.device) if self.search.stochastic else torch.zeros(())
+        mask, noisy = sample_mask(alpha, self._temperature(), self.hard, noise * self._noise_scale())
+        self._drawn, hard = mask, self.hard
         num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
         special = special_rows(inputs, self.special_tokens, config.last_token)
         if config.mask_form == "multiplicative":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from .attention import ATTENTION_NAMES
 
@@ -28,8 +28,9 @@ class PretrainingArguments:
         max_tokens (`int`, *optional*): Stop reading the training text here.
         max_validation_tokens (`int`): Stop reading the held-out text here.
         mlm_probability (`float`): Share of the tokens to predict.
-        freeze_threshold (`float`): Keep what has P above it.
-        freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead.
+        freeze_threshold (`float`, *optional*): Keep what has P above it; 1/2 where nothing else is asked for.
+        freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead; by default the
+            model's `target_sparsity`.
         attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
         overwrite (`bool`): Accept an output folder that is not empty.
     """
@@ -44,10 +45,19 @@ class PretrainingArguments:
     max_tokens: int | None = None
     max_validation_tokens: int = 200_000
     mlm_probability: float = 0.15
-    freeze_threshold: float = 0.5
+    freeze_threshold: float | None = None
     freeze_sparsity: float | None = None
     attn_implementation: str = "sparse_auto"
     overwrite: bool = False
+
+
+class SearchProgress(TrainerCallback):
+    """Tells the mask how much of its search is done, for everything about it that is scheduled."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        sparse_attention = getattr(model.base_model, "sparse_attention", None)
+        if sparse_attention is not None:
+            sparse_attention.progress.fill_(state.global_step / max(state.max_steps, 1))
 
 
 class SparseBertTrainer(Trainer):
@@ -62,6 +72,7 @@ class SparseBertTrainer(Trainer):
         # For a stock model it would leave the division by accumulation steps and processes to the model, which gets
         # the number of items only where there are "labels": its gradients would be too large by that factor.
         self.model_accepts_loss_kwargs = False
+        self.add_callback(SearchProgress())
 
     def get_decay_parameter_names(self, model):
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith("mask_logits")]
