@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from sparsebert.attention import triton_kernels
 from sparsebert.attention.triton import DTYPES, HEAD_SIZES, configurations, short_backward_limit
+from sparsebert.attention.triton import head_sizes as supported_head_sizes
 
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -114,6 +115,8 @@ def compiled(variant):
 def variants(archs, dtypes, head_sizes):
     """Every variant that the package may launch, with special tokens and padding, which take the most registers."""
     for arch, dtype, head_size, kernel in itertools.product(archs, dtypes, head_sizes, KERNELS):
+        if head_size not in supported_head_sizes(arch):
+            continue
         rows = [0]
         if kernel == "short_backward":
             rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
