@@ -143,8 +143,8 @@ def read_run(source):
         quantity = KEPT
     elif _find(source, MASK_CONFIG_NAME) is None:
         raise ValueError(
-            f"{source}: holds no mask (or cannot be reached): expected a run of pretrain.py, a checkpoint that is being "
-            f"searched, or a folder or Hub repository with {MASK_CONFIG_NAME}"
+            f"{source}: holds no mask (or cannot be reached): expected a run of pretrain.py, a checkpoint that is "
+            f"being searched, or a folder or Hub repository with {MASK_CONFIG_NAME}"
         )
     else:
         mask = SparseMask.from_pretrained(source)

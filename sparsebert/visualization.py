@@ -18,6 +18,7 @@ from .masks.patterns import CYCLES, PATTERNS, build_pattern
 from .masks.sparse_mask import SparseMask
 
 
+DPI = 150
 WHITE_ATTENDS = "white: may attend, black: removed"
 KEPT = "P, probability that the position is kept"
 LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
@@ -46,7 +47,7 @@ def _figure(width, height):
     """A figure that belongs to no window system and to no global state."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="compressed", dpi=150)
+    return Figure(figsize=(width, height), layout="compressed", dpi=DPI)
 
 
 def _save(figure, path):
@@ -87,9 +88,30 @@ def _panels(probs, width, height):
     return figure, axes[: len(parts)], [part for _, part in parts]
 
 
-def _draw_mask(axis, table):
-    """One mask `(n, n)`, white where a query may attend."""
-    axis.imshow(table.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+def _label_panels(axes, x, y):
+    """Labels at the left of every row and below every column."""
+    for axis in axes:
+        place = axis.get_subplotspec()
+        if place.is_first_col():
+            axis.set_ylabel(y)
+        if place.num2 + place.get_gridspec().ncols >= len(axes):
+            axis.set_xlabel(x)
+
+
+def _legend(figure, axis):
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if len(labels) > 4 else 2, fontsize=9)
+
+
+def _interpolation(length, inches):
+    """Sharp entries where each has a pixel; else their mean, since leaving out rows would break thin lines."""
+    return "nearest" if length <= 0.85 * inches * DPI else "antialiased"
+
+
+def _draw_mask(axis, table, inches):
+    """One mask `(n, n)` on so many inches, white where a query may attend."""
+    interpolation = _interpolation(len(table), inches)
+    axis.imshow(table.float().numpy(), cmap="gray", vmin=0, vmax=1, interpolation=interpolation)
     axis.set_xticks([])
     axis.set_yticks([])
 
@@ -120,12 +142,13 @@ def plot_heads(mask_or_table, path, name=None):
     for axis in axes[num_layers * num_heads :]:
         axis.set_axis_off()
     for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
-        _draw_mask(axis, head)
-        name = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
-        axis.set_title(f"{name}\n{1 - head.float().mean():.1%} removed", fontsize=7 if num_layers > 1 else 8)
+        _draw_mask(axis, head, panel)
+        place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
+        axis.set_title(f"{place}\n{1 - head.float().mean():.1%} removed", fontsize=7 if num_layers > 1 else 8)
+    partly = "" if _interpolation(length, panel) == "nearest" else ", grey: a pixel with both"
     figure.suptitle(
-        f"Attention masks{f' of {name}' if name else ''}: {_size(table[None])}, "
-        f"{1 - table.float().mean():.1%} removed\n({WHITE_ATTENDS})",
+        f"Attention masks{f' of {name}' if name else ''}\n{_size(table[None])}, "
+        f"{1 - table.float().mean():.1%} removed\n({WHITE_ATTENDS}{partly})",
         fontsize=10,
     )
     figure.supxlabel("key position j", fontsize=9)
@@ -133,15 +156,16 @@ def plot_heads(mask_or_table, path, name=None):
     _save(figure, path)
 
 
-def _draw_heat_maps(probs, path, title, ticks, quantity):
+def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     """Mean P of every panel's runs, layers and heads under one colour scale, from the lowest mean to the highest."""
-    figure, axes, parts = _panels(probs, 5.8, 4.6)
+    figure, axes, parts = _panels(probs, 5.8, 4.9)
     means = [part.mean((0, 1, 2)).numpy() for part in parts]
-    low, high = min(mean.min() for mean in means), max(mean.max() for mean in means)
+    low, high = float(min(mean.min() for mean in means)), float(max(mean.max() for mean in means))
     # A constant, as of a dense mask, would get a scale from below to beyond it.
     low, high = (0, 1) if low == high else (low, high)
+    interpolation = _interpolation(len(means[0]), 4.3 if len(parts) == 1 else 2.4)
     for axis, mean in zip(axes, means, strict=True):
-        image = axis.imshow(mean, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
+        image = axis.imshow(mean, cmap="cividis", vmin=low, vmax=high, interpolation=interpolation)
         if ticks is not None:
             axis.set_xticks(*ticks)
             axis.set_yticks(*ticks)
@@ -151,9 +175,8 @@ def _draw_heat_maps(probs, path, title, ticks, quantity):
         "left", functions=(lambda value: (value - low) / (high - low), lambda value: low + value * (high - low))
     )
     normalised.set_ylabel("normalised: 0 lowest, 1 highest")
-    figure.suptitle(f"{title}\n({_size(probs)}; yellow: kept most)", fontsize=11)
-    figure.supxlabel("key position j", fontsize=10)
-    figure.supylabel("query position i", fontsize=10)
+    figure.suptitle(title, fontsize=11)
+    _label_panels(axes, "key position j", "query position i")
     _save(figure, path)
 
 
@@ -169,7 +192,8 @@ def plot_mean_probs(probs, path, quantity=KEPT):
         ValueError: If `probs` has another shape.
     Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as lowest to highest.
     """
-    _draw_heat_maps(as_runs(probs), path, "What is kept by position", None, quantity)
+    probs = as_runs(probs)
+    _draw_heat_maps(probs, path, f"What is kept by position\n({_size(probs)}; yellow: kept most)", quantity)
 
 
 def plot_sketch(probs, path, special_tokens="first_last", quantity=KEPT):
@@ -186,17 +210,20 @@ def plot_sketch(probs, path, special_tokens="first_last", quantity=KEPT):
     Source: SparseBERT (arXiv 2102.12871), Figure 2b.
     """
     probs = as_runs(probs)
-    length = probs.shape[-1]
     # Pooling is linear: the mean of the sketches is the sketch of the mean, one per layer.
-    pooled = sketch(probs.mean((0, 2)), special_tokens)[None, :, None].expand(*probs.shape[:3], -1, -1)
+    pooled = sketch(probs.mean((0, 2)), special_tokens)[None, :, None]
     names = [""] * SKETCH_LENGTH
     if special_tokens != "none":
         names[0] = "first"
     if special_tokens == "first_last":
         names[-1] = "last"
-    title = f"Sketch of what is kept, {length} tokens pooled onto {SKETCH_LENGTH}\n"
-    title += "cells at offsets 0, 1, 2, 3 are these offsets; those beyond share the longer ones"
-    _draw_heat_maps(pooled, path, title, (range(SKETCH_LENGTH), names), quantity)
+    title = (
+        f"What is kept by position, pooled onto {SKETCH_LENGTH} x {SKETCH_LENGTH}\n({_size(probs)}; yellow: kept most)"
+    )
+    title += (
+        "\nk = 0 to 3 cells off the diagonal: offset |i - j| = k alone\nbeyond: the longer offsets, in equal parts"
+    )
+    _draw_heat_maps(pooled, path, title, quantity, (range(SKETCH_LENGTH), names))
 
 
 def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEPT):
@@ -218,45 +245,39 @@ def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEP
     num_runs, num_layers, num_heads = probs.shape[:3]
     groups = head_groups(probs, special_tokens)
     names = {name: name.replace("_", " ") + (" (fixed)" if name in fixed else "") for name in groups}
-    figure = _figure(7.4, 4.4)
+    figure = _figure(7.4, 5.2)
     axis = figure.subplots()
     if num_layers == 1:
         for place, values in enumerate(groups.values()):
-            across = torch.linspace(-0.3, -0.1, values.size).numpy() if values.size > 1 else [-0.2]
-            label = "one head" + (" of one run" if num_runs > 1 else "")
-            axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label="" if place else label)
+            # Only the first one goes into the legend.
+            prefix = "_" if place else ""
+            across = torch.linspace(-0.3, -0.1, values.size).numpy()
+            axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label=f"{prefix}one head")
             number = estimate(values.reshape(num_runs, -1))
-            axis.plot(place + 0.03, number["mean"], "D", color="black", ms=6, zorder=3, label="" if place else "mean")
-            intervals = [("over_heads", 0.03, BLUE), ("over_seeds", 0.2, VERMILION)]
-            for kind, shift, colour in intervals:
+            for kind, shift, colour in (("over_heads", 0.05, BLUE), ("over_seeds", 0.2, VERMILION)):
                 if kind in number:
-                    label = "" if place else f"95 % interval of the mean {kind.replace('_', ' ')}"
-                    low, high = number[kind]
-                    axis.errorbar(
-                        place + shift, number["mean"],
-                        [[max(number["mean"] - low, 0)], [max(high - number["mean"], 0)]],
-                        fmt="none", color=colour, capsize=5, lw=2, label=label,
-                    )  # fmt: skip
+                    error = abs(number[kind] - number["mean"])[:, None]
+                    label = f"{prefix}95 % interval of the mean {kind.replace('_', ' ')}"
+                    style = {"fmt": "none", "color": colour, "capsize": 5, "lw": 2, "label": label}
+                    axis.errorbar(place + shift, number["mean"], error, **style)
+            axis.plot(place + 0.05, number["mean"], "D", color="black", ms=6, zorder=3, label=f"{prefix}mean")
         axis.set_xticks(range(len(groups)), labels=[name.replace(" (", "\n(") for name in names.values()])
         axis.set_xlabel("group of positions (query i, key j); offset is |i - j|")
     else:
         kind = "over_seeds" if num_runs > 1 else "over_heads"
         for place, (name, values) in enumerate(groups.items()):
             colour, marker = GROUP_STYLES[name]
+            # Beside one another where they would hide each other.
             layers = torch.arange(num_layers).numpy() + 0.06 * (place - 2.5)
-            numbers = estimate(values.swapaxes(1, 2))
-            error = abs(numbers[kind] - numbers["mean"]) if kind in numbers else None
-            axis.errorbar(
-                layers, numbers["mean"], error, color=colour, marker=marker, ms=5, lw=1.2, capsize=2, label=names[name]
-            )
+            number = estimate(values.swapaxes(1, 2))
+            error = abs(number[kind] - number["mean"]) if kind in number else None
+            style = {"color": colour, "marker": marker, "ms": 5, "lw": 1.2, "capsize": 2, "label": names[name]}
+            axis.errorbar(layers, number["mean"], error, **style)
         axis.set_xticks(range(num_layers))
-        axis.set_xlabel("layer")
-        title = "group of positions"
-        if num_runs * num_heads > 1:
-            title += f"\nbars: 95 % interval\n{kind.replace('_', ' ')}"
-        axis.legend(title=title, loc="center left", bbox_to_anchor=(1, 0.5))
-    if num_layers == 1:
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.set_xlabel(
+            "layer" + (f" (bars: 95 % interval of the mean {kind.replace('_', ' ')})" if kind in number else "")
+        )
+    _legend(figure, axis)
     axis.set_title(f"What is kept by group of positions\n({_size(probs)})", fontsize=11)
     axis.set_ylabel(f"mean of\n{quantity}")
     axis.set_ylim(-0.03, 1.03)
@@ -282,26 +303,32 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     for axis, part in zip(axes, parts, strict=True):
         _, profile = offset_profile(part, special_tokens)  # (S, L, H, K)
         numbers = estimate(profile.reshape(len(profile), -1, len(offsets)))
-        for kind, colour, alpha in (("over_heads", SKY, 0.4), ("over_seeds", VERMILION, 0.35)):
-            if kind in numbers:
-                label = f"95 % interval of the mean {kind.replace('_', ' ')}"
-                axis.fill_between(offsets, *numbers[kind], color=colour, alpha=alpha, lw=0, label=label)
+        if "over_heads" in numbers:
+            label = "95 % interval of the mean over heads"
+            axis.fill_between(offsets, *numbers["over_heads"], color=SKY, alpha=0.4, lw=0, label=label)
+        if "over_seeds" in numbers:
+            for bound, label in zip(
+                numbers["over_seeds"], ("95 % interval of the mean over seeds", None), strict=True
+            ):
+                axis.plot(offsets, bound, color=VERMILION, ls="--", lw=1, label=label)
         marker = "o" if len(offsets) <= 160 else None
         axis.plot(offsets, numbers["mean"], color=BLUE, lw=1.5, marker=marker, ms=2.5, label="mean over heads")
         # Logarithmic, because what matters is near the diagonal; linear up to 1, to show offset 0.
         if offsets[-1] > 16:
             ticks = [0] + [2**k for k in range(int(offsets[-1]).bit_length())]
             axis.set_xscale("symlog", base=2, linthresh=1)
-            axis.set_xticks(ticks, labels=map(str, ticks))
+            axis.set_xticks(ticks, labels=map(str, ticks), fontsize=10 if len(parts) == 1 else 7)
             axis.set_xticks([], minor=True)
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
     title = ", ".join(filter(None, [_size(probs), LEFT_OUT[special_tokens]]))
+    y = f"mean at each offset of\n{quantity}"
+    if len(parts) > 1:  # too long for small panels
+        title += f"; mean at each offset of {quantity}"
+        y = "mean"
     figure.suptitle(f"What is kept by distance\n({title})", fontsize=11)
-    figure.supxlabel("offset |i - j| between query and key (0 is the diagonal)", fontsize=10)
-    figure.supylabel(f"mean at each offset of\n{quantity}", fontsize=10, ha="center")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+    _label_panels(axes, "offset |i - j| between query and key\n(0 is the diagonal)", y)
+    _legend(figure, axes[0])
     _save(figure, path)
 
 
@@ -324,7 +351,7 @@ def plot_gallery(path, length=16):
     for axis, name in zip(axes, PATTERNS, strict=False):
         layout = "union" if name in CYCLES else None
         mask = build_pattern(name, length, 1, head_configuration=layout, **GALLERY_PARAMETERS.get(name, {}))
-        _draw_mask(axis, mask.to_table()[0, 0])
+        _draw_mask(axis, mask.to_table()[0, 0], 2.1)
         parameters = [f"{key}={value}" for key, value in mask.metadata["pattern_parameters"].items()]
         axis.set_title(f"{name}{' (union)' if layout else ''}\n{mask.sparsity:.1%} removed", fontsize=10)
         axis.set_xlabel("\n".join(parameters), fontsize=7)
