@@ -152,13 +152,13 @@ def read_run(source):
         path = _find(source, MASK_PROBS_NAME) if config is not None and config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
-    setup = {"quantity": quantity} | {
+    setup = {name: mask.metadata.get(name) for name in ("search", "pattern", "pattern_parameters")}
+    if config is not None and config.search:
+        setup |= {name: getattr(config, name) for name in SEARCH_FIELDS}
+    setup |= {"quantity": quantity} | {
         name: getattr(mask, name)
         for name in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
     }
-    setup |= {name: mask.metadata.get(name) for name in ("search", "pattern", "pattern_parameters")}
-    if config is not None and config.search:
-        setup |= {name: getattr(config, name) for name in SEARCH_FIELDS}
     return Run(source, quantity, probs, mask, setup)
 
 
