@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, TrainingArguments, set_seed
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, SparseMask
 from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
 from sparsebert.documents import load_documents
+from sparsebert.importance import MASK_PROBS_NAME, position_groups
 from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,
@@ -26,7 +27,7 @@ from sparsebert.training import (
     reduce_logits,
     write_metrics,
 )
-from sparsebert.visualization import plot_heads, plot_mean_probs, plot_offset_profile, position_groups
+from sparsebert.visualization import plot_heads, plot_mean_probs, plot_offset_profile
 
 
 def main(arguments):
@@ -79,11 +80,11 @@ def main(arguments):
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
-    probs = sparse_attention.mask_probs().flatten(0, 1)  # (L * H, n, n)
+    probs = sparse_attention.mask_probs()  # (L, H, n, n)
     output.mkdir(parents=True, exist_ok=True)
     metrics = {"search": model.config.search, "pattern": model.config.pattern}
     if sparse_attention.searching:
-        save_file({"probs": probs}, output / "mask_probs.safetensors")
+        save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
         trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
         metrics |= {"search_outcome": sparse_attention.outcome(data.freeze_threshold, data.freeze_sparsity)}
         model.freeze(data.freeze_threshold, data.freeze_sparsity, {"run": output.name})

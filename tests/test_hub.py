@@ -77,6 +77,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 import sparsebert
+from sparsebert.analyze import read_run
 
 for name in "pattern", "searched":
     model, report = AutoModelForMaskedLM.from_pretrained(f"user/{name}", output_loading_info=True)
@@ -86,6 +87,7 @@ for name in "pattern", "searched":
     assert 0.1 < mask.sparsity < 0.95
     assert model.sparse_attention.mask == mask
     assert sparsebert.SparseMask.from_pretrained(f"user/{name}") == mask
+    assert read_run(f"user/{name}").mask == mask
     run = load_file(f"{sys.argv[1]}/{name}/run.safetensors")
     with torch.no_grad():
         logits = model.eval()(run["input_ids"]).logits

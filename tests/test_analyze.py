@@ -1,0 +1,180 @@
+"""What the importance analysis reads, what it refuses, and what it writes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import TINY
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
+
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+from sparsebert.analyze import analyze, importance, main, read_run, read_runs
+from sparsebert.importance import MASK_PROBS_NAME
+from sparsebert.masks.patterns import build_pattern
+
+
+def search(folder, seed=0, probs=False, **fields):
+    """A searching checkpoint with logits of its own, or frozen with P beside it; returns P."""
+    config = SparseBertConfig(**TINY | {"search": "dam_s", "mask_length": 20} | fields)
+    torch.manual_seed(seed)
+    model = SparseBertForMaskedLM(config)
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.normal_(std=0.1)
+    found = model.sparse_attention.mask_probs()
+    if probs:
+        model.freeze(sparsity=0.5)
+    model.save_pretrained(folder)
+    if probs:
+        save_file({"probs": found.flatten(0, 1)}, folder / MASK_PROBS_NAME)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds, frozen, as pretrain.py leaves them."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        search(folder / f"seed{seed}", seed, probs=True)
+    return [folder / f"seed{seed}" for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"share_layers": False}, {"search": "soft", "share_layers": False}])
+def test_reads_p_before_freezing(tmp_path, fields):
+    probs = search(tmp_path / "run", probs=True, **fields)
+    run = read_run(tmp_path / "run")
+    assert run.quantity.startswith("P, probability") and torch.equal(run.probs, probs)
+    assert run.mask.sparsity == pytest.approx(0.5, abs=0.06)
+
+
+def test_reads_a_searching_checkpoint(tmp_path):
+    probs = search(tmp_path / "run", share_layers=False)
+    run = read_run(tmp_path / "run")
+    assert run.quantity.startswith("P, probability") and torch.equal(run.probs, probs)
+    assert torch.equal(run.mask.to_table(), probs > 0.5)
+
+
+def test_reads_masks(tmp_path, runs):
+    mask = build_pattern("bigbird", 20, 4)
+    mask.save_pretrained(tmp_path / "mask")
+    run = read_run(tmp_path / "mask")
+    assert run.quantity.startswith("M, 1 where") and torch.equal(run.probs, mask.to_table().float())
+    # A mask of other origin in a folder where a search ended before: its P does not count.
+    shutil.copytree(runs[0], tmp_path / "run")
+    model = SparseBertForMaskedLM.from_pretrained(tmp_path / "run")
+    model.set_mask(mask)
+    model.save_pretrained(tmp_path / "run")
+    assert torch.equal(read_run(tmp_path / "run").probs, mask.to_table().float())
+
+
+def test_numbers(runs):
+    probs = torch.stack([read_run(run).probs for run in runs])  # (2, 1, 4, 20, 20)
+    numbers = importance(read_runs(runs))
+    group = numbers["all_layers"]["groups"]["offset_1"]
+    near = probs[..., 1:-1, 1:-1].diagonal(1, -2, -1).mean((1, 2, 3)).double()
+    assert group["mean"] == pytest.approx(near.mean().item())
+    low, high = group["over_seeds"]
+    half = 12.7062 * near.std().item() / 2**0.5  # t of one degree of freedom
+    assert [low, high] == pytest.approx(
+        [max(near.mean().item() - half, 0), min(near.mean().item() + half, 1)], rel=1e-4
+    )
+    assert numbers["fixed_groups"] == ["special_tokens"]
+    assert numbers["all_layers"]["profile"]["offsets"] == list(range(18))
+    assert len(numbers["all_layers"]["sketch"]) == 16
+    assert (
+        "layers" not in numbers
+        and "over_seeds" not in importance(read_runs(runs[:1]))["all_layers"]["groups"]["others"]
+    )
+
+
+def test_layers_apart(tmp_path):
+    probs = search(tmp_path / "run", share_layers=False, diagonal="remove")
+    numbers = importance(read_runs([tmp_path / "run"]))
+    means = [layer["groups"]["others"]["mean"] for layer in numbers["layers"]]
+    assert len(means) == 2 and means[0] != means[1]
+    assert sum(means) / 2 == pytest.approx(numbers["all_layers"]["groups"]["others"]["mean"])
+    assert numbers["layers"][1]["groups"]["offset_3"]["mean"] == pytest.approx(
+        probs[1, :, 1:-1, 1:-1].diagonal(3, -2, -1).mean().item()
+    )
+    assert numbers["fixed_groups"] == ["special_tokens", "diagonal"]
+
+
+def test_command(tmp_path, runs, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    main([*map(str, runs), "--output_dir", str(out)])
+    names = ["groups", "heads_1", "heads_2", "mean_probs", "offset_profile", "sketch"]
+    assert sorted(path.stem for path in out.glob("*.png")) == names
+    assert sorted(path.stem for path in out.glob("*.svg")) == names
+    numbers = json.loads((out / "importance.json").read_text())
+    assert [run["source"] for run in numbers["runs"]] == list(map(str, runs))
+    assert numbers["search"] == "dam_s" and numbers["num_heads"] == 4
+    printed = capsys.readouterr().out
+    assert "95 % over_seeds" in printed and "special_tokens  1.000" in printed
+
+    before = (out / "importance.json").read_bytes()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        main([str(runs[0]), "--output_dir", str(out)])
+    assert (out / "importance.json").read_bytes() == before
+
+
+def test_short_mask_has_no_sketch(tmp_path):
+    pytest.importorskip("matplotlib")
+    build_pattern("window", 8, 2).save_pretrained(tmp_path / "mask")
+    numbers = analyze([tmp_path / "mask"], tmp_path / "out", "none")
+    assert "sketch" not in numbers["all_layers"] and not (tmp_path / "out" / "sketch.png").exists()
+    assert "special_tokens" not in numbers["all_layers"]["groups"] and numbers["fixed_groups"] == []
+
+
+def refused(sources, match, out):
+    with pytest.raises(ValueError, match=match):
+        analyze(sources, out)
+    assert not out.exists()
+
+
+def test_folders_without_a_mask(tmp_path, tiny_config):
+    (tmp_path / "empty").mkdir()
+    refused([tmp_path / "empty"], "holds no mask", tmp_path / "out")
+    refused([tmp_path / "missing folder"], "no such folder, and not a Hub id", tmp_path / "out")
+    BertModel(tiny_config(BertConfig)).save_pretrained(tmp_path / "bert")
+    refused([tmp_path / "bert"], "holds no mask", tmp_path / "out")
+    (tmp_path / "empty" / "config.json").write_text("[]")
+    refused([tmp_path / "empty"], "not a configuration", tmp_path / "out")
+    refused([], "at least one run", tmp_path / "out")
+    build_pattern("dense", 2, 1).save_pretrained(tmp_path / "two")
+    refused([tmp_path / "two"], "no position outside special_tokens", tmp_path / "out")
+
+
+def test_damaged_runs(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    probs = search(run, probs=True)[0]
+    save_file({"probs": probs[:, :10, :10].contiguous()}, run / MASK_PROBS_NAME)
+    refused([run], r"must have shape \(4, 20, 20\), as the mask beside it, got \(4, 10, 10\)", out)
+    save_file({"probs": probs * 2}, run / MASK_PROBS_NAME)
+    refused([run], r"probs must be in \[0, 1\]", out)
+    save_file({"p": probs}, run / MASK_PROBS_NAME)
+    refused([run], "got nothing", out)
+    (run / MASK_PROBS_NAME).write_bytes(b"damaged")
+    refused([run], "damaged or not a safetensors file", out)
+
+    search(tmp_path / "searching")
+    weights = load_file(tmp_path / "searching" / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "mask_logits" not in name}
+    save_file(kept, tmp_path / "searching" / "model.safetensors", {"format": "pt"})
+    refused([tmp_path / "searching"], "holds no mask logits", out)
+
+
+def test_runs_that_are_no_seeds_of_one_search(tmp_path, runs):
+    out = tmp_path / "out"
+    refused([runs[0], runs[1], f"{runs[0].parent}/../{runs[0].parent.name}/seed0"], "given more than once", out)
+    for name, fields, match in (
+        ("length", {"mask_length": 24}, "length is 24, but 20 in .*seed0"),
+        ("search", {"search": "dam_u"}, "search is 'dam_u', but 'dam_s' in"),
+        ("lambda", {"sparsity_weight": 1e-2}, "sparsity_weight is 0.01, but 0.0001 in"),
+        ("heads", {"num_attention_heads": 2}, "num_heads is 2, but 4 in"),
+    ):
+        search(tmp_path / name, probs=True, **fields)
+        refused([runs[0], tmp_path / name], match, out)
+    (tmp_path / "heads" / MASK_PROBS_NAME).unlink()
+    refused([runs[0], tmp_path / "heads"], "quantity is 'M, 1 where", out)
