@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, SparseMask
+from sparsebert.attention import check_backend
 from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
 from sparsebert.documents import load_documents
 from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,
     SparseBertTrainer,
-    check_backend,
     check_output_dir,
     pretraining_metrics,
     reduce_logits,

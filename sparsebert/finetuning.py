@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, BertConfig, TrainingArgument
 from transformers.utils import logging
 
 from . import modeling_sparsebert
-from .attention import ATTENTION_NAMES
+from .attention import ATTENTION_NAMES, check_backend
 from .configuration_sparsebert import DIAGONALS, SparseBertConfig
 from .masks.patterns import PATTERNS
 from .masks.search import SEARCHES
@@ -24,7 +24,7 @@ from .masks.sparse_mask import SparseMask
 from .recipes import nearest
 from .tasks import TASKS, TEST_SPLITS, Task
 from .tasks.glue import GLUE, SUBMISSIONS
-from .training import SparseBertTrainer, check_backend, write_metrics
+from .training import SparseBertTrainer, write_metrics
 
 
 logger = logging.get_logger(__name__)

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import initialization as init
 
 from .attention import BACKENDS, choose_backend
-from .attention.mask_inputs import MaskInputs, set_entries, special_rows, with_cuts
+from .attention.mask_inputs import REMOVED, MaskInputs, near_entries, set_entries, special_rows, with_cuts
 from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT
+from .masks.compiled import windowed
 from .masks.patterns import build_pattern
 from .masks.search import (
     SEARCHES,
@@ -27,6 +28,9 @@ from .masks.search import (
 from .masks.sparse_mask import default_length_policy, special_entries
 
 
+ONE_LAYER = "the model runs the same weights in every layer, so there is one mask for all"
+
+
 class SparseAttention(nn.Module):
     """
     Owns everything about a model's mask: the learned logits while searching, the frozen [`SparseMask`] afterwards.
@@ -36,12 +40,25 @@ class SparseAttention(nn.Module):
 
     Args:
         config ([`SparseBertConfig`]): Says what is searched, or which pattern is fixed.
+        window (`int`, *optional*): In the model's sliding-window layers a token attends up to this offset, whatever
+            the mask says.
+        local_layers (`tuple`): Indices of those layers.
+        one_layer (`bool`): Whether all layers are the same module, which has one mask.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, window=None, local_layers=(), one_layer=False):
         super().__init__()
+        if one_layer and not config.share_layers:
+            raise ValueError(f"share_layers must be true: {ONE_LAYER}")
         self.config = config
+        self.window = window
+        self.local_layers = local_layers
+        self.one_layer = one_layer
+        # Kept by whoever attaches this to a model.
         self.argument_names = ()
+        self.numbered_layers = False
+        self.handles = ()
+        self.former_attention = None
         self.diagonal = DIAGONALS[config.diagonal]
         self.head_size = config.hidden_size // config.num_attention_heads
         self._mask = None
@@ -139,10 +156,14 @@ class SparseAttention(nn.Module):
                 f"the mask is for {mask.num_layers} layer(s) and {mask.num_heads} heads of length {mask.length}; "
                 f"the model has {expected[0]} layers (or 1 mask for all) and {expected[1]} heads"
             )
+        if self.one_layer and mask.num_layers > 1:
+            raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
         if config.is_decoder and mask.special_tokens == "first_last":
             raise ValueError("special_tokens 'first_last' is undefined in a decoder: use 'first' or 'none'")
         if not config.allow_empty_rows:
             mask.check_rows()
+            if self.window is not None:
+                windowed(mask, self.window, mask.length).check_rows()
         self._mask = mask
         self._cache = {}
         self._drawn = None
@@ -274,30 +295,51 @@ class SparseAttention(nn.Module):
         learning = self.searching and self.training
         if self.searching:
             needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
-        mask = None if self.searching else self._loaded_mask()
         # Only a measurement depends on these; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" else 1
         dropout = dropout if name == "sparse_measure" or not dropout else 0.5
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
-        backend = choose_backend(
-            name,
-            mask,
-            device.type,
-            dtype,
-            *shape,
-            dropout,
-            torch.is_grad_enabled(),
-            padding is not None,
-            bool(config.is_decoder),
-            frozenset(needs),
-        )
-        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, bool(config.is_decoder))
-        if learning:
-            prepared = self._drawn_inputs(inputs)
+
+        def inputs_of(mask, window=None):
+            backend = choose_backend(
+                name,
+                mask,
+                device.type,
+                dtype,
+                *shape,
+                dropout,
+                torch.is_grad_enabled(),
+                padding is not None,
+                bool(config.is_decoder),
+                frozenset(needs if window is None else needs | {"window"}),
+            )
+            causal = bool(config.is_decoder)
+            return MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, window)
+
+        def frozen_inputs_of(mask, window=None):
+            inputs = inputs_of(mask, window)
+            return replace(inputs, **BACKENDS[inputs.backend].prepare(mask, inputs))
+
+        if self.searching:
+            inputs = inputs_of(None)
+            self._drawn = None
+            inputs = replace(inputs, **(self._drawn_inputs if learning else self._thresholded_inputs)(inputs))
+            if self.window is None:
+                return inputs
+            cut = ~near_entries(inputs, self.window)
+            local = replace(inputs, bias=tuple(bias.masked_fill(cut, REMOVED) for bias in inputs.bias))
         else:
             self._drawn = None
-            prepared = self._thresholded_inputs(inputs) if self.searching else BACKENDS[backend].prepare(mask, inputs)
-        return replace(inputs, **prepared)
+            mask = self._loaded_mask()
+            inputs = frozen_inputs_of(mask)
+            if self.window is None:
+                return inputs
+            if mask.special_tokens == "first_last" and mask.last_token == "real" and padding is not None:
+                # Where the last token is differs by sequence, and kernels attend to it from everywhere.
+                local = frozen_inputs_of(mask, self.window)
+            else:
+                local = frozen_inputs_of(windowed(mask, self.window, num_keys))
+        return replace(inputs, local=local, local_layers=self.local_layers)
 
     def _loaded_mask(self):
         if self._mask is None:
