@@ -311,10 +311,10 @@ def put_on(model, mask, attn_implementation, **fields):
     try:
         sparse_attention = make_sparse_attention(model, describe(model, **fields))
     except StrictDataclassError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(" ".join(str(error).split())) from error
     if mask is not None:
         sparse_attention.set_mask(mask, search=mask.metadata.get("search"))
-    register(model, sparse_attention.to(model.device))
+    register(model, sparse_attention.to(model.device).train(model.training))
     become_attached(model, attn_implementation)
 
 

@@ -28,6 +28,14 @@ def find_file(source, name, **hub_arguments):
     return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
 
+def carries_mask(source, **hub_arguments):
+    """Whether a folder or Hub repository holds a model with a mask, frozen or still searching."""
+    if AutoConfig.from_pretrained(source, **hub_arguments).model_type == SparseBertConfig.model_type:
+        return True
+    names = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
+    return any(find_file(source, name, **hub_arguments) for name in names)
+
+
 def load(pretrained_model_name_or_path, model_class=None, **kwargs):
     """
     A model with its mask: one that [`attach`] gave a mask, or a SparseBERT; frozen or still searching.

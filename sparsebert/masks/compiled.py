@@ -91,7 +91,6 @@ def compiled(mask, make, length, causal, device, special="none"):
     return tuple(tensors[start : start + size] for start in range(0, len(tensors), size))
 
 
-# As above; what is constant in a graph must be a number.
 @torch.compiler.assume_constant_result
 def _windowed(handle, window, length):
     mask = SparseMask.instances[handle]
@@ -99,10 +98,9 @@ def _windowed(handle, window, length):
     def cut():
         with torch.device("cpu"):
             near = torch.ones(length, length, dtype=torch.bool).triu(-window).tril(window)
-            keep = base_table(mask, length, special="all") & near
-            return (SparseMask(keep, length),)
+            return (SparseMask(base_table(mask, length, special="all") & near, length),)
 
-    return remember(mask, ("window", window, length), cut)[0].handle
+    return remember(mask, ("window", window, length), cut)[0]
 
 
 def windowed(mask, window, length):
@@ -113,4 +111,4 @@ def windowed(mask, window, length):
     Raises:
         ValueError: As [`SparseMask.structure`].
     """
-    return SparseMask.instances[_windowed(mask.handle, window, length)]
+    return _windowed(mask.handle, window, length)
