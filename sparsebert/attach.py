@@ -206,6 +206,7 @@ def register(model, sparse_attention):
     base = model.base_model
     sparse_attention.argument_names = tuple(inspect.signature(base.forward).parameters)
     base.sparse_attention = sparse_attention
+    sparse_attention.numbered_layers = False
     for index, module in enumerate(attention_modules(model)):
         # Not through Module.__setattr__, which would register it again under every layer.
         module.__dict__["sparse_attention"] = sparse_attention

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import initialization as init
 
 from .attention import BACKENDS, choose_backend
-from .attention.mask_inputs import REMOVED, MaskInputs, near_entries, set_entries, special_rows, with_cuts
-from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT
+from .attention.mask_inputs import MaskInputs, set_entries, special_rows, with_cuts
+from .attention.windows import local_inputs
+from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT, pattern_mask
 from .masks.compiled import windowed
-from .masks.patterns import build_pattern
 from .masks.search import (
     SEARCHES,
     mask_bias,
@@ -54,11 +54,7 @@ class SparseAttention(nn.Module):
         self.window = window
         self.local_layers = local_layers
         self.one_layer = one_layer
-        # Kept by whoever attaches this to a model.
         self.argument_names = ()
-        self.numbered_layers = False
-        self.handles = ()
-        self.former_attention = None
         self.diagonal = DIAGONALS[config.diagonal]
         self.head_size = config.hidden_size // config.num_attention_heads
         self._mask = None
@@ -74,16 +70,7 @@ class SparseAttention(nn.Module):
         if config.pattern is not None:
             # The host builds models on the meta device; a mask is data, not a weight.
             with torch.device("cpu"):
-                mask = build_pattern(
-                    config.pattern,
-                    config.mask_length,
-                    config.num_attention_heads,
-                    num_layers=config.num_hidden_layers,
-                    seed=config.mask_seed,
-                    head_configuration=config.head_configuration,
-                    **(config.pattern_kwargs or {}),
-                )
-                self._set_mask(self._configured(mask))
+                self._set_mask(pattern_mask(config))
         elif not config.frozen:
             size = num_parameters(
                 self.search.form, config.mask_length, config.symmetric, self.special_tokens, config.block_size
@@ -91,20 +78,6 @@ class SparseAttention(nn.Module):
             num_layers = 1 if config.share_layers else config.num_hidden_layers
             self.mask_logits = nn.Parameter(torch.empty(num_layers, config.num_attention_heads, size))
             self.reset_parameters()
-
-    def _configured(self, mask):
-        """A pattern under the configuration's choices on diagonal, last token and length."""
-        config = self.config
-        changes = {"last_token": config.last_token}
-        if self.diagonal is not None:
-            changes["diagonal"] = self.diagonal
-        if config.is_decoder and mask.special_tokens == "first_last":
-            # A global last token is the one at the end of the mask, whatever has been generated so far.
-            changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
-            changes["length_policy"] = default_length_policy("table")
-        if config.length_policy is not None:
-            changes["length_policy"] = config.length_policy
-        return mask.replace(**changes)
 
     def reset_parameters(self):
         """alpha ~ 1e-3 N(0, 1), so that P starts at 1/2 (SparseBERT, Algorithm 1)."""
@@ -295,50 +268,24 @@ class SparseAttention(nn.Module):
         learning = self.searching and self.training
         if self.searching:
             needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
+        mask = None if self.searching else self._loaded_mask()
+        causal = bool(config.is_decoder)
         # Only a measurement depends on these; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" else 1
         dropout = dropout if name == "sparse_measure" or not dropout else 0.5
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
-
-        def inputs_of(mask, window=None):
-            backend = choose_backend(
-                name,
-                mask,
-                device.type,
-                dtype,
-                *shape,
-                dropout,
-                torch.is_grad_enabled(),
-                padding is not None,
-                bool(config.is_decoder),
-                frozenset(needs if window is None else needs | {"window"}),
-            )
-            causal = bool(config.is_decoder)
-            return MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, window)
-
-        def frozen_inputs_of(mask, window=None):
-            inputs = inputs_of(mask, window)
-            return replace(inputs, **BACKENDS[inputs.backend].prepare(mask, inputs))
-
-        if self.searching:
-            inputs = inputs_of(None)
-            self._drawn = None
-            inputs = replace(inputs, **(self._drawn_inputs if learning else self._thresholded_inputs)(inputs))
-            if self.window is None:
-                return inputs
-            cut = ~near_entries(inputs, self.window)
-            local = replace(inputs, bias=tuple(bias.masked_fill(cut, REMOVED) for bias in inputs.bias))
+        request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
+        backend = choose_backend(name, mask, *request, frozenset(needs))
+        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal)
+        if learning:
+            prepared = self._drawn_inputs(inputs)
         else:
             self._drawn = None
-            mask = self._loaded_mask()
-            inputs = frozen_inputs_of(mask)
-            if self.window is None:
-                return inputs
-            if mask.special_tokens == "first_last" and mask.last_token == "real" and padding is not None:
-                # Where the last token is differs by sequence, and kernels attend to it from everywhere.
-                local = frozen_inputs_of(mask, self.window)
-            else:
-                local = frozen_inputs_of(windowed(mask, self.window, num_keys))
+            prepared = self._thresholded_inputs(inputs) if self.searching else BACKENDS[backend].prepare(mask, inputs)
+        inputs = replace(inputs, **prepared)
+        if self.window is None:
+            return inputs
+        local = local_inputs(inputs, self.window, name, request, needs)
         return replace(inputs, local=local, local_layers=self.local_layers)
 
     def _loaded_mask(self):

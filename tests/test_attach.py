@@ -59,7 +59,6 @@ MODELS = {
     "vit": ("ViT", {"image_size": (44, 4), "patch_size": 4}),  # 11 patches
 }
 SHARED = ("albert",)
-UNPADDED = [name for name in MODELS if name != "vit"]
 BACKENDS = ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto"]
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout", "embedding_dropout")
 
@@ -144,22 +143,24 @@ def test_dense_mask_is_the_stock_model(name, padded):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_sparse_mask_is_an_additive_one_on_the_stock_model(name, padded, special_tokens, backend):
+def test_sparse_mask_is_an_additive_one_on_the_stock_model(name, padded, special_tokens):
     model, mask = base_model(name), random_mask(special_tokens=special_tokens)
     padded = padded and name != "vit"
-    expected = reference(model, name, mask, padded)
-    attach(model, mask, attn_implementation=backend)
-    if name == "modernbert" and padded and (special_tokens, backend) == ("first_last", "sparse_cpu"):
-        with pytest.raises(ValueError, match="sparse_cpu cannot run here.*sliding windows around"):
-            states(model, name, padded)
-        return
     rows = REAL if padded else torch.ones_like(REAL)
-    torch.testing.assert_close(states(model, name, padded)[rows], expected[rows], atol=1e-5, rtol=1e-5)
-    assert (states(detach(model), name) - expected)[rows].abs().max() > 1e-4
+    expected = reference(model, name, mask, padded)[rows]
+    assert (states(model, name, padded)[rows] - expected).abs().max() > 1e-3
+    for backend in BACKENDS:
+        attach(model, mask, attn_implementation=backend)
+        if name == "modernbert" and padded and (special_tokens, backend) == ("first_last", "sparse_cpu"):
+            with pytest.raises(ValueError, match="sparse_cpu cannot run here.*sliding windows around"):
+                states(model, name, padded)
+        else:
+            got = states(model, name, padded)[rows]
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        detach(model)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in SHARED])
@@ -248,8 +249,14 @@ def test_activation_checkpointing_changes_nothing(name, mask):
     torch.testing.assert_close(*results, atol=1e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", ["roberta", "modernbert"])
+@pytest.mark.parametrize(
+    "name, padded",
+    [
+        ("modernbert", True),
+        pytest.param("modernbert", False, marks=pytest.mark.slow),
+        pytest.param("vit", False, marks=pytest.mark.slow),
+    ],
+)
 def test_compiles_as_one_graph(name, padded):
     torch._dynamo.reset()
     model = attach(base_model(name), "window", mask_length=LENGTH)
@@ -262,8 +269,7 @@ def test_compiles_as_one_graph(name, padded):
 # Files
 
 
-@pytest.mark.parametrize("model_of", [base_model, head_model], ids=["base", "head"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, model_of", [*((name, head_model) for name in MODELS), ("modernbert", base_model)])
 def test_frozen_model_saves_stock_files_and_loads(name, model_of, tmp_path):
     stock = model_of(name)
     stock.save_pretrained(tmp_path / "stock")
@@ -337,8 +343,7 @@ def test_load_of_a_folder_without_a_mask(tmp_path):
 # Off again, copies
 
 
-@pytest.mark.parametrize("mask", ["dam_s", "window"])
-@pytest.mark.parametrize("model_of", [base_model, head_model], ids=["base", "head"])
+@pytest.mark.parametrize("model_of, mask", [(base_model, "window"), (head_model, "dam_s")], ids=["base", "head"])
 @pytest.mark.parametrize("name", MODELS)
 def test_detached_model_is_what_it_was(name, model_of, mask):
     model = model_of(name)
