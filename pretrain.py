@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, SparseMask
+from sparsebert.attention import check_backend
 from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
 from sparsebert.documents import load_documents
 from sparsebert.importance import MASK_PROBS_NAME, position_groups
@@ -21,7 +22,6 @@ from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,
     SparseBertTrainer,
-    check_backend,
     check_output_dir,
     pretraining_metrics,
     reduce_logits,

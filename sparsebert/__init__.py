@@ -13,9 +13,11 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .attach import attach, sparsity, sparsity_loss
+from .architectures import ARCHITECTURES
+from .attach import attach, detach, sparsity, sparsity_loss
 from .attention import sparse_dot_product_attention
 from .configuration_sparsebert import SparseBertConfig
+from .loading import load
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.search import SEARCHES
 from .masks.sparse_mask import MaskFileError, SparseMask
@@ -51,6 +53,7 @@ for _auto, _model in (
     _auto.register(SparseBertConfig, _model)
 
 __all__ = [
+    "ARCHITECTURES",
     "PATTERNS",
     "Plan",
     "SEARCHES",
@@ -71,6 +74,8 @@ __all__ = [
     "__version__",
     "attach",
     "build_pattern",
+    "detach",
+    "load",
     "plan",
     "sparse_dot_product_attention",
     "sparsity",

@@ -6,9 +6,9 @@ from dataclasses import fields
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers import BertConfig
 
-from .masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
+from .masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from .masks.search import SEARCHES
-from .masks.sparse_mask import LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS
+from .masks.sparse_mask import LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
 
 
 # Twice this is still less than what padding and causality subtract, so no mask outweighs them.
@@ -166,6 +166,29 @@ class SparseBertConfig(BertConfig):
             )
         if self.mask_length < 3:
             raise ValueError(f"mask_length must be at least 3 (special tokens and one more), got {self.mask_length}")
+
+
+def pattern_mask(config):
+    """The [`SparseMask`] of a configuration with a pattern, under its choices on diagonal, last token and length."""
+    mask = build_pattern(
+        config.pattern,
+        config.mask_length,
+        config.num_attention_heads,
+        num_layers=config.num_hidden_layers,
+        seed=config.mask_seed,
+        head_configuration=config.head_configuration,
+        **(config.pattern_kwargs or {}),
+    )
+    changes = {"last_token": config.last_token}
+    if DIAGONALS[config.diagonal] is not None:
+        changes["diagonal"] = DIAGONALS[config.diagonal]
+    if config.is_decoder and mask.special_tokens == "first_last":
+        # A global last token is the one at the end of the mask, whatever has been generated so far.
+        changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
+        changes["length_policy"] = default_length_policy("table")
+    if config.length_policy is not None:
+        changes["length_policy"] = config.length_policy
+    return mask.replace(**changes)
 
 
 __all__ = ["SparseBertConfig"]

@@ -4,34 +4,24 @@ import inspect
 import itertools
 import json
 import time
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import datasets
 import numpy as np
 import transformers
-from transformers import AutoConfig, AutoTokenizer, BertConfig, TrainingArguments, set_seed
+from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from . import modeling_sparsebert
-from .attention import ATTENTION_NAMES
-from .configuration_sparsebert import DIAGONALS, SparseBertConfig
-from .masks.patterns import PATTERNS
-from .masks.search import SEARCHES
-from .masks.sparse_mask import SparseMask
 from .recipes import nearest
+from .task_models import check_model, load_model, mask_metrics
 from .tasks import TASKS, TEST_SPLITS, Task
 from .tasks.glue import GLUE, SUBMISSIONS
-from .training import SparseBertTrainer, check_backend, write_metrics
+from .training import SparseBertTrainer, write_metrics
 
 
 logger = logging.get_logger(__name__)
 
-# Fields of the configuration that say how a fixed mask is used, and those that define one by its pattern.
-_MASK_FIELDS = ("length_policy", "last_token", "diagonal", "allow_empty_rows")
-_PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
 # Lower bounds of the section `data`.
 _LOWEST = {
     "max_train_examples": 1,
@@ -57,9 +47,9 @@ class FinetuningArguments:
     Args:
         task (`str`, *optional*): A name of `TASKS`.
         all (`bool`): Every task of GLUE for which there is data, and one table.
-        model (`str`, *optional*): Folder or Hub id of a pre-trained SparseBERT, or of a stock model.
+        model (`str`, *optional*): Folder or Hub id of a pre-trained model, with a mask or without one.
         mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`], or a name of `PATTERNS`, to run through. By
-            default a SparseBERT keeps its frozen mask and a stock model is dense.
+            default a model keeps its frozen mask, and is dense if it has none.
         data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
         train_split (`str`, *optional*): Split to train on; `"train"`, or the one part of it that there is.
         validation_split (`str` or `list`, *optional*): Splits to evaluate on; those named `"validation..."`.
@@ -208,38 +198,8 @@ def check(options, config):
         value = getattr(options, name)
         if value is not None and value.startswith(("/", ".", "~")) and not Path(value).is_dir():
             raise FileNotFoundError(f"{name}: there is no folder {value!r}")
-    model = AutoConfig.from_pretrained(options.model)
     tasks = GLUE if options.all else [options.task]
-    max_length = options.max_length or max(TASKS[name].max_length for name in tasks)
-    positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        raise ValueError(
-            f"max_length {max_length} is more than the {positions} positions of {options.model}: "
-            f"--max_length must be at most {positions}"
-        )
-    _check_mask(options, config, model.model_type)
-
-
-def _check_mask(options, config, model_type):
-    sparse = model_type == SparseBertConfig.model_type
-    if options.mask is None and not sparse:
-        if options.attn_implementation in ATTENTION_NAMES:
-            raise ValueError(
-                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
-                "give it one by --mask, or leave the field out"
-            )
-        meaningful, why = (), "there is no mask"
-    else:
-        if not sparse and model_type != BertConfig.model_type:
-            raise ValueError(f"--mask needs a BERT or a SparseBERT, got {options.model} of type {model_type!r}")
-        check_backend(options.attn_implementation or "sparse_auto")
-        meaningful = _MASK_FIELDS + (_PATTERN_FIELDS if options.mask in PATTERNS else ())
-        why = f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
-    own = {field.name for field in fields(SparseBertConfig)} - {field.name for field in fields(BertConfig)}
-    if refused := sorted(own & config.keys() - set(meaningful)):
-        raise ValueError(f"model.{refused[0]} has no meaning here: {why}; another mask is given by --mask")
-    if options.mask is not None and options.mask not in PATTERNS:
-        _read_mask(options.mask)
+    check_model(options, config, options.max_length or max(TASKS[name].max_length for name in tasks))
 
 
 def prepare(options):
@@ -268,93 +228,6 @@ def prepare(options):
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)
-
-
-def load_model(data, config):
-    """
-    The model of a run, with the head of its task: a SparseBERT with its own mask, with another mask, or a stock model.
-
-    Args:
-        data ([`TaskData`]): Says task, model and mask.
-        config (`dict`): Fields of the configuration to change.
-
-    Raises:
-        ValueError: If mask, model and inputs do not fit each other, before any training.
-        OSError: If there is no such model or mask.
-    """
-    options, head = data.options, data.task.head
-    stock = AutoConfig.from_pretrained(options.model).model_type != SparseBertConfig.model_type
-    arguments = dict(config) | _labels(data.examples[data.train_split].features.get("label"))
-    # A model that was fine-tuned on another task has another head.
-    arguments |= {"ignore_mismatched_sizes": True, "attn_implementation": options.attn_implementation}
-    if stock and options.mask is None:
-        model = getattr(transformers, head).from_pretrained(options.model, **arguments)
-    else:
-        mask, changes = None, {}
-        arguments["attn_implementation"] = options.attn_implementation or "sparse_auto"
-        if options.mask in PATTERNS:
-            arguments |= {"pattern": options.mask, "mask_length": config.get("mask_length", options.max_length)}
-        elif options.mask is not None:
-            mask = _read_mask(options.mask)
-            arguments |= {"pattern": "dense"}  # until the mask is set
-            changes = {name: arguments.pop(name) for name in ("length_policy", "last_token") if name in arguments}
-            if "diagonal" in arguments:
-                changes["diagonal"] = DIAGONALS[arguments.pop("diagonal")]
-        model_class = getattr(modeling_sparsebert, head.replace("AutoModel", "SparseBert"))
-        model = model_class.from_pretrained(options.model, **arguments)
-        if mask is not None:
-            try:
-                model.set_mask(mask.replace(**changes))
-            except ValueError as error:
-                raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
-        if model.sparse_attention.searching:
-            raise ValueError(
-                f"the mask of {options.model} is still being searched: freeze it first, as pretrain.py does, or give "
-                "another by --mask"
-            )
-        longest = max(int(lengths.max()) for lengths in data.lengths.values())
-        model.sparse_attention.mask.structure(longest)  # raises if the mask does not cover it
-    if len(data.tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
-        )
-    return model
-
-
-def _read_mask(name):
-    if name in SEARCHES:
-        raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask that it found")
-    if "/" not in name and not Path(name).is_dir() and get_close_matches(name, PATTERNS):
-        raise nearest("mask", name, list(PATTERNS))
-    try:
-        return SparseMask.from_pretrained(name)
-    except OSError as error:
-        raise ValueError(
-            f"mask {name!r} is no pattern ({', '.join(PATTERNS)}) and cannot be read as a folder or Hub id: {error}"
-        ) from error
-
-
-def _labels(label):
-    if isinstance(label, datasets.ClassLabel):
-        names = dict(enumerate(label.names))
-        return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
-    if label is not None and label.dtype.startswith("float"):
-        return {"id2label": {0: "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
-    return {}
-
-
-def mask_metrics(model, data):
-    """Which mask a model runs through, what it removes at its own length, and what on the inputs evaluated."""
-    sparse_attention = getattr(model.base_model, "sparse_attention", None)
-    if sparse_attention is None:
-        return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
-    mask = sparse_attention.mask
-    lengths, counts = np.unique(data.lengths[data.evaluation_splits[0]], return_counts=True)
-    kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
-    entries = mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum())
-    name = Path(data.options.mask).name if data.options.mask else None
-    name = name or mask.metadata.get("pattern") or mask.metadata.get("search") or "mask"
-    return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": 1 - kept / entries}
 
 
 def training_arguments(settings, recipe, output_dir):

@@ -14,9 +14,10 @@ from transformers.utils import logging
 
 from .attention import BACKENDS, choose_backend
 from .attention.mask_inputs import MaskInputs, set_entries, special_rows, with_cuts
-from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT
+from .attention.windows import local_inputs
+from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT, pattern_mask
 from .masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
-from .masks.patterns import build_pattern
+from .masks.compiled import windowed
 from .masks.search import (
     SEARCHES,
     gumbel_noise,
@@ -38,6 +39,7 @@ TOLERANCE = 0.005
 _NARROWEST = 0.02
 # Of the learned entries, what a budget leaves on both sides, so that P never saturates.
 _MARGIN = 1e-3
+ONE_LAYER = "the model runs the same weights in every layer, so there is one mask for all"
 
 
 class SparseAttention(nn.Module):
@@ -49,11 +51,20 @@ class SparseAttention(nn.Module):
 
     Args:
         config ([`SparseBertConfig`]): Says what is searched, or which pattern is fixed.
+        window (`int`, *optional*): In the model's sliding-window layers a token attends up to this offset, whatever
+            the mask says.
+        local_layers (`tuple`): Indices of those layers.
+        one_layer (`bool`): Whether all layers are the same module, which has one mask.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, window=None, local_layers=(), one_layer=False):
         super().__init__()
+        if one_layer and not config.share_layers:
+            raise ValueError(f"share_layers must be true: {ONE_LAYER}")
         self.config = config
+        self.window = window
+        self.local_layers = local_layers
+        self.one_layer = one_layer
         self.argument_names = ()
         self.diagonal = DIAGONALS[config.diagonal]
         self.head_size = config.hidden_size // config.num_attention_heads
@@ -73,16 +84,7 @@ class SparseAttention(nn.Module):
         if config.pattern is not None:
             # The host builds models on the meta device; a mask is data, not a weight.
             with torch.device("cpu"):
-                mask = build_pattern(
-                    config.pattern,
-                    config.mask_length,
-                    config.num_attention_heads,
-                    num_layers=config.num_hidden_layers,
-                    seed=config.mask_seed,
-                    head_configuration=config.head_configuration,
-                    **(config.pattern_kwargs or {}),
-                )
-                self._set_mask(self._configured(mask))
+                self._set_mask(pattern_mask(config))
         elif not config.frozen:
             size = num_parameters(
                 self.search.form, config.mask_length, config.symmetric, self.special_tokens, config.block_size
@@ -91,20 +93,6 @@ class SparseAttention(nn.Module):
             self.mask_logits = nn.Parameter(torch.empty(num_layers, config.num_attention_heads, size))
             self.reset_parameters()
             self._check_target()
-
-    def _configured(self, mask):
-        """A pattern under the configuration's choices on diagonal, last token and length."""
-        config = self.config
-        changes = {"last_token": config.last_token}
-        if self.diagonal is not None:
-            changes["diagonal"] = self.diagonal
-        if config.is_decoder and mask.special_tokens == "first_last":
-            # A global last token is the one at the end of the mask, whatever has been generated so far.
-            changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
-            changes["length_policy"] = default_length_policy("table")
-        if config.length_policy is not None:
-            changes["length_policy"] = config.length_policy
-        return mask.replace(**changes)
 
     def reset_parameters(self):
         """alpha ~ 1e-3 N(0, 1), so that P starts at 1/2 (SparseBERT, Algorithm 1)."""
@@ -156,10 +144,14 @@ class SparseAttention(nn.Module):
                 f"the mask is for {mask.num_layers} layer(s) and {mask.num_heads} heads of length {mask.length}; "
                 f"the model has {expected[0]} layers (or 1 mask for all) and {expected[1]} heads"
             )
+        if self.one_layer and mask.num_layers > 1:
+            raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
         if config.is_decoder and mask.special_tokens == "first_last":
             raise ValueError("special_tokens 'first_last' is undefined in a decoder: use 'first' or 'none'")
         if not config.allow_empty_rows:
             mask.check_rows()
+            if self.window is not None:
+                windowed(mask, self.window, mask.length).check_rows()
         self._mask = mask
         self._cache = {}
         self._drawn = None
@@ -381,29 +373,24 @@ class SparseAttention(nn.Module):
         if self.searching:
             needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
         mask = None if self.searching else self._loaded_mask()
+        causal = bool(config.is_decoder)
         # Only a measurement depends on these; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" else 1
         dropout = dropout if name == "sparse_measure" or not dropout else 0.5
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
-        backend = choose_backend(
-            name,
-            mask,
-            device.type,
-            dtype,
-            *shape,
-            dropout,
-            torch.is_grad_enabled(),
-            padding is not None,
-            bool(config.is_decoder),
-            frozenset(needs),
-        )
-        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, bool(config.is_decoder))
+        request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
+        backend = choose_backend(name, mask, *request, frozenset(needs))
+        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal)
         if learning:
             prepared = self._drawn_inputs(inputs)
         else:
             self._drawn = None
             prepared = self._thresholded_inputs(inputs) if self.searching else BACKENDS[backend].prepare(mask, inputs)
-        return replace(inputs, **prepared)
+        inputs = replace(inputs, **prepared)
+        if self.window is None:
+            return inputs
+        local = local_inputs(inputs, self.window, name, request, needs)
+        return replace(inputs, local=local, local_layers=self.local_layers)
 
     def _loaded_mask(self):
         if self._mask is None:

@@ -9,8 +9,6 @@ import torch
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
 
-from .attention import ATTENTION_NAMES
-
 
 @dataclass
 class PretrainingArguments:
@@ -97,15 +95,6 @@ class SparseBertTrainer(Trainer):
         with torch.random.fork_rng():
             torch.manual_seed(self.args.seed)
             return super().evaluation_loop(*args, **kwargs)
-
-
-def check_backend(name):
-    """
-    Raises:
-        ValueError: If `name` is not an attention implementation that applies the mask.
-    """
-    if name not in ATTENTION_NAMES:
-        raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
 
 
 def check_output_dir(path, overwrite=False, resume=False):

@@ -6,7 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import BertForSequenceClassification, pipeline
+from transformers import (
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    DistilBertModel,
+    pipeline,
+)
 
 from sparsebert import SparseBertForSequenceClassification, SparseMask
 from sparsebert.finetuning import (
@@ -119,6 +125,27 @@ def test_any_model_with_a_mask(options, checkpoints, tmp_path, model_name, kind)
     weights = SparseBertForSequenceClassification.from_pretrained(checkpoints["window"]).bert.state_dict()
     if model_name == "window":
         torch.testing.assert_close(model.bert.encoder.state_dict(), _encoder(weights))
+
+
+@pytest.mark.parametrize("mask", ["bigbird", "window"])
+def test_any_encoder_keeps_stock_files_and_its_mask(options, word_tokenizer, tmp_path, mask):
+    config = DistilBertConfig(vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40)
+    DistilBertModel(config).save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    arguments = options(model=str(tmp_path / "stock"), mask=mask)
+    check(arguments, {"mask_seed": 5} if mask == "bigbird" else {})
+    metrics = train(prepare(arguments), {"model": {}, "training": TRAINING}, tmp_path / "run")
+    assert metrics["mask"] == mask and metrics["sparsity"] > 0.5
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] == "distilbert"
+    assert type(DistilBertForSequenceClassification.from_pretrained(tmp_path / "run")) is not None
+    # The next run goes on through the same mask, with the head of its own task, or through another.
+    again = options(model=str(tmp_path / "run"), task="stsb")
+    check(again, {"diagonal": "remove"})
+    model = load_model(prepare(again), {"diagonal": "remove"})
+    expected = build_pattern(mask, 32, 4).replace(diagonal=False)
+    assert model.sparse_attention.mask == expected and model.num_labels == 1
+    other = options(model=str(tmp_path / "run"), mask="star")
+    assert load_model(prepare(other), {}).sparse_attention.mask == build_pattern("star", 32, 4)
 
 
 def _encoder(weights):

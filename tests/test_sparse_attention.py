@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from sparsebert import SparseBertForMaskedLM, SparseMask, attach
+from sparsebert import SparseBertForMaskedLM, SparseMask
 
 
 IDS = torch.arange(5, 25)[None]
@@ -103,10 +103,3 @@ def test_mask_for_another_model_is_refused(tiny_config):
     with pytest.raises(ValueError, match="keep nothing"):
         model.set_mask(SparseMask(torch.zeros(4, 40, 40, dtype=torch.bool), 40))
     assert model.sparse_attention.searching
-
-
-def test_attach_needs_the_configuration(tiny_config):
-    from transformers import BertConfig, BertModel
-
-    with pytest.raises(ValueError, match="SparseBertConfig"):
-        attach(BertModel(tiny_config(BertConfig)))

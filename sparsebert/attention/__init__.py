@@ -38,7 +38,7 @@ class Backend:
         refuse (`Callable`): `(request) -> str or None`, why it cannot serve a [`Request`].
         supports (`frozenset`): What it can do beyond a frozen mask with padding: `"additive"` (masks that are being
             learned, 4-D masks of the caller), `"gate"` (multiplicative masks), `"weights"` (returns the attention
-            probabilities).
+            probabilities), `"window"` (a window that differs by sequence).
     """
 
     function: Callable
@@ -48,14 +48,25 @@ class Backend:
 
 
 BACKENDS = {
-    "sparse_eager": Backend(eager_attention, prepare_bias, supports=frozenset({"additive", "gate", "weights"})),
-    "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive"})),
+    "sparse_eager": Backend(
+        eager_attention, prepare_bias, supports=frozenset({"additive", "gate", "weights", "window"})
+    ),
+    "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive", "window"})),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }
 CHOICES = {"sparse_auto": choice.by_table, "sparse_measure": choice.by_measurement}
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
+
+
+def check_backend(name):
+    """
+    Raises:
+        ValueError: If `name` is not an attention implementation that applies the mask.
+    """
+    if name not in ATTENTION_NAMES:
+        raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
 
 
 # Depends on the mask and the request alone, so a graph compiled around a model may hold the answer.
@@ -128,6 +139,9 @@ def sparse_attention_forward(
                 "are not supported, use a DynamicCache or use_cache=False"
             )
         mask_inputs = mask_inputs.for_layer(module.layer_idx, attention_mask)
+    if key.shape[1] != query.shape[1]:
+        # Several query heads share a key head.
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
     return run_backend(query, key, value, mask_inputs, scaling, dropout)
 
 

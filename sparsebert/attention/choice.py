@@ -20,6 +20,7 @@ WANTED = {
     "gate": "mask_form 'multiplicative'",
     "weights": "output_attentions=True",
     "additive": "a mask that is being learned, or a 4-D attention_mask",
+    "window": "sliding windows around each sequence's last token (special_tokens 'first' or 'none' have none)",
 }
 TILE_SIZE = 64
 ROUNDS = 5
@@ -90,7 +91,7 @@ def by_table(backends, mask, request):
         `tuple` of `str`: Name and reason.
     """
     short = request.num_keys <= 128
-    if request.needs - {"additive"}:
+    if request.needs - {"additive", "window"}:
         return "sparse_eager", "attention probabilities or a multiplicative mask are asked for"
     if mask is None:
         return "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"

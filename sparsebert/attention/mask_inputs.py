@@ -37,6 +37,7 @@ class MaskInputs:
         sparse_mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
         causal (`bool`): Whether key j > query i is cut.
+        window (`int`, *optional*): Keys farther from the query than this are cut.
         bias (`tuple` of `torch.Tensor`): Per layer, or one for all: added to the scores, `(B or 1, H or 1, n, m)`;
             padding and causality included.
         live (`tuple`, *optional*): Per layer, or one for all: bool `(B or 1, H or 1, n, 1)`, False where a query has
@@ -44,6 +45,7 @@ class MaskInputs:
         gate (`tuple`, *optional*): Per layer, or one for all: factor of the probabilities (multiplicative masks).
         compiled (`tuple`, *optional*): Per layer, or one for all: the mask in the form that the backend's kernel
             reads, instead of `bias` and `live`.
+        local ([`MaskInputs`], *optional*): Those of the layers `local_layers`, whose attention has a sliding window.
     """
 
     backend: str
@@ -53,10 +55,13 @@ class MaskInputs:
     sparse_mask: object = None
     padding: torch.Tensor | None = None
     causal: bool = False
+    window: int | None = None
     bias: tuple = (None,)
     live: tuple = (None,)
     gate: tuple = (None,)
     compiled: tuple = (None,)
+    local: "MaskInputs | None" = None
+    local_layers: tuple = ()
 
     @classmethod
     def dense(cls, attention_mask, backend):
@@ -72,6 +77,8 @@ class MaskInputs:
         Raises:
             ValueError: For a 4-D mask on a backend that runs on a compiled form.
         """
+        if layer in self.local_layers:
+            return self.local.for_layer(layer, attention_mask)
         bias, live, gate, compiled = (
             values if len(values) == 1 else (values[layer],)
             for values in (self.bias, self.live, self.gate, self.compiled)
@@ -151,6 +158,8 @@ def prepare_bias(mask, inputs):
     if inputs.causal:
         special = special & causal_entries(inputs)
     keep = set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B, H, n, m)
+    if inputs.window is not None:
+        keep = keep & near_entries(inputs, inputs.window)
     keep = keep & inputs.padding[:, None, None, :] & inputs.padding[:, None, first_row:, None]
     return {"bias": additive(keep).unbind(0), "live": keep.any(-1, keepdim=True).unbind(0)}
 
@@ -188,6 +197,12 @@ def causal_entries(inputs):
     """Bool `(n, m)`, True for key j <= query i."""
     position = torch.arange(inputs.num_keys, device=inputs.device)
     return position[inputs.num_keys - inputs.num_queries :, None] >= position
+
+
+def near_entries(inputs, window):
+    """Bool `(n, m)`, True where query and key are at most `window` apart."""
+    position = torch.arange(inputs.num_keys, device=inputs.device)
+    return (position[inputs.num_keys - inputs.num_queries :, None] - position).abs() <= window
 
 
 def _additive_4d(attention_mask):

@@ -97,3 +97,26 @@ def compiled(mask, make, length, causal, device, special="none"):
     tensors = _tensors(mask.handle, make, length, causal, special, str(device))
     size = len(tensors) // mask.num_layers
     return tuple(tensors[start : start + size] for start in range(0, len(tensors), size))
+
+
+@torch.compiler.assume_constant_result
+def _windowed(handle, window, length):
+    mask = SparseMask.instances[handle]
+
+    def cut():
+        with torch.device("cpu"):
+            near = torch.ones(length, length, dtype=torch.bool).triu(-window).tril(window)
+            return (SparseMask(base_table(mask, length, special="all") & near, length),)
+
+    return remember(mask, ("window", window, length), cut)[0]
+
+
+def windowed(mask, window, length):
+    """
+    A mask without the entries farther than `window` from the diagonal, at one length: a table that holds the special
+    tokens, the last one at the end.
+
+    Raises:
+        ValueError: As [`SparseMask.structure`].
+    """
+    return _windowed(mask.handle, window, length)

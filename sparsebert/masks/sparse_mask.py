@@ -177,6 +177,11 @@ class SparseMask(PushToHubMixin):
     def num_heads(self):
         return self.keep.shape[1]
 
+    @property
+    def nbytes(self):
+        """Memory in bytes."""
+        return self.keep.nbytes
+
     def __repr__(self):
         return (
             f"SparseMask({self.form}, layers={self.num_layers}, heads={self.num_heads}, length={self.length}, "

