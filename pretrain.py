@@ -15,9 +15,11 @@ from transformers import AutoTokenizer, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, SparseMask
 from sparsebert.attention import check_backend
+from sparsebert.checkpoints import check_checkpoint
 from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
 from sparsebert.documents import load_documents
 from sparsebert.importance import MASK_PROBS_NAME, position_groups
+from sparsebert.pruning import ProgressivePruning
 from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,
@@ -40,6 +42,10 @@ def main(arguments):
     output = Path(training.output_dir)
     check_backend(data.attn_implementation)
     check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    pruning = ProgressivePruning.from_settings(data.pruning)
+    for name in ("freeze_threshold", "freeze_sparsity"):
+        if pruning is not None and getattr(data, name) is not None:
+            raise ValueError(f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask")
     set_seed(training.seed)
 
     model_class = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
@@ -51,6 +57,10 @@ def main(arguments):
         model.set_mask(SparseMask.from_pretrained(data.mask))
     model.set_attn_implementation(data.attn_implementation)
     sparse_attention = model.sparse_attention
+    if pruning is not None:
+        pruning.check(model)
+    if training.resume_from_checkpoint:
+        check_checkpoint(training.resume_from_checkpoint, model, pruning)
 
     def documents(split):
         if data.validation is None:
@@ -77,6 +87,7 @@ def main(arguments):
         processing_class=tokenizer,
         compute_metrics=pretraining_metrics,
         preprocess_logits_for_metrics=reduce_logits,
+        callbacks=None if pruning is None else [pruning],
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
@@ -88,6 +99,8 @@ def main(arguments):
         trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
         metrics |= {"search_outcome": sparse_attention.outcome(data.freeze_threshold, data.freeze_sparsity)}
         model.freeze(data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
+    if pruning is not None:
+        metrics["pruning"] = pruning.settings
     trainer.save_model()
     evaluation = trainer.evaluate()
     metrics |= {"sparsity": sparse_attention.sparsity(), "positions": position_groups(probs)}

@@ -41,7 +41,7 @@ OWN_FIELDS = tuple(
 def allowed_fields(mask_or_search):
     """Names of the fields that have a meaning for a mask, a pattern or a search, by the name of the latter two."""
     if mask_or_search in SEARCHES:
-        refused = ("search", "pattern", "frozen", "pattern_kwargs", "head_configuration", "mask_seed")
+        refused = ("search", "pattern", "frozen", "pruned", "pattern_kwargs", "head_configuration", "mask_seed")
         return tuple(name for name in OWN_FIELDS if name not in refused)
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 

@@ -54,6 +54,8 @@ class SparseBertConfig(BertConfig):
             (per tile diagonal) or `"soft"` (per entry, no sampling). `"dam_s"` when neither this nor `pattern` is set.
         frozen (`bool`, *optional*, defaults to `False`): Whether the mask is a file beside the weights. Set by
             freezing.
+        pruned (`bool`, *optional*, defaults to `False`): Whether a search is being pruned: what has not been removed
+            is on, nothing is sampled. Set by [`ProgressivePruning`].
         allow_empty_rows (`bool`, *optional*, defaults to `False`): Accept a mask in which a query keeps no key (its
             output is 0).
         block_size (`int`, *optional*, defaults to 64): Tile size of `"dam_b"`: 16, 32, 64 or 128.
@@ -100,6 +102,7 @@ class SparseBertConfig(BertConfig):
     mask_seed: int = validated_field(_between(0, 2**63 - 1), default=0)
     search: str | None = validated_field(_choice(tuple(SEARCHES)), default=None)
     frozen: bool = False
+    pruned: bool = False
     allow_empty_rows: bool = False
     block_size: int = validated_field(_choice((16, 32, 64, 128)), default=64)
     mask_form: str = validated_field(_choice(MASK_FORMS), default="additive")
@@ -140,7 +143,11 @@ class SparseBertConfig(BertConfig):
         if own.get("search") or own.get("pattern"):
             # A new search or pattern takes the place of whatever the checkpoint was made with.
             replaced = ("search", "pattern", "pattern_kwargs", "head_configuration", "special_tokens", "mask_constant")
-            own = dict.fromkeys((*replaced, "length_policy")) | {"frozen": False, "diagonal": "learned"} | own
+            own = (
+                dict.fromkeys((*replaced, "length_policy"))
+                | {"frozen": False, "pruned": False, "diagonal": "learned"}
+                | own
+            )
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     def validate_sparse_attention(self):

@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.utils import logging
 
+from .pruning import ProgressivePruning
 from .recipes import nearest
 from .task_models import check_model, load_model, mask_metrics
 from .tasks import TASKS, TEST_SPLITS, Task
@@ -50,6 +51,8 @@ class FinetuningArguments:
         model (`str`, *optional*): Folder or Hub id of a pre-trained model, with a mask or without one.
         mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`], or a name of `PATTERNS`, to run through. By
             default a model keeps its frozen mask, and is dense if it has none.
+        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`] with the score `"attention"`, for the mask
+            `"dense"`: it is pruned within the training.
         data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
         train_split (`str`, *optional*): Split to train on; `"train"`, or the one part of it that there is.
         validation_split (`str` or `list`, *optional*): Splits to evaluate on; those named `"validation..."`.
@@ -76,6 +79,7 @@ class FinetuningArguments:
     all: bool = False
     model: str | None = None
     mask: str | None = None
+    pruning: dict | None = None
     data: str | None = None
     train_split: str | None = None
     validation_split: str | list | None = None
@@ -199,6 +203,12 @@ def check(options, config):
         if value is not None and value.startswith(("/", ".", "~")) and not Path(value).is_dir():
             raise FileNotFoundError(f"{name}: there is no folder {value!r}")
     tasks = GLUE if options.all else [options.task]
+    pruning = ProgressivePruning.from_settings(options.pruning)
+    if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
+        raise ValueError(
+            "pruning in fine-tuning needs score 'attention' and --mask dense, got score "
+            f"{pruning.score!r} and mask {options.mask!r}"
+        )
     check_model(options, config, options.max_length or max(TASKS[name].max_length for name in tasks))
 
 
@@ -270,6 +280,7 @@ def train(data, recipe, output_dir):
         values = task.metrics([row["prediction"] for row in rows], references)
         return rows, values | ({} if task.more_metrics is None else task.more_metrics(rows, references))
 
+    pruning = ProgressivePruning.from_settings(options.pruning)
     trainer = SparseBertTrainer(
         model,
         training,
@@ -278,6 +289,7 @@ def train(data, recipe, output_dir):
         data_collator=task.collator(data.tokenizer),
         processing_class=data.tokenizer,
         compute_metrics=lambda prediction: evaluate(first, prediction.predictions)[1],
+        callbacks=None if pruning is None else [pruning],
     )
     main_process = trainer.is_world_process_zero()
     if main_process:

@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from .attention import BACKENDS, choose_backend
-from .attention.mask_inputs import MaskInputs, set_entries, special_rows, with_cuts
+from .attention.mask_inputs import MaskInputs, bias_and_live, causal_entries, set_entries, special_rows, with_cuts
 from .attention.windows import local_inputs
 from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT, pattern_mask
 from .masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
@@ -24,6 +24,7 @@ from .masks.search import (
     mask_bias,
     num_parameters,
     parameter_index,
+    prune,
     sample_mask,
     select,
     to_sparse_mask,
@@ -66,6 +67,8 @@ class SparseAttention(nn.Module):
         self.local_layers = local_layers
         self.one_layer = one_layer
         self.argument_names = ()
+        # What an observer of the attention asks of the backend: keys of `WANTED`.
+        self.needs = frozenset()
         self.diagonal = DIAGONALS[config.diagonal]
         self.head_size = config.hidden_size // config.num_attention_heads
         # How much of the search is done: a tensor, so that compiled steps need no new graph; set by the Trainer.
@@ -130,6 +133,7 @@ class SparseAttention(nn.Module):
         config = self.config
         config.frozen = True
         config.pattern = config.pattern_kwargs = config.head_configuration = None
+        config.pruned = False
         config.search = search
         config.mask_length = mask.length
         config.last_token = mask.last_token
@@ -162,6 +166,34 @@ class SparseAttention(nn.Module):
         if self.mask_logits is None:
             raise ValueError("the mask is frozen (or not loaded): there are no mask logits")
         return self.config.mask_logit_scale * self.mask_logits.float()
+
+    @property
+    def kept(self):
+        """Parameters of a search that have not been removed for good, bool `(L, H, K)`."""
+        return self.mask_logits.detach() > -torch.inf
+
+    @torch.no_grad()
+    def prune(self, scores, sparsity, scope="head"):
+        """
+        Remove the worst parameters of a search for good: their logits become -inf, which no optimiser changes.
+
+        Args:
+            scores (`torch.Tensor` of shape `(L, H, K)`): Higher is better.
+            sparsity (`float`): Fraction of entries removed after this.
+            scope (`str`): `"head"` or `"global"`. In either, every row keeps its best entry unless the configuration's
+                `allow_empty_rows`.
+        """
+        length, kept = self.config.mask_length, self.kept
+        index, fixed = self._index(length, torch.device("cpu")), self._fixed(length)
+        scores = scores.detach().float().cpu()
+        left = prune(kept.cpu(), scores, index, fixed, sparsity, scope, self.config.allow_empty_rows)
+        self.mask_logits.masked_fill_(~left.to(kept.device), -torch.inf)
+
+    def least_kept(self):
+        """Entries per head that pruning cannot remove: special tokens, a kept diagonal, one key for every query."""
+        fixed = self._fixed(self.config.mask_length) == 1
+        rows = 0 if self.config.allow_empty_rows else (~fixed.any(-1)).sum()
+        return int(fixed.sum() + rows)
 
     def _check_target(self):
         config, entries = self.config, self.config.mask_length**2
@@ -260,6 +292,8 @@ class SparseAttention(nn.Module):
     @torch.no_grad()
     def _selected(self, threshold=None, sparsity=None):
         config = self.config
+        if config.pruned and threshold is None and sparsity is None:
+            return self.kept.cpu()
         if threshold is None and sparsity is None and config.target_sparsity is not None:
             sparsity = self.current_sparsity().item()
         return select(
@@ -369,7 +403,8 @@ class SparseAttention(nn.Module):
             ValueError: If the backend cannot serve this.
         """
         config = self.config
-        learning = self.searching and self.training
+        learning = self.searching and self.training and not config.pruned
+        needs = needs | self.needs
         if self.searching:
             needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
         mask = None if self.searching else self._loaded_mask()
@@ -385,7 +420,10 @@ class SparseAttention(nn.Module):
             prepared = self._drawn_inputs(inputs)
         else:
             self._drawn = None
-            prepared = self._thresholded_inputs(inputs) if self.searching else BACKENDS[backend].prepare(mask, inputs)
+            if not self.searching:
+                prepared = BACKENDS[backend].prepare(mask, inputs)
+            else:
+                prepared = self._pruned_inputs(inputs) if config.pruned else self._thresholded_inputs(inputs)
         inputs = replace(inputs, **prepared)
         if self.window is None:
             return inputs
@@ -475,6 +513,23 @@ class SparseAttention(nn.Module):
         bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, None, :, first_row:]
         bias = set_entries(bias, special, self.diagonal, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
         return {"bias": with_cuts(bias, inputs).unbind(0)}
+
+    def _pruned_inputs(self, inputs):
+        """What is left, as a frozen mask would apply it; the logits get the gradient of P of their entries."""
+        num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
+        keep = self._expand(self.kept.float(), num_keys, off=0.0, on=1.0)[:, None, :, first_row:] > 0
+        if inputs.causal:
+            keep = keep & causal_entries(inputs)
+        prepared = bias_and_live(keep, inputs, self.special_tokens, self.config.last_token, self.diagonal)
+        if not self.training:
+            return prepared
+        probs = torch.sigmoid(self.alpha() / self._temperature())
+        bias = self._expand(self.mask_constant * (probs - probs.detach()), num_keys, off=0.0, on=0.0)[:, None]
+        special = special_rows(inputs, self.special_tokens, self.config.last_token)
+        bias = set_entries(bias[..., first_row:, :], special, self.diagonal, on=0.0, off=0.0)  # 0, with a gradient
+        return prepared | {
+            "bias": tuple(fixed + learned for fixed, learned in zip(prepared["bias"], bias.unbind(0), strict=True))
+        }
 
     def _thresholded_inputs(self, inputs):
         """As in training: a query whose mask row is empty attends as if it were full."""

@@ -136,6 +136,7 @@ def mask_metrics(model, data):
     lengths, counts = np.unique(data.lengths[data.evaluation_splits[0]], return_counts=True)
     kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
     entries = mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum())
-    name = Path(data.options.mask).name if data.options.mask else None
-    name = name or mask.metadata.get("pattern") or mask.metadata.get("search") or "mask"
+    name = Path(data.options.mask).name if data.options.mask and not data.options.pruning else None
+    name = name or mask.metadata.get("pattern") or mask.metadata.get("search")
+    name = name or ("pruned" if "pruning" in mask.metadata else "mask")
     return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": 1 - kept / entries}

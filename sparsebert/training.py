@@ -9,6 +9,9 @@ import torch
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
 
+from .checkpoints import check_checkpoint
+from .pruning import ProgressivePruning
+
 
 @dataclass
 class PretrainingArguments:
@@ -29,6 +32,8 @@ class PretrainingArguments:
         freeze_threshold (`float`, *optional*): Keep what has P above it; 1/2 where nothing else is asked for.
         freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead; by default the
             model's `target_sparsity`.
+        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`: the mask
+            is pruned by a schedule and frozen within the training.
         attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
         overwrite (`bool`): Accept an output folder that is not empty.
     """
@@ -45,6 +50,7 @@ class PretrainingArguments:
     mlm_probability: float = 0.15
     freeze_threshold: float | None = None
     freeze_sparsity: float | None = None
+    pruning: dict | None = None
     attn_implementation: str = "sparse_auto"
     overwrite: bool = False
 
@@ -61,8 +67,9 @@ class SearchProgress(TrainerCallback):
 class SparseBertTrainer(Trainer):
     """
     The stock Trainer, except that mask logits get no weight decay, logs show sparsity and empty rows of the mask being
-    learned, losses are averaged over accumulated batches for every model, and evaluation keeps the examples' order,
-    masks the same tokens each time and leaves the training's random state alone.
+    learned, losses are averaged over accumulated batches for every model, a run goes on from a checkpoint of the same
+    search only, and evaluation keeps the examples' order, masks the same tokens each time and leaves the training's
+    random state alone.
     """
 
     def __init__(self, *args, **kwargs):
@@ -71,6 +78,15 @@ class SparseBertTrainer(Trainer):
         # the number of items only where there are "labels": its gradients would be too large by that factor.
         self.model_accepts_loss_kwargs = False
         self.add_callback(SearchProgress())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        # The host reads weights alone: what they belong to must be there, and the same.
+        callbacks = self.callback_handler.callbacks
+        pruning = next((callback for callback in callbacks if isinstance(callback, ProgressivePruning)), None)
+        check_checkpoint(resume_from_checkpoint, self.model, pruning)
+        if pruning is not None:
+            pruning.restore(resume_from_checkpoint, self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def get_decay_parameter_names(self, model):
         return [name for name in super().get_decay_parameter_names(model) if not name.endswith("mask_logits")]

@@ -154,13 +154,23 @@ def prepare_bias(mask, inputs):
         }
     tables = compiled(mask, _table_form, compiled_length(mask, inputs), inputs.causal, inputs.device)
     keep = torch.stack([table[:, first_row : inputs.num_keys, : inputs.num_keys] for (table,) in tables])[:, None]
-    special = special_rows(inputs, mask.special_tokens, mask.last_token)
+    return bias_and_live(keep, inputs, mask.special_tokens, mask.last_token, mask.diagonal)
+
+
+def bias_and_live(keep, inputs, special_tokens, last_token, diagonal):
+    """
+    A bool structure `(L, 1, H, n, m)`, in a decoder without future keys, under special tokens, diagonal and padding:
+    the fields `bias` and `live` of [`MaskInputs`].
+    """
+    special = special_rows(inputs, special_tokens, last_token)
     if inputs.causal:
         special = special & causal_entries(inputs)
-    keep = set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B, H, n, m)
+    keep = set_entries(keep, special, diagonal, on=True, off=False)  # (L, B, H, n, m)
     if inputs.window is not None:
         keep = keep & near_entries(inputs, inputs.window)
-    keep = keep & inputs.padding[:, None, None, :] & inputs.padding[:, None, first_row:, None]
+    if inputs.padding is not None:
+        first_row = inputs.num_keys - inputs.num_queries
+        keep = keep & inputs.padding[:, None, None, :] & inputs.padding[:, None, first_row:, None]
     return {"bias": additive(keep).unbind(0), "live": keep.any(-1, keepdim=True).unbind(0)}
 
 

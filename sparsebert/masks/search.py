@@ -155,10 +155,75 @@ def select(probs, counts, fixed, threshold=0.5, sparsity=None, length=None):
         return probs > threshold
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity must be in [0, 1), got {sparsity!r}")
-    order = probs.argsort(dim=-1, descending=True, stable=True)
-    kept = torch.nn.functional.pad(counts[order].cumsum(-1), (1, 0)) + fixed
-    num_kept = (kept - (1.0 - sparsity) * length**2).abs().argmin(dim=-1, keepdim=True)
+    return keep_largest(probs, counts, (1.0 - sparsity) * length**2 - fixed)
+
+
+def keep_largest(scores, counts, budget):
+    """
+    The largest scores along the last dimension, as many as together decide nearest to `budget` entries.
+
+    Args:
+        scores (`torch.Tensor` of shape `(..., K)`): Of the parameters.
+        counts (`torch.Tensor` of shape `(K,)`): Entries that each parameter decides.
+        budget (`float`): Entries to keep.
+
+    Returns:
+        `torch.Tensor` of shape `(..., K)`, bool.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    kept = torch.nn.functional.pad(counts.double()[order].cumsum(-1), (1, 0))
+    num_kept = (kept - budget).abs().argmin(dim=-1, keepdim=True)
     return order.argsort(dim=-1, stable=True) < num_kept
+
+
+def best_of_rows(scores, index, fixed):
+    """
+    Parameters without which a row would keep nothing, if each row keeps its best entry.
+
+    Args:
+        scores (`torch.Tensor` of shape `(L, H, K)`): Of the parameters.
+        index (`torch.Tensor` of shape `(n, n)`): As [`parameter_index`].
+        fixed (`torch.Tensor` of shape `(n, n)`): 1 on, 0 off, -1 learned.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool.
+    """
+    rows = ~(fixed == 1).any(-1)
+    index = torch.where(fixed == -1, index, scores.shape[-1])[rows]  # (R, n)
+    if not len(index):
+        return torch.zeros_like(scores, dtype=torch.bool)
+    padded = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+    columns = padded[..., index].argmax(-1)  # (L, H, R)
+    best = index[torch.arange(len(index)), columns]
+    return torch.zeros_like(padded, dtype=torch.bool).scatter_(-1, best, True)[..., :-1]
+
+
+def prune(kept, scores, index, fixed, sparsity, scope="head", empty_rows=False):
+    """
+    Of the parameters that are left, keep the best down to a sparsity.
+
+    Args:
+        kept (`torch.Tensor` of shape `(L, H, K)`): Bool, what has not been removed yet.
+        scores (`torch.Tensor` of shape `(L, H, K)`): Higher is better.
+        index, fixed (`torch.Tensor` of shape `(n, n)`): As [`best_of_rows`].
+        sparsity (`float`): Fraction of the `n^2` entries to remove, in every head or on average.
+        scope (`str`): `"head"` ranks the parameters of each head, `"global"` all together.
+        empty_rows (`bool`): Whether a row may lose its last entry.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool: a part of `kept`.
+    """
+    counts = index[fixed == -1].bincount(minlength=scores.shape[-1])
+    budget = (1.0 - sparsity) * fixed.numel() - (fixed == 1).sum().item()
+    scores = scores.masked_fill(~kept, -torch.inf)
+    needed = torch.zeros_like(kept) if empty_rows else best_of_rows(scores, index, fixed)
+    scores = scores.masked_fill(needed, torch.inf)
+    if scope == "global":
+        heads = kept[..., 0].numel()
+        chosen = keep_largest(scores.flatten(), counts.repeat(heads), heads * budget).view_as(kept)
+    else:
+        chosen = keep_largest(scores, counts, budget)
+    return (chosen | needed) & kept
 
 
 def to_sparse_mask(selected, form, length, symmetric=True, block_size=None, **fields):
