@@ -1,0 +1,367 @@
+"""Progressive pruning: what is removed when, that freezing changes nothing, resumption, bad input."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY
+from safetensors.torch import load_file
+from test_training import LENGTH, history, make_trainer, rows, weights
+
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
+from sparsebert.experiments import run
+from sparsebert.importance import MASK_PROBS_NAME
+from sparsebert.masks.search import best_of_rows, parameter_index, prune
+from sparsebert.masks.sparse_mask import special_entries
+from sparsebert.pruning import SCHEDULES, ProgressivePruning
+
+
+def model_of(search="dam_s", **fields):
+    fields = {"mask_length": LENGTH, "mask_constant": 10.0} | fields
+    fields |= {"pattern": search} if search == "dense" else {"search": search}
+    torch.manual_seed(0)
+    return SparseBertForMaskedLM(SparseBertConfig(**TINY | fields))
+
+
+def pruned(model, sparsity=0.7):
+    """The model of a search with random scores, pruned to a sparsity, before it freezes."""
+    sparse_attention = model.sparse_attention
+    model.config.pruned = True
+    with torch.no_grad():
+        sparse_attention.mask_logits.normal_()
+    sparse_attention.prune(sparse_attention.probs(), sparsity)
+    return model
+
+
+def batch():
+    """Four sequences, two of them padded."""
+    examples = rows(4)
+    inputs = {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+    inputs["attention_mask"] = torch.ones(4, LENGTH, dtype=torch.long)
+    inputs["attention_mask"][1, 9:] = inputs["attention_mask"][3, 5:] = 0
+    inputs["labels"][inputs["attention_mask"] == 0] = -100
+    return inputs
+
+
+# What is removed
+
+
+def test_schedules():
+    for schedule in SCHEDULES.values():
+        values = [schedule(i / 50, 0.9) for i in range(51)]
+        assert values[-1] == pytest.approx(0.9) and values == sorted(values)
+    assert SCHEDULES["cubic"](0.5, 0.8) == pytest.approx(0.8 * (1 - 0.125))
+    assert SCHEDULES["linear"](0.25, 0.8) == pytest.approx(0.2)
+    tenths = sorted({round(SCHEDULES["step"](i / 100, 0.9), 6) for i in range(101)})
+    assert tenths == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    assert sorted({SCHEDULES["step"](i / 10, 0.25) for i in range(11)}) == pytest.approx([0.1, 0.2, 0.25])
+    assert SCHEDULES["step"](0.0, 0.05) == 0.05
+
+
+def entries(kept, index):
+    return torch.nn.functional.pad(kept, (0, 1))[..., index.clamp(max=kept.shape[-1])]
+
+
+def test_prune_per_head_and_global():
+    """Against sorting by hand: a table of 6 x 6 entries in which the scores of head 1 are higher."""
+    index = torch.arange(36).view(6, 6)
+    fixed = torch.full((6, 6), -1)
+    scores = torch.rand(1, 2, 36) + torch.tensor([0.0, 0.5])[:, None]
+    everything = torch.ones(1, 2, 36, dtype=torch.bool)
+    kept = prune(everything, scores, index, fixed, 0.75, empty_rows=True)
+    assert kept.sum(-1).tolist() == [[9, 9]]
+    for head in range(2):
+        assert set(scores[0, head].topk(9).indices.tolist()) == set(kept[0, head].nonzero().flatten().tolist())
+    kept = prune(everything, scores, index, fixed, 0.75, scope="global", empty_rows=True)
+    assert kept.sum() == 18 and scores[kept].min() >= scores[~kept].max()
+    assert kept[0, 1].sum() > kept[0, 0].sum()
+
+
+def test_every_row_keeps_its_best_entry():
+    index, fixed = torch.arange(36).view(6, 6), torch.full((6, 6), -1)
+    scores = torch.rand(1, 2, 36)
+    scores[..., :6] -= 10  # row 0 would go first
+    kept = prune(torch.ones(1, 2, 36, dtype=torch.bool), scores, index, fixed, 0.8)
+    table = kept.view(1, 2, 6, 6)
+    assert table.any(-1).all() and kept.sum(-1).tolist() == [[7, 7]]
+    assert table[0, 0, 0].nonzero().item() == scores[0, 0, :6].argmax()
+    without = prune(torch.ones(1, 2, 36, dtype=torch.bool), scores, index, fixed, 0.8, empty_rows=True)
+    assert not without.view(1, 2, 6, 6)[:, :, 0].any()
+
+
+@pytest.mark.parametrize("form, size", [("offsets", 10), ("blocks", 3), ("table", 78)])
+def test_special_rows_need_nothing_else(form, size):
+    index = parameter_index(form, 12, 12, block_size=4)
+    fixed = torch.where(special_entries(12, "first_last"), 1, -1)
+    assert not best_of_rows(torch.rand(1, 2, size), index, fixed).any()
+    best = best_of_rows(torch.rand(1, 2, 12 if form == "offsets" else size), index, torch.full((12, 12), -1))
+    assert entries(best, index).any(-1).all()
+
+
+@pytest.mark.parametrize("score, scope", [("probs", "head"), ("logits", "global")])
+@pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
+def test_what_is_removed_stays_removed(search, score, scope):
+    model = pruned(model_of(search), 0.3)
+    sparse_attention = model.sparse_attention
+    first = sparse_attention.kept
+    with torch.no_grad():
+        sparse_attention.mask_logits.copy_(torch.where(first, torch.randn(first.shape), -torch.inf))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        model(**batch()).loss.backward()
+        assert sparse_attention.mask_logits.grad[first].abs().sum() > 0
+        optimizer.step()
+    assert torch.equal(sparse_attention.kept, first) and not sparse_attention.mask_logits.isnan().any()
+    scores = sparse_attention.probs() if score == "probs" else sparse_attention.alpha()
+    sparse_attention.prune(scores, 0.6, scope)
+    assert not (sparse_attention.kept & ~first).any()
+    mask = sparse_attention.thresholded_mask()
+    assert mask.sparsity == pytest.approx(0.6, abs=0.06)
+    assert torch.equal(mask.to_table().float(), (sparse_attention.mask_probs() > 0).float())
+
+
+# Freezing
+
+
+@pytest.mark.parametrize("backend", ["sparse_auto", "sparse_eager", "sparse_sdpa"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("search", ["dam_s", "dam_b", "dam_u", "soft"])
+def test_freezing_changes_no_result(search, training, backend):
+    """Loss and gradients of one batch, padded, before and after, through whatever kernel a frozen mask gets."""
+    fields = {"block_size": 16, "mask_length": 40} if search == "dam_b" else {}
+    model = pruned(model_of(search, **fields), 0.2 if fields else 0.7).train(training)
+    model.set_attn_implementation(backend)
+    results = []
+    for freeze in (False, True):
+        if freeze:
+            model.freeze()
+            assert not model.sparse_attention.searching and not model.config.pruned
+        model.zero_grad()
+        output = model(**batch())
+        output.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients.pop("bert.sparse_attention.mask_logits", None)
+        results.append((output.loss.detach(), output.logits.detach(), gradients))
+    real = batch()["attention_mask"].bool()
+    (loss, logits, gradients), (other_loss, other_logits, other_gradients) = results
+    torch.testing.assert_close(other_loss, loss, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(other_logits[real], logits[real], atol=1e-5, rtol=1e-5)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_an_empty_row_gives_what_it_gives_frozen():
+    model = pruned(model_of("dam_u", allow_empty_rows=True, symmetric=False), 0.95).eval()
+    with torch.no_grad():
+        before = model(**batch()).logits
+        assert model.freeze().num_empty_rows() > 0
+        torch.testing.assert_close(model(**batch()).logits, before, atol=1e-5, rtol=1e-5)
+
+
+# Training
+
+
+SETTINGS = {"final_sparsity": 0.65, "start": 0.2, "end": 0.7, "every": 1}
+
+
+def train(folder, model, settings, checkpoint=None, **arguments):
+    arguments = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "linear"} | arguments
+    trainer = make_trainer(model, folder, **arguments)
+    pruning = ProgressivePruning(**SETTINGS | settings)
+    trainer.add_callback(pruning)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+MODELS = {
+    "probs": lambda: model_of("dam_s", hidden_dropout_prob=0.1),
+    "attention": lambda: model_of("dense", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
+    "attention per layer": lambda: model_of("dense", share_layers=False),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def finished(request, tmp_path_factory):
+    """A run of 10 steps with a checkpoint after each: score, folder, model, trainer."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    model = MODELS[request.param]()
+    settings = {"score": request.param.split()[0], "schedule": "linear"}
+    return settings, MODELS[request.param], folder, model, train(folder, model, settings)
+
+
+def test_run(finished):
+    settings, make, folder, model, trainer = finished
+    sparse_attention = model.sparse_attention
+    assert not sparse_attention.searching and not sparse_attention.needs
+    assert sparse_attention.mask.sparsity == pytest.approx(0.8, abs=0.06)
+    assert sparse_attention.mask.metadata["pruning"] == SETTINGS | settings | {"scope": "head"}
+    assert sparse_attention.mask.num_layers == (1 if model.config.share_layers else 2)
+    if settings["score"] == "probs":
+        probs = load_file(folder / MASK_PROBS_NAME)["probs"]
+        assert torch.equal(probs > 0, sparse_attention.mask.to_table().flatten(0, 1))
+    # Sparsity by step: nothing up to step 2, all from step 7 on.
+    found = {}
+    for step in range(1, 11):
+        path = folder / f"checkpoint-{step}"
+        loaded = SparseBertForMaskedLM.from_pretrained(path).sparse_attention
+        found[step] = loaded.thresholded_mask() if loaded.searching else loaded.mask
+        assert loaded.searching == (step < 8 and settings["score"] == "probs")
+    sparsities = [found[step].sparsity for step in range(1, 11)]
+    assert sparsities[:3] == [0.0] * 3 and sparsities[7:] == [sparsities[-1]] * 3
+    assert all(
+        not (found[step + 1].to_table(LENGTH) & ~found[step].to_table(LENGTH)).any() for step in range(1, 10)
+    )
+    assert sparsities[4] == pytest.approx(0.32, abs=0.08)
+
+
+def test_optimizer_after_freezing(finished):
+    """The weights' state goes on; the logits are gone."""
+    *_, model, trainer = finished
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in model.parameters()}
+    state = trainer.optimizer.state
+    assert {id(parameter) for parameter in state} <= held
+    query = model.bert.encoder.layer[0].attention.self.query.weight
+    assert state[query]["step"] == 10
+    assert trainer.lr_scheduler.last_epoch == 10
+
+
+@pytest.mark.parametrize("step", [2, 5, 8], ids=["before", "in the middle", "frozen"])
+def test_resumed_run_equals_the_uninterrupted_one(finished, step, tmp_path):
+    settings, make, folder, model, trainer = finished
+    resumed = make()
+    torch.manual_seed(99)
+    second = train(tmp_path, resumed, settings, str(folder / f"checkpoint-{step}"))
+    assert second.state.global_step == 10
+    assert history(second, "loss") == pytest.approx(history(trainer, "loss"), rel=1e-6)
+    assert resumed.sparse_attention.mask == model.sparse_attention.mask
+    for name, parameter in weights(resumed).items():
+        torch.testing.assert_close(parameter, weights(model)[name], atol=1e-7, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "search, fields, settings, said",
+    [
+        ("soft", {}, {}, "search was 'dam_s', is 'soft'"),
+        ("dam_s", {"symmetric": False}, {}, "symmetric was True, is False"),
+        ("dam_s", {}, {"final_sparsity": 0.7}, "pruning.final_sparsity was 0.8, is 0.7"),
+        ("dam_s", {}, {"schedule": "cubic"}, "pruning.schedule was 'linear', is 'cubic'"),
+        ("dam_s", {}, None, "pruning was {.*}, is None"),
+        ("dam_s", {"target_sparsity": 0.8}, None, "target_sparsity was None, is 0.8"),
+        ("dense", {}, None, "search was 'dam_s', is None"),
+    ],
+)
+@pytest.mark.parametrize("finished", ["probs"], indirect=True)
+def test_another_mode_is_not_resumed(finished, search, fields, settings, said, tmp_path):
+    folder = finished[2]
+    with pytest.raises(ValueError, match=said):
+        checkpoint = str(folder / "checkpoint-5")
+        if settings is None:
+            make_trainer(model_of(search, **fields), tmp_path / "new").train(resume_from_checkpoint=checkpoint)
+        else:
+            train(tmp_path / "new", model_of(search, **fields), finished[0] | settings, checkpoint)
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+
+
+def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
+    arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(model_of("dam_s"), tmp_path, **arguments).train()
+    checkpoint = str(tmp_path / "checkpoint-1")
+    for model, said in (
+        (model_of("dam_u"), "search was 'dam_s', is 'dam_u'"),
+        (model_of("dense"), "search was 'dam_s', is None"),
+        (model_of("dam_s", target_sparsity=0.5), "target_sparsity was None, is 0.5"),
+    ):
+        with pytest.raises(ValueError, match=f"resumed with another mode: {said}"):
+            make_trainer(model, tmp_path / "new", **arguments).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="pruning.final_sparsity was None, is 0.8"):
+        train(tmp_path / "new", model_of("dam_s"), {}, checkpoint)
+    make_trainer(model_of("dense"), tmp_path / "dense", **arguments).train()
+    model = model_of("dense")
+    model.set_mask(model.sparse_attention.mask.without_diagonal())
+    with pytest.raises(ValueError, match="another m"):
+        make_trainer(model, tmp_path, **arguments).train(resume_from_checkpoint=str(tmp_path / "dense/checkpoint-1"))
+
+
+def test_in_fine_tuning(checkpoints, glue_folder, tmp_path):
+    pruning = {"final_sparsity": 0.5, "score": "attention", "every": 1}
+    recipe = {
+        "data": {"task": "rte", "model": checkpoints["stock"], "mask": "dense", "pruning": pruning, "max_length": 32}
+        | {"data": str(glue_folder), "simple_baseline": False},
+        "model": {},
+        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 4, "report_to": "none", "use_cpu": True},
+    }
+    run(recipe)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["mask"] == "pruned" and metrics["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert SparseMask.from_pretrained(tmp_path / "run").sparsity == pytest.approx(0.5, abs=0.01)
+    recipe["data"] |= {"mask": "window"}
+    with pytest.raises(ValueError, match="pruning in fine-tuning needs score 'attention' and --mask dense"):
+        run(recipe)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"final_sparsity": 1.0}, r"final_sparsity must be in \(0, 1\), got 1.0"),
+        ({"final_sparsity": 0}, r"final_sparsity must be in \(0, 1\), got 0"),
+        ({"final_sparsity": "much"}, "final_sparsity must be a number, got 'much'"),
+        ({"final_sparsity": float("nan")}, "final_sparsity must be in"),
+        ({"start": 0.7}, "start and end must be 0 <= start <= end < 1, got 0.7 and 0.6"),
+        ({"end": 1.0}, "end < 1, got 0.1 and 1.0"),
+        ({"schedule": "cubical"}, "schedule must be one of 'cubic', 'linear', 'step', got 'cubical'"),
+        ({"score": "prob"}, "score must be one of 'probs', 'logits', 'attention', got 'prob'"),
+        ({"scope": "layer"}, "scope must be one of 'head', 'global', got 'layer'"),
+        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"finl": 1}, "unknown field of pruning 'finl'"),
+    ],
+)
+def test_bad_settings(settings, said):
+    with pytest.raises(ValueError, match=said):
+        ProgressivePruning.from_settings({"final_sparsity": 0.9} | settings)
+
+
+def test_final_sparsity_is_required():
+    with pytest.raises(ValueError, match="final_sparsity is missing"):
+        ProgressivePruning.from_settings({"start": 0.1})
+
+
+@pytest.mark.parametrize(
+    "fields, settings, said",
+    [
+        ({"search": "window"}, {"score": "attention"}, "pattern 'window', which removes .* already"),
+        ({"search": "dense"}, {}, "score 'probs' needs a search, got pattern 'dense'"),
+        ({}, {"score": "attention"}, "score 'attention' needs the pattern 'dense' instead of a search, got search"),
+        ({"target_sparsity": 0.5}, {}, "target_sparsity must be unset beside final_sparsity, got 0.5"),
+        ({"mask_form": "multiplicative"}, {}, "mask_form must be 'additive' or 'log'"),
+        ({}, {"final_sparsity": 0.7}, "are 44 of the 144 entries .* at most 0.6944"),
+        ({"search": "soft"}, {"final_sparsity": 0.92}, "are 12 of the 144 entries .* at most 0.9167"),
+    ],
+)
+def test_model_that_cannot_be_pruned_so(fields, settings, said, tmp_path):
+    fields = dict(fields)
+    name = fields.pop("search", "dam_s")
+    if name == "window":
+        model = SparseBertForMaskedLM(SparseBertConfig(**TINY, pattern="window", mask_length=LENGTH))
+    else:
+        model = model_of(name, **fields)
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path / "new", model, {"final_sparsity": 0.6} | settings)
+    assert not (tmp_path / "new").exists() and not model.config.pruned
+
+
+def test_attention_needs_its_probabilities(tmp_path):
+    model = model_of("dense")
+    model.set_attn_implementation("sparse_sdpa")
+    with pytest.raises(ValueError, match="which sparse_sdpa does not give: use sparse_eager or sparse_auto"):
+        train(tmp_path, model, {"score": "attention"})
+
+
+def test_one_step_is_too_few(tmp_path):
+    with pytest.raises(ValueError, match="at least 2 steps, got max_steps 1"):
+        train(tmp_path, model_of("dam_u"), {}, max_steps=1)
