@@ -113,6 +113,8 @@ class ProgressivePruning(TrainerCallback):
         """
         if settings is None:
             return None
+        if not isinstance(settings, dict):
+            raise ValueError(f"pruning must hold fields, such as {{final_sparsity: 0.9}}, got {settings!r}")
         allowed = list(inspect.signature(cls).parameters)
         for name in settings:
             if name not in allowed:
@@ -137,14 +139,14 @@ class ProgressivePruning(TrainerCallback):
         config, backend = sparse_attention.config, model.config._attn_implementation
         if sparse_attention.window is not None:
             raise ValueError(f"pruning: a model of type {model.config.model_type!r} has sliding windows already")
-        if sparse_attention.searching == (self.score == "attention"):
-            wanted = "the pattern 'dense' instead of a search" if self.score == "attention" else "a search"
-            raise ValueError(f"pruning: score {self.score!r} needs {wanted}, got {_mode(config)}")
         if not sparse_attention.searching and sparse_attention.mask.sparsity > 0:
             raise ValueError(
                 f"pruning: the model runs through {_mode(config)}, which removes "
                 f"{sparse_attention.mask.sparsity:.1%} already: start from the pattern 'dense'"
             )
+        if sparse_attention.searching == (self.score == "attention"):
+            wanted = "the pattern 'dense' instead of a search" if self.score == "attention" else "a search"
+            raise ValueError(f"pruning: score {self.score!r} needs {wanted}, got {_mode(config)}")
         if self.score == "attention" and backend in BACKENDS and "weights" not in BACKENDS[backend].supports:
             able = [name for name, row in BACKENDS.items() if "weights" in row.supports]
             raise ValueError(
@@ -153,7 +155,7 @@ class ProgressivePruning(TrainerCallback):
             )
         if config.target_sparsity is not None:
             raise ValueError(
-                f"pruning: final_sparsity and target_sparsity ({config.target_sparsity}) exclude each other"
+                f"pruning: target_sparsity must be unset beside final_sparsity, got {config.target_sparsity}"
             )
         if sparse_attention.searching and config.mask_form == "multiplicative":
             raise ValueError("pruning: mask_form must be 'additive' or 'log', got 'multiplicative'")

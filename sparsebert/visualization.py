@@ -332,6 +332,37 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     _save(figure, path)
 
 
+def plot_scores(curves, path, metric, title, dense=None):
+    """
+    Score against sparsity.
+
+    Args:
+        curves (`dict`): Name of a curve to `(sparsities, scores, deviations)`, lists of numbers; a deviation may be
+            `None`.
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        metric (`str`): What the score is, for the axis.
+        title (`str`)
+        dense (`float`, *optional*): Score without a mask, a line.
+    Source: SparseBERT (arXiv 2102.12871), Figure 7.
+    """
+    figure = _figure(6.6, 4.4)
+    axis = figure.subplots()
+    for (name, (sparsities, scores, deviations)), style in zip(
+        curves.items(), ((BLUE, "o", "-"), (VERMILION, "s", "--")), strict=False
+    ):
+        colour, marker, line = style
+        bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
+        axis.errorbar(sparsities, scores, bars, color=colour, marker=marker, ls=line, ms=5, capsize=3, label=name)
+    if dense is not None:
+        axis.axhline(dense, color="black", ls=":", lw=1.2, label="dense")
+    axis.set_title(title, fontsize=11)
+    axis.set_xlabel("sparsity (fraction of attention entries removed)")
+    axis.set_ylabel(metric)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    _save(figure, path)
+
+
 def plot_gallery(path, length=16):
     """
     One head of every pattern under its default parameters (cycles: shorter strides), cycles as the union of their

@@ -195,7 +195,7 @@ def test_run(finished):
     settings, make, folder, model, trainer = finished
     sparse_attention = model.sparse_attention
     assert not sparse_attention.searching and not sparse_attention.needs
-    assert sparse_attention.mask.sparsity == pytest.approx(0.8, abs=0.06)
+    assert sparse_attention.mask.sparsity == pytest.approx(0.65, abs=0.06)
     assert sparse_attention.mask.metadata["pruning"] == SETTINGS | settings | {"scope": "head"}
     assert sparse_attention.mask.num_layers == (1 if model.config.share_layers else 2)
     if settings["score"] == "probs":
@@ -210,10 +210,8 @@ def test_run(finished):
         assert loaded.searching == (step < 8 and settings["score"] == "probs")
     sparsities = [found[step].sparsity for step in range(1, 11)]
     assert sparsities[:3] == [0.0] * 3 and sparsities[7:] == [sparsities[-1]] * 3
-    assert all(
-        not (found[step + 1].to_table(LENGTH) & ~found[step].to_table(LENGTH)).any() for step in range(1, 10)
-    )
-    assert sparsities[4] == pytest.approx(0.32, abs=0.08)
+    assert all(not (found[step + 1].to_table(LENGTH) & ~found[step].to_table(LENGTH)).any() for step in range(1, 10))
+    assert sparsities[4] == pytest.approx(0.26, abs=0.08)
 
 
 def test_optimizer_after_freezing(finished):
@@ -246,10 +244,10 @@ def test_resumed_run_equals_the_uninterrupted_one(finished, step, tmp_path):
     [
         ("soft", {}, {}, "search was 'dam_s', is 'soft'"),
         ("dam_s", {"symmetric": False}, {}, "symmetric was True, is False"),
-        ("dam_s", {}, {"final_sparsity": 0.7}, "pruning.final_sparsity was 0.8, is 0.7"),
+        ("dam_s", {}, {"final_sparsity": 0.6}, "pruning.final_sparsity was 0.65, is 0.6"),
         ("dam_s", {}, {"schedule": "cubic"}, "pruning.schedule was 'linear', is 'cubic'"),
         ("dam_s", {}, None, "pruning was {.*}, is None"),
-        ("dam_s", {"target_sparsity": 0.8}, None, "target_sparsity was None, is 0.8"),
+        ("dam_s", {"target_sparsity": 0.5}, None, "target_sparsity was None, is 0.5"),
         ("dense", {}, None, "search was 'dam_s', is None"),
     ],
 )
@@ -262,7 +260,7 @@ def test_another_mode_is_not_resumed(finished, search, fields, settings, said, t
             make_trainer(model_of(search, **fields), tmp_path / "new").train(resume_from_checkpoint=checkpoint)
         else:
             train(tmp_path / "new", model_of(search, **fields), finished[0] | settings, checkpoint)
-    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+    assert not any(tmp_path.rglob("*.*")), "something was written before the error"
 
 
 def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
@@ -276,7 +274,7 @@ def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"resumed with another mode: {said}"):
             make_trainer(model, tmp_path / "new", **arguments).train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(ValueError, match="pruning.final_sparsity was None, is 0.8"):
+    with pytest.raises(ValueError, match="pruning.final_sparsity was None, is 0.65"):
         train(tmp_path / "new", model_of("dam_s"), {}, checkpoint)
     make_trainer(model_of("dense"), tmp_path / "dense", **arguments).train()
     model = model_of("dense")
@@ -352,7 +350,7 @@ def test_model_that_cannot_be_pruned_so(fields, settings, said, tmp_path):
         model = model_of(name, **fields)
     with pytest.raises(ValueError, match=said):
         train(tmp_path / "new", model, {"final_sparsity": 0.6} | settings)
-    assert not (tmp_path / "new").exists() and not model.config.pruned
+    assert not any(tmp_path.rglob("*.*")) and not model.config.pruned
 
 
 def test_attention_needs_its_probabilities(tmp_path):
