@@ -62,9 +62,7 @@ def prune_by_probs(run, sparsity):
     """
     mask, length = run.mask, run.mask.length
     if run.quantity == MASK_ONLY:
-        raise ValueError(
-            f"{run.source}: holds a mask without P: expected a run of pretrain.py or a searching checkpoint"
-        )
+        raise ValueError(f"{run.source}: holds a mask without P: give a run of pretrain.py or a searching checkpoint")
     fixed = fixed_entries(mask)
     most = 1 - (fixed == 1).float().mean().item()
     if not 0 < sparsity < 1 or sparsity > most:
@@ -153,8 +151,8 @@ def _check_rows(masks):
         rows = first.num_layers * first.num_heads * first.length
         found = ", ".join(f"{count} in {name}" for name, count in empty.items() if count)
         raise ValueError(
-            f"of {rows} mask rows some keep nothing: {found}; such queries would output 0: leave these sparsities out, "
-            "or pass --allow_empty_rows"
+            f"of {rows} mask rows some keep nothing: {found}; such queries would output 0: leave these sparsities "
+            "out, or pass --allow_empty_rows"
         )
 
 
@@ -240,7 +238,7 @@ def _print_table(masks, scores=None):
 def main(arguments):
     parser = argparse.ArgumentParser(
         prog="python -m sparsebert.prune",
-        description="Masks at several sparsities from the P of a search, random controls, and fine-tuning through them.",
+        description="Masks at several sparsities from the P of a search, random controls, fine-tuning through them.",
     )
     parser.add_argument("run", metavar="RUN", help="run folder of pretrain.py with its P, or a searching checkpoint")
     parser.add_argument("--sparsities", nargs="+", type=float, default=SPARSITIES, help="default: 0.1 0.2 ... 0.9")

@@ -337,8 +337,7 @@ def plot_scores(curves, path, metric, title, dense=None):
     Score against sparsity.
 
     Args:
-        curves (`dict`): Name of a curve to `(sparsities, scores, deviations)`, lists of numbers; a deviation may be
-            `None`.
+        curves (`dict`): By name `(sparsities, scores, deviations)`, lists of numbers; a deviation may be `None`.
         path (`str` or `os.PathLike`): Image to write, its folder is created.
         metric (`str`): What the score is, for the axis.
         title (`str`)
@@ -347,12 +346,10 @@ def plot_scores(curves, path, metric, title, dense=None):
     """
     figure = _figure(6.6, 4.4)
     axis = figure.subplots()
-    for (name, (sparsities, scores, deviations)), style in zip(
-        curves.items(), ((BLUE, "o", "-"), (VERMILION, "s", "--")), strict=False
-    ):
-        colour, marker, line = style
+    styles = ((BLUE, "o-"), (VERMILION, "s--"))
+    for (name, (x, y, deviations)), (colour, style) in zip(curves.items(), styles, strict=False):
         bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
-        axis.errorbar(sparsities, scores, bars, color=colour, marker=marker, ls=line, ms=5, capsize=3, label=name)
+        axis.errorbar(x, y, bars, fmt=style, color=colour, ms=5, capsize=3, label=name)
     if dense is not None:
         axis.axhline(dense, color="black", ls=":", lw=1.2, label="dense")
     axis.set_title(title, fontsize=11)

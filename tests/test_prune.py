@@ -1,0 +1,159 @@
+"""Two-stage pruning: masks from a saved P, their random controls, and fine-tuning through them."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import TINY
+from safetensors.torch import save_file
+
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, build_pattern
+from sparsebert.analyze import read_run
+from sparsebert.importance import MASK_PROBS_NAME
+from sparsebert.prune import fixed_entries, main, make_masks, prune_by_probs, random_control
+
+
+def search(folder, frozen=True, **fields):
+    """A run as pretrain.py leaves it, or a searching checkpoint."""
+    torch.manual_seed(0)
+    model = SparseBertForMaskedLM(SparseBertConfig(**TINY | {"search": "dam_s", "mask_length": 32} | fields))
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.normal_(std=0.1)
+    probs = model.sparse_attention.mask_probs()
+    if frozen:
+        model.freeze(sparsity=0.5)
+    model.save_pretrained(folder)
+    if frozen:
+        save_file({"probs": probs.flatten(0, 1)}, folder / MASK_PROBS_NAME)
+    return folder
+
+
+SEARCHES = {
+    "dam_s": {},
+    "dam_u": {"search": "dam_u"},
+    "not symmetric": {"search": "dam_u", "symmetric": False},
+    "soft per layer": {"search": "soft", "share_layers": False, "diagonal": "keep"},
+    "dam_b": {"search": "dam_b", "block_size": 16, "mask_length": 40},
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["run", "checkpoint"])
+@pytest.mark.parametrize("fields", SEARCHES.values(), ids=list(SEARCHES))
+def test_the_lowest_p_goes(fields, frozen, tmp_path):
+    run = read_run(search(tmp_path / "run", frozen, **fields))
+    learned = fixed_entries(run.mask) == -1
+    for sparsity in (0.3, 0.6):
+        mask = prune_by_probs(run, sparsity)
+        table = mask.to_table()
+        assert mask.form == run.mask.form and table.shape == run.probs.shape
+        assert mask.sparsity == pytest.approx(sparsity, abs=0.3 if "block_size" in fields else 0.03)
+        assert torch.equal(table[..., ~learned], run.mask.to_table()[..., ~learned])
+        for kept, probs in zip(table.flatten(0, 1)[:, learned], run.probs.flatten(0, 1)[:, learned], strict=True):
+            if kept.any() and not kept.all():
+                assert probs[kept].min() >= probs[~kept].max()
+        # What one search says of its own choice by sparsity.
+        if not frozen:
+            model = SparseBertForMaskedLM.from_pretrained(run.source)
+            model.config.allow_empty_rows = True
+            assert torch.equal(model.freeze(sparsity=sparsity).to_table(), table)
+
+
+def test_random_control_removes_as_many(tmp_path):
+    mask = prune_by_probs(read_run(search(tmp_path / "run")), 0.6)
+    first, again, other = (random_control(mask, seed) for seed in (0, 0, 1))
+    learned = fixed_entries(mask) == -1
+    assert first == again and not torch.equal(first.keep, other.keep)
+    for control in (first, other):
+        assert torch.equal(control.to_table().sum((-1, -2)), mask.to_table().sum((-1, -2)))
+        assert control.to_table()[..., ~learned].all() and control.special_tokens == "first_last"
+        assert control.metadata["pattern"] == "random" and control.metadata["asked_sparsity"] == 0.6
+    # Anywhere: the share kept in the upper half is about that in the lower.
+    kept = first.to_table().float()
+    assert kept[..., 1:16, 1:31].mean() == pytest.approx(kept[..., 16:31, 1:31].mean().item(), abs=0.06)
+
+
+def test_command_writes_masks_once(tmp_path, capsys):
+    run, output = search(tmp_path / "run"), tmp_path / "masks"
+    arguments = [str(run), "--sparsities", "0.8", "0.4", "--random", "--seeds", "2", "--output_dir", str(output)]
+    main(arguments)
+    names = {"p_0.4", "random_0.4_seed0", "random_0.4_seed1", "p_0.8", "random_0.8_seed0", "random_0.8_seed1"}
+    assert {path.name for path in output.iterdir()} == names | {"pruning.json"}
+    printed = capsys.readouterr().out
+    table = json.loads((output / "pruning.json").read_text())["masks"]
+    assert table.keys() == names
+    for name, row in table.items():
+        mask = SparseMask.from_pretrained(output / name)
+        assert mask.sparsity == pytest.approx(row["got"], abs=1e-5) and row["empty_rows"] == 0
+        assert row["asked"] == float(name.split("_")[1]) == pytest.approx(row["got"], abs=0.03)
+        assert re.search(rf"{name} +{row['asked']:.3f} +{row['got']:.4f}", printed)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    main(arguments)
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    with pytest.raises(FileExistsError, match="is not empty"):
+        main([str(run), "--sparsities", "0.7", "--output_dir", str(output)])
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+def test_rows_that_keep_nothing_are_counted(tmp_path):
+    run, output = search(tmp_path / "run", search="soft"), tmp_path / "masks"
+    arguments = [str(run), "--sparsities", "0.5", "0.95", "--random", "--output_dir", str(output)]
+    masks = make_masks(read_run(run), [0.95], [0])
+    counts = [masks[name].num_empty_rows() for name in ("p_0.95", "random_0.95_seed0")]
+    assert min(counts) > 0
+    said = rf"of 128 mask rows .* {counts[0]} in p_0.95, {counts[1]} in random_0.95_seed0; .* --allow_empty_rows"
+    with pytest.raises(ValueError, match=said):
+        main(arguments)
+    assert not output.exists()
+    main([*arguments, "--allow_empty_rows"])
+    assert json.loads((output / "pruning.json").read_text())["masks"]["p_0.95"]["empty_rows"] == counts[0]
+
+
+def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path, capsys):
+    """Two masks and dense, one step each; the second time nothing is run again."""
+    run, output = search(tmp_path / "run"), tmp_path / "figure"
+    arguments = [str(run), "--sparsities", "0.4", "0.7", "--random", "--output_dir", str(output), "--finetune"]
+    arguments += ["--task", "rte", "--model", checkpoints["stock"], "--data", str(glue_folder), "--max_length", "32"]
+    arguments += ["--max_steps", "1", "--report_to", "none", "--use_cpu", "true", "--simple_baseline", "false"]
+    main(arguments)
+    scores = json.loads((output / "scores.json").read_text())
+    assert scores["task"] == "rte" and scores["metric"] == "accuracy"
+    assert scores["masks"].keys() == {"p_0.4", "p_0.7", "random_0.4_seed0", "random_0.7_seed0"}
+    for name, score in scores["masks"].items():
+        metrics = json.loads((output / "finetuned" / name / "metrics.json").read_text())
+        assert metrics["score"] == score["score"] and metrics["mask"] == name
+        assert metrics["sparsity"] == pytest.approx(float(name.split("_")[1]), abs=0.03)
+    assert (output / "scores.png").stat().st_size > 5000 and (output / "scores.svg").is_file()
+    assert "dense" in capsys.readouterr().out
+    finished = (output / "finetuned/p_0.4/metrics.json").stat().st_mtime_ns
+    weights = (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns
+    main(arguments)
+    assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights and finished
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--sparsities", "1.5"], r"sparsities must be in \(0, 1\) and, as special tokens .* at most 0.8789, got 1.5"),
+        (["--sparsities", "0.9"], "at most 0.8789, got 0.9"),
+        (["--seeds", "2"], "--seeds is a number of at least 1 and goes with --random, got 2"),
+        (["--random", "--seeds", "0"], "--seeds is a number of at least 1"),
+        (["--sparsities", "0.5", "--finetune", "--task", "rtee", "--model", "x"], "did you mean 'rte'"),
+        (["--sparsities", "0.5", "--finetune", "--mask", "window"], "mask has no meaning in --finetune"),
+        (["--sparsities", "0.5", "--finetune", "--tsk", "rte"], "did you mean '--task'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(arguments, said, tmp_path):
+    run = search(tmp_path / "run")
+    with pytest.raises(ValueError, match=said):
+        main([str(run), "--output_dir", str(tmp_path / "masks"), *arguments])
+    assert not (tmp_path / "masks").exists()
+
+
+def test_a_mask_without_p(tmp_path):
+    build_pattern("bigbird", 20, 4).save_pretrained(tmp_path / "mask")
+    with pytest.raises(ValueError, match="holds a mask without P"):
+        main([str(tmp_path / "mask"), "--sparsities", "0.95", "--output_dir", str(tmp_path / "masks")])
+    with pytest.raises(ValueError, match="no such folder"):
+        main(["nowhere at all", "--output_dir", str(tmp_path / "masks")])
