@@ -339,9 +339,8 @@ def plot_scores(curves, path, metric, title, dense=None):
     Args:
         curves (`dict`): By name `(sparsities, scores, deviations)`, lists of numbers; a deviation may be `None`.
         path (`str` or `os.PathLike`): Image to write, its folder is created.
-        metric (`str`): What the score is, for the axis.
-        title (`str`)
-        dense (`float`, *optional*): Score without a mask, a line.
+        metric, title (`str`): What the score is, and of what.
+        dense (`float`, *optional*): Score without a mask.
     Source: SparseBERT (arXiv 2102.12871), Figure 7.
     """
     figure = _figure(6.6, 4.4)
@@ -351,10 +350,8 @@ def plot_scores(curves, path, metric, title, dense=None):
         bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
         axis.errorbar(x, y, bars, fmt=style, color=colour, ms=5, capsize=3, label=name)
     if dense is not None:
-        axis.axhline(dense, color="black", ls=":", lw=1.2, label="dense")
-    axis.set_title(title, fontsize=11)
-    axis.set_xlabel("sparsity (fraction of attention entries removed)")
-    axis.set_ylabel(metric)
+        axis.axhline(dense, color="black", ls=":", label="dense")
+    axis.set(title=title, xlabel="sparsity (fraction of attention entries removed)", ylabel=metric)
     axis.grid(alpha=0.3)
     axis.legend()
     _save(figure, path)

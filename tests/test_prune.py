@@ -125,10 +125,9 @@ def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path, capsys):
         assert metrics["sparsity"] == pytest.approx(float(name.split("_")[1]), abs=0.03)
     assert (output / "scores.png").stat().st_size > 5000 and (output / "scores.svg").is_file()
     assert "dense" in capsys.readouterr().out
-    finished = (output / "finetuned/p_0.4/metrics.json").stat().st_mtime_ns
     weights = (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns
     main(arguments)
-    assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights and finished
+    assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights
 
 
 @pytest.mark.parametrize(
