@@ -11,7 +11,7 @@ from .mask_inputs import REMOVED
 
 
 # Scores of a block in bytes. On CPUs the few buffers of this size share the second-level cache of a core.
-BLOCK_BYTES = {"cpu": 2**19, "cuda": 2**26}
+BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
 RANDOM_BITS = 16  # of an entry, for dropout
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
@@ -181,9 +181,8 @@ def bias_attention(query, key, value, bias, padding=None, last=None, learned_dia
     Returns:
         `torch.Tensor` of shape `(B, H, n, d)`, in the memory order `(B, n, H, d)`.
     """
+    # Not by the number of threads, on which the random numbers would then depend.
     block_bytes = BLOCK_BYTES.get(query.device.type, BLOCK_BYTES["cuda"])
-    if query.device.type == "cpu":
-        block_bytes *= torch.get_num_threads()
     return torch.ops.sparsebert.bias_attention(
         query,
         key,
