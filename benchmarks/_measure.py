@@ -88,6 +88,13 @@ def cpu_seconds(function):
     return time.perf_counter() - start
 
 
+def process_seconds(function):
+    """CPU time of one call, all threads together: what others run on the machine counts less."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
 def cuda_seconds(function):
     """
     Time of one call on the device, by events, with a cold cache. The device is kept busy until all is launched, so

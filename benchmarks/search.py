@@ -21,6 +21,7 @@ from ._measure import (
     cuda_wall_seconds,
     interleaved,
     peak_bytes,
+    process_seconds,
     speed_up,
     summary,
 )
@@ -116,7 +117,8 @@ def cell(search, length, phase, options):
 
     functions = {name: lambda model=model: step(model) for name, model in models.items()}
     on_gpu = options.device == "cuda"
-    times = interleaved(functions, cuda_wall_seconds if on_gpu else cpu_seconds, options.seconds, options.rounds)
+    timer = process_seconds if options.cpu_time else cuda_wall_seconds if on_gpu else cpu_seconds
+    times = interleaved(functions, timer, options.seconds, options.rounds)
     systems = {name: summary(values) for name, values in times.items()}
     for name, function in functions.items():
         systems[name] |= {"peak_bytes": (peak_bytes if on_gpu else cpu_peak_bytes)(function)}
@@ -146,6 +148,7 @@ def command_line():
     parser.add_argument("--systems", nargs="+", choices=OURS, default=("sparse_auto", ORACLE))
     parser.add_argument("--heads", type=int, default=4, help=f"of size {HEAD_SIZE}; 12 are BERT-base")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--cpu-time", action="store_true", help="of the process instead of wall time: shared machines")
     parser.add_argument("--padded", action="store_true", help="the last eighth of every sequence is padding")
     return parser
 
@@ -163,7 +166,10 @@ def run(arguments=None):
             for phase in options.phases:
                 cells.append(cell(search, length, phase, options))
                 # Already now: a long run may be stopped.
-                fields = {name: getattr(options, name) for name in ("tokens", "dropout", "heads", "layers", "padded")}
+                fields = {
+                    name: getattr(options, name)
+                    for name in ("tokens", "dropout", "heads", "layers", "padded", "cpu_time")
+                }
                 report = write_json(options, cells, **fields)
     print(f"\n{hardware_line(report['hardware'])}; commit {report['commit']}\n{report['command']}")
     head = ("search", "n", "dtype", "phase")
