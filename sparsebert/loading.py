@@ -48,9 +48,12 @@ def load(pretrained_model_name_or_path, model_class=None, **kwargs):
 
     Raises:
         MaskFileError: If there is a model but no mask.
+        OSError: If there is no such folder or repository.
         ValueError: If the class that was saved is not one of transformers, or as [`attach`].
     """
     source = pretrained_model_name_or_path
+    if str(source).startswith(("/", ".", "~")) and not Path(source).is_dir():
+        raise FileNotFoundError(f"there is no folder {source}")
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     config = AutoConfig.from_pretrained(source, **hub_arguments)
     sparse = isinstance(config, SparseBertConfig)
