@@ -10,14 +10,7 @@ from transformers.utils import cached_file
 
 from . import modeling_sparsebert
 from .architectures import check_architecture, describe
-from .attach import (
-    MASK_FIELDS,
-    SEARCH_CONFIG_NAME,
-    become_attached,
-    make_sparse_attention,
-    put_on,
-    register,
-)
+from .attach import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sparse_attention, put_on, register
 from .attention import check_backend
 from .configuration_sparsebert import SparseBertConfig
 from .masks.sparse_mask import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, SparseMask
@@ -109,4 +102,7 @@ def _searching_class(model_class, config, fields):
                 register(self, make_sparse_attention(self, describe(self, **fields)))
             super().post_init()
 
+    # The host keeps what it knows of a class by these.
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(SearchingModel, name, getattr(model_class, name))
     return SearchingModel
