@@ -234,7 +234,7 @@ class SparseAttention(nn.Module):
         if not self.searching:
             return self._loaded_mask().to_table(length).float()
         with torch.no_grad():
-            probs = self._expand(torch.sigmoid(self.alpha()), length, off=0.0, on=1.0).cpu()
+            probs = self._expand(self.probs(), length, off=0.0, on=1.0).cpu()
             return torch.where(self._fixed(length) >= 0, self._fixed(length).float(), probs)
 
     def freeze(self, threshold=None, sparsity=None, metadata=None):
