@@ -3,6 +3,7 @@ Timing in turns, ratios with their intervals, and the gate that results must pas
 """
 
 import gc
+import itertools
 import statistics
 import time
 
@@ -87,6 +88,13 @@ def cpu_seconds(function):
     return time.perf_counter() - start
 
 
+def process_seconds(function):
+    """CPU time of one call, all threads together: what others run on the machine counts less."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
 def cuda_seconds(function):
     """
     Time of one call on the device, by events, with a cold cache. The device is kept busy until all is launched, so
@@ -165,6 +173,15 @@ def speed_up(baseline, ours, seed=0):
     low, high = np.quantile(medians[0] / medians[1], (0.025, 0.975))
     ratio = statistics.median(baseline) / statistics.median(ours)
     return {"ratio": ratio, "low": float(low), "high": float(high)}
+
+
+def cpu_peak_bytes(function):
+    """Memory of tensors that one call takes at its peak on CPUs, beyond what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def peak_bytes(function):

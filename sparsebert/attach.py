@@ -6,6 +6,7 @@ import operator
 from dataclasses import fields as dataclass_fields
 from difflib import get_close_matches
 from functools import cache
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from .attention import check_backend
 from .configuration_sparsebert import DIAGONALS, SparseBertConfig
 from .masks.patterns import PATTERNS
 from .masks.search import SEARCHES
-from .masks.sparse_mask import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SparseMask
+from .masks.sparse_mask import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SparseMask, check_choice
 from .sparse_attention import SparseAttention
 
 
@@ -241,6 +242,8 @@ def read_mask(name, **hub_arguments):
 def with_changes(mask, length_policy=None, last_token=None, diagonal=None):
     """A [`SparseMask`] used in another way: fields of [`SparseBertConfig`], of which `None` changes nothing."""
     changes = {"length_policy": length_policy, "last_token": last_token}
+    if diagonal is not None:
+        check_choice("diagonal", diagonal, tuple(DIAGONALS))
     changes = {name: value for name, value in changes.items() if value is not None}
     return mask.replace(**changes | ({} if diagonal is None else {"diagonal": DIAGONALS[diagonal]}))
 
@@ -264,8 +267,8 @@ def attach(model, mask_or_search, *, strict=False, attn_implementation="sparse_a
 
     Args:
         model (`PreTrainedModel`): Base model or head of one of the `ARCHITECTURES`, also inside a PEFT model.
-        mask_or_search ([`SparseMask`] or `str`): A mask, the folder or Hub id of one, a name of `PATTERNS` or a name
-            of `SEARCHES`.
+        mask_or_search ([`SparseMask`], `str` or `os.PathLike`): A mask, the folder or Hub id of one, a name of
+            `PATTERNS` or a name of `SEARCHES`.
         strict (`bool`): Refuse a mask that was found for another base model or revision, instead of a warning.
         attn_implementation (`str`): Backend.
         fields: Of [`SparseBertConfig`]: `mask_length`, `sparsity_weight`, `share_layers`, ... of a search,
@@ -288,6 +291,8 @@ def attach(model, mask_or_search, *, strict=False, attn_implementation="sparse_a
         )
     check_architecture(inner.config.model_type)
     check_backend(attn_implementation)
+    if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
+        raise ValueError(f"attach needs a SparseMask or the name of one, got {mask_or_search!r}")
     given = mask_or_search if isinstance(mask_or_search, str) else None
     if refused := sorted(fields.keys() - set(allowed_fields(given))):
         kind = "search" if given in SEARCHES else "pattern" if given in PATTERNS else "given mask"

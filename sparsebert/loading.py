@@ -10,14 +10,7 @@ from transformers.utils import cached_file
 
 from . import modeling_sparsebert
 from .architectures import check_architecture, describe
-from .attach import (
-    MASK_FIELDS,
-    SEARCH_CONFIG_NAME,
-    become_attached,
-    make_sparse_attention,
-    put_on,
-    register,
-)
+from .attach import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sparse_attention, put_on, register
 from .attention import check_backend
 from .configuration_sparsebert import SparseBertConfig
 from .masks.sparse_mask import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, SparseMask
@@ -48,9 +41,12 @@ def load(pretrained_model_name_or_path, model_class=None, **kwargs):
 
     Raises:
         MaskFileError: If there is a model but no mask.
+        OSError: If there is no such folder or repository.
         ValueError: If the class that was saved is not one of transformers, or as [`attach`].
     """
     source = pretrained_model_name_or_path
+    if str(source).startswith(("/", ".", "~")) and not Path(source).is_dir():
+        raise FileNotFoundError(f"there is no folder {source}")
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     config = AutoConfig.from_pretrained(source, **hub_arguments)
     sparse = isinstance(config, SparseBertConfig)
@@ -106,4 +102,7 @@ def _searching_class(model_class, config, fields):
                 register(self, make_sparse_attention(self, describe(self, **fields)))
             super().post_init()
 
+    # The host keeps what it knows of a class by these.
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(SearchingModel, name, getattr(model_class, name))
     return SearchingModel

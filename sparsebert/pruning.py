@@ -190,8 +190,8 @@ class ProgressivePruning(TrainerCallback):
             self.on_init_end(args, state, control, model)
             self._begin(model)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self._unwatch()
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self._unwatch(model.base_model.sparse_attention)
         self._ready = False
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
@@ -261,8 +261,7 @@ class ProgressivePruning(TrainerCallback):
             output.mkdir(parents=True, exist_ok=True)
             save_file({"probs": probs.flatten(0, 1).contiguous()}, output / MASK_PROBS_NAME)
         else:
-            self._unwatch()
-            sparse_attention.needs = frozenset()
+            self._unwatch(sparse_attention)
         asked, got = self.final_sparsity, sparse_attention.mask.sparsity
         logger.warning(f"pruning: the mask is frozen, asked for a sparsity of {asked:.3f}, got {got:.3f}.")
 
@@ -295,7 +294,8 @@ class ProgressivePruning(TrainerCallback):
             module.register_forward_hook(collect(layer), with_kwargs=True) for layer, module in enumerate(modules)
         ]
 
-    def _unwatch(self):
+    def _unwatch(self, sparse_attention):
+        sparse_attention.needs = frozenset()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._sums = [], {}

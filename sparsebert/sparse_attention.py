@@ -13,7 +13,17 @@ from transformers import initialization as init
 from transformers.utils import logging
 
 from .attention import BACKENDS, choose_backend
-from .attention.mask_inputs import MaskInputs, bias_and_live, causal_entries, set_entries, special_rows, with_cuts
+from .attention.mask_inputs import (
+    REMOVED,
+    MaskInputs,
+    bias_and_live,
+    causal_entries,
+    last_real,
+    merged_bias,
+    set_entries,
+    special_rows,
+    with_cuts,
+)
 from .attention.windows import local_inputs
 from .configuration_sparsebert import DIAGONALS, MAX_MASK_CONSTANT, pattern_mask
 from .masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
@@ -257,7 +267,7 @@ class SparseAttention(nn.Module):
         if not self.searching:
             return self._loaded_mask().to_table(length).float()
         with torch.no_grad():
-            probs = self._expand(torch.sigmoid(self.alpha()), length, off=0.0, on=1.0).cpu()
+            probs = self._expand(self.probs(), length, off=0.0, on=1.0).cpu()
             return torch.where(self._fixed(length) >= 0, self._fixed(length).float(), probs)
 
     def freeze(self, threshold=None, sparsity=None, metadata=None):
@@ -405,8 +415,13 @@ class SparseAttention(nn.Module):
         config = self.config
         learning = self.searching and self.training and not config.pruned
         needs = needs | self.needs
-        if self.searching:
-            needs = needs | {"additive"} | ({"gate"} if learning and config.mask_form == "multiplicative" else set())
+        if learning and self.window is not None:
+            needs = needs | {"additive"}  # the windows come on top
+        merged = "additive" in needs
+        if learning:
+            needs = needs | {"learned"} | ({"gate"} if config.mask_form == "multiplicative" else set())
+        elif self.searching:
+            needs = needs | {"additive"}
         mask = None if self.searching else self._loaded_mask()
         causal = bool(config.is_decoder)
         # Only a measurement depends on these; a compiled graph should not.
@@ -417,7 +432,7 @@ class SparseAttention(nn.Module):
         backend = choose_backend(name, mask, *request, frozenset(needs))
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal)
         if learning:
-            prepared = self._drawn_inputs(inputs)
+            prepared = self._drawn_inputs(inputs, merged=merged or backend != "sparse_sdpa")
         else:
             self._drawn = None
             if not self.searching:
@@ -495,24 +510,38 @@ class SparseAttention(nn.Module):
             table = table.masked_fill(beyond[:, None] | beyond[None, :], on)
         return table
 
-    def _drawn_inputs(self, inputs):
+    def _drawn_inputs(self, inputs, merged):
         config = self.config
         alpha, _ = self._budgeted(inputs.device)
         noise = gumbel_noise(alpha.shape, alpha.device) if self.search.stochastic else torch.zeros(())
         mask, noisy = sample_mask(alpha, self._temperature(), self.hard, noise * self._noise_scale())
         self._drawn, hard = mask, self.hard
         num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
-        special = special_rows(inputs, self.special_tokens, config.last_token)
         if config.mask_form == "multiplicative":
+            special = special_rows(inputs, self.special_tokens, config.last_token)
             gate = self._expand(mask, num_keys, off=0.0, on=1.0)[:, None, :, first_row:]
             gate = set_entries(gate, special, self.diagonal, on=1.0, off=0.0)
             bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
             return {"gate": gate.unbind(0), "bias": (bias,)}
         constant = self.mask_constant
+        last = special_tokens = None
+        if self.special_tokens == "first_last" and inputs.padding is not None and config.last_token == "real":
+            last, special_tokens = last_real(inputs.padding), "first"
+        special = special_entries(num_keys, special_tokens or self.special_tokens, device=inputs.device)
         bias = mask_bias(mask, noisy, config.mask_form, constant, hard)
-        bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, None, :, first_row:]
-        bias = set_entries(bias, special, self.diagonal, on=0.0, off=-constant)  # (L, B or 1, H, n, m)
-        return {"bias": with_cuts(bias, inputs).unbind(0)}
+        bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, :, first_row:]
+        entries = torch.ones(inputs.num_queries, num_keys, device=inputs.device)
+        learned = set_entries(entries, special[first_row:], self.diagonal, on=0.0, off=0.0)
+        fixed = set_entries(0 * entries, special[first_row:], self.diagonal, on=0.0, off=-constant)
+        if inputs.causal:
+            future = ~causal_entries(inputs)
+            learned, fixed = learned.masked_fill(future, 0.0), fixed.masked_fill(future, REMOVED)
+        # In one pass over all heads, and one of backward.
+        bias = torch.addcmul(fixed, bias, learned)  # (L, H, n, m)
+        apart = {"last_token": last, "learned_diagonal": self.diagonal is None}
+        if merged:
+            return {"bias": tuple(merged_bias(layer, replace(inputs, **apart)) for layer in bias)}
+        return {"learned": bias.unbind(0), **apart}
 
     def _pruned_inputs(self, inputs):
         """What is left, as a frozen mask would apply it; the logits get the gradient of P of their entries."""

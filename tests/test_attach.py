@@ -327,6 +327,8 @@ def test_load_takes_sparsebert_models_and_other_heads(tiny_config, tmp_path):
 
 
 def test_load_of_a_folder_without_a_mask(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder ./nowhere"):
+        load("./nowhere")
     base_model("bert").save_pretrained(tmp_path)
     with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
         load(tmp_path)
@@ -411,6 +413,8 @@ def test_other_architectures_are_refused_by_name(config):
         ("bigbrid", {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
         ("dams", {}, "did you mean 'dam_s'"),
         ("owner/nothing", {}, "mask 'owner/nothing' is no pattern.*no search"),
+        (None, {}, "attach needs a SparseMask or the name of one, got None"),
+        (random_mask(), {"diagonal": "off"}, "diagonal must be one of 'learned', 'keep', 'remove', got 'off'"),
         ("window", {"attn_implementation": "sdpa"}, "attn_implementation must be one of"),
         ("window", {"sparsity_weight": 1.0}, "sparsity_weight has no meaning for a pattern: the fields may be"),
         (random_mask(), {"mask_length": 8}, "mask_length has no meaning for a given mask"),

@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from benchmarks import attention, layer, model
+from benchmarks import attention, layer, model, search
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
 from benchmarks.gpu import run as queue
 from sparsebert import SparseBertConfig
+from sparsebert.attention import sdpa
+from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.masks.tiles import live_tiles
 from sparsebert.recipes import load_recipe
 from sparsebert.training import PretrainingArguments
@@ -86,6 +88,34 @@ def test_models_report_tokens_per_second(benchmark, tmp_path):
     for cell in cells:
         for entry in cell["systems"].values():
             assert entry["tokens_per_second"] == pytest.approx(cell["batch"] * cell["n"] / entry["median_ms"] * 1e3)
+
+
+def test_search_reports_time_and_memory(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "search"
+    arguments = ["--quick", "--threads", "1", "--device", "cpu", "--searches", "dam_s", "soft", "--padded"]
+    search.run([*arguments, "--output", str(output)])
+    report = json.loads((tmp_path / "search.json").read_text())
+    assert (tmp_path / "search.png").stat().st_size > 0
+    assert [(cell["search"], cell["phase"]) for cell in report["cells"]] == [
+        (name, phase) for name in ("dam_s", "soft") for phase in ("training with dropout", "training")
+    ]
+    for cell in report["cells"]:
+        systems = cell["systems"]
+        assert list(systems) == ["eager", "sdpa", "sparse_auto", "sparse_eager"]
+        assert all(entry["median_ms"] > 0 and entry["peak_bytes"] > 0 for entry in systems.values())
+        assert systems["sparse_auto"]["error"] < 1e-3
+    assert "Peak memory" in capsys.readouterr().out
+
+
+def wrong_mask_gradient(query, key, value, bias, *rest):
+    return bias_attention(query, key, value, 1.01 * bias, *rest)
+
+
+def test_search_stops_at_a_wrong_operator(tmp_path, monkeypatch):
+    monkeypatch.setattr(sdpa, "bias_attention", wrong_mask_gradient)
+    with pytest.raises(WrongResult, match="sparse_auto .*gradient of the mask is off"):
+        search.run(["--quick", "--threads", "1", "--searches", "soft", "--output", str(tmp_path / "search")])
 
 
 def wrong_output(case, gradients, dropout):

@@ -57,12 +57,29 @@ def test_auto_goes_round_what_cannot_run(fields):
     assert name == "sparse_sdpa" and reason.startswith("sparse_cpu cannot run: ")
 
 
-@pytest.mark.parametrize("need", ["weights", "gate", "additive"])
+@pytest.mark.parametrize("need", ["weights", "gate", "additive", "learned"])
 def test_auto_serves_every_need(need):
     request = replace(REQUEST, needs=frozenset({need}))
     for mask in (mask_of(0.1), None):
         name, _ = by_table(BACKENDS, mask, request)
         assert need in BACKENDS[name].supports
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"needs": frozenset({"learned"})}, "sparse_sdpa"),
+        ({"needs": frozenset({"learned"}), "dropout": 0.1, "num_keys": 512, "padded": True}, "sparse_sdpa"),
+        ({"needs": frozenset({"learned", "additive"})}, "sparse_eager"),
+        ({"needs": frozenset({"learned", "gate"})}, "sparse_eager"),
+        ({"needs": frozenset({"learned"}), "gradients": False}, "sparse_eager"),
+        ({"needs": frozenset({"learned"}), "device": "cuda"}, "sparse_eager"),
+        ({"needs": frozenset({"additive"}), "gradients": False}, "sparse_eager"),
+    ],
+    ids=str,
+)
+def test_auto_while_searching(fields, expected):
+    assert by_table(BACKENDS, None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -95,6 +95,29 @@ for name in "pattern", "searched":
 """
 
 
+ATTACHED_MODELS = """
+import torch
+from transformers import DistilBertConfig, DistilBertForMaskedLM
+from sparsebert import MaskFileError, attach, detach, load
+
+torch.manual_seed(0)
+config = DistilBertConfig(vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=32)
+model = DistilBertForMaskedLM(config).eval()
+input_ids = torch.randint(100, (2, 24))
+for name in "bigbird", "dam_s":
+    attach(model, name).push_to_hub(f"user/attached_{name}")
+    loaded = load(f"user/attached_{name}").eval()
+    assert type(loaded) is type(model) and loaded.sparse_attention.searching == (name == "dam_s")
+    assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+    detach(model)
+model.push_to_hub("user/dense")
+try:
+    load("user/dense")
+except MaskFileError as error:
+    print(error)
+"""
+
+
 @pytest.fixture(scope="module")
 def hub():
     with HubServer() as server:
@@ -133,3 +156,7 @@ def test_frozen_models_round_trip(hub, run_client, tmp_path):
         assert {"config.json", "model.safetensors", "mask_config.json"} <= set(hub.repos[name].files)
         assert hub.repos[name].lfs == {"model.safetensors", "mask.safetensors"}
     run_client(PULL_MODELS, tmp_path)
+
+
+def test_attached_models(run_client):
+    assert "user/dense: there is no mask_config.json" in run_client(ATTACHED_MODELS)

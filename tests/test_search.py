@@ -343,7 +343,7 @@ def test_special_tokens_of_padded_sequences(tiny_config, last_token, phase):
     sparse_attention.train(phase == "train")
     sizes = [12, 9, 4]
     padding = torch.tensor([[1] * size + [0] * (length - size) for size in sizes]).bool()
-    bias = prepare(sparse_attention, length, padding, "sparse_sdpa").bias[0].expand(len(sizes), 4, -1, -1)
+    bias = prepare(sparse_attention, length, padding).bias[0].expand(len(sizes), 4, -1, -1)
     for row, size in enumerate(sizes):
         last = size - 1 if last_token == "real" else length - 1
         for i in range(size):
@@ -375,9 +375,9 @@ def test_inputs_longer_than_the_mask(tiny_config, policy, phase):
     sparse_attention.train(phase == "train")
     if policy == "error":
         with pytest.raises(ValueError, match="15 tokens.*length_policy"):
-            prepare(sparse_attention, 15, name="sparse_sdpa")
+            prepare(sparse_attention, 15)
         return
-    on = prepare(sparse_attention, 15, name="sparse_sdpa").bias[0][0] == 0
+    on = prepare(sparse_attention, 15).bias[0][0] == 0
     for i in range(15):
         for j in range(15):
             offset = abs(i - j)

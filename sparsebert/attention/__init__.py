@@ -36,9 +36,10 @@ class Backend:
         prepare (`Callable`): `(mask, inputs) -> dict`, the fields of [`MaskInputs`] that `function` reads, made once
             per forward for all layers.
         refuse (`Callable`): `(request) -> str or None`, why it cannot serve a [`Request`].
-        supports (`frozenset`): What it can do beyond a frozen mask with padding: `"additive"` (masks that are being
-            learned, 4-D masks of the caller), `"gate"` (multiplicative masks), `"weights"` (returns the attention
-            probabilities), `"window"` (a window that differs by sequence).
+        supports (`frozenset`): What it can do beyond a frozen mask with padding: `"additive"` (the thresholded
+            mask of a search, 4-D masks of the caller), `"learned"` (masks that are being learned), `"gate"`
+            (multiplicative masks), `"weights"` (returns the attention probabilities), `"window"` (a window that
+            differs by sequence).
     """
 
     function: Callable
@@ -48,10 +49,8 @@ class Backend:
 
 
 BACKENDS = {
-    "sparse_eager": Backend(
-        eager_attention, prepare_bias, supports=frozenset({"additive", "gate", "weights", "window"})
-    ),
-    "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive", "window"})),
+    "sparse_eager": Backend(eager_attention, prepare_bias, supports=frozenset(choice.WANTED)),
+    "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive", "learned", "window"})),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
@@ -105,7 +104,8 @@ def choose_backend(name, mask, *fields):
 def run_backend(query, key, value, inputs, scaling, dropout):
     """Output `(B, n, H, d)` and the probabilities `(B, H, n, m)` or `None`, under the mask of one layer."""
     device = query.device.type
-    if inputs.compiled[0] is not None and torch.is_autocast_enabled(device):
+    own = inputs.compiled[0] is not None or inputs.learned[0] is not None
+    if own and torch.is_autocast_enabled(device):
         # Operators of PyTorch cast their inputs themselves, ours do not.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

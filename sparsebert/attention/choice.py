@@ -19,7 +19,8 @@ logger = logging.get_logger(__name__)
 WANTED = {
     "gate": "mask_form 'multiplicative'",
     "weights": "output_attentions=True",
-    "additive": "a mask that is being learned, or a 4-D attention_mask",
+    "additive": "a mask that is not frozen, or a 4-D attention_mask",
+    "learned": "a mask that is being learned",
     "window": "sliding windows around each sequence's last token (special_tokens 'first' or 'none' have none)",
 }
 TILE_SIZE = 64
@@ -91,10 +92,14 @@ def by_table(backends, mask, request):
         `tuple` of `str`: Name and reason.
     """
     short = request.num_keys <= 128
-    if request.needs - {"additive", "window"}:
+    if request.needs & {"gate", "weights"}:
         return "sparse_eager", "attention probabilities or a multiplicative mask are asked for"
     if mask is None:
-        return "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"
+        if "learned" not in request.needs:
+            return "sparse_eager", "the mask is not frozen"
+        if request.device != "cpu" or "additive" in request.needs or not request.gradients:
+            return "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"
+        return "sparse_sdpa", "the mask is being learned; its gradient is summed over the sequences block by block"
     if request.device == "cuda":
         name, reason = _on_cuda(mask, request)
     else:

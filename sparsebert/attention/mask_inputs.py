@@ -46,6 +46,11 @@ class MaskInputs:
         compiled (`tuple`, *optional*): Per layer, or one for all: the mask in the form that the backend's kernel
             reads, instead of `bias` and `live`.
         local ([`MaskInputs`], *optional*): Those of the layers `local_layers`, whose attention has a sliding window.
+        learned (`tuple` of `torch.Tensor`, *optional*): Per layer, or one for all: a bias `(H, n, m)` that is being
+            learned, the same for all sequences, instead of `bias`; causality included. Padding comes on top, and so
+            do, where `last_token` is given, the row and column of each sequence's last token, which have no bias.
+        last_token (`torch.Tensor` of shape `(B,)`, *optional*): int64.
+        learned_diagonal (`bool`): Whether that row and column contain their diagonal entry.
     """
 
     backend: str
@@ -62,6 +67,9 @@ class MaskInputs:
     compiled: tuple = (None,)
     local: "MaskInputs | None" = None
     local_layers: tuple = ()
+    learned: tuple = (None,)
+    last_token: torch.Tensor | None = None
+    learned_diagonal: bool = True
 
     @classmethod
     def dense(cls, attention_mask, backend):
@@ -79,9 +87,9 @@ class MaskInputs:
         """
         if layer in self.local_layers:
             return self.local.for_layer(layer, attention_mask)
-        bias, live, gate, compiled = (
+        bias, live, gate, compiled, learned = (
             values if len(values) == 1 else (values[layer],)
-            for values in (self.bias, self.live, self.gate, self.compiled)
+            for values in (self.bias, self.live, self.gate, self.compiled, self.learned)
         )
         if attention_mask is not None and attention_mask.dim() == 4:
             if compiled[0] is not None:
@@ -89,10 +97,12 @@ class MaskInputs:
                     f"{self.backend} does not support a 4-D attention_mask, got one of shape "
                     f"{tuple(attention_mask.shape)}: use sparse_eager or sparse_sdpa"
                 )
+            if learned[0] is not None:
+                bias, learned = (merged_bias(learned[0], self),), (None,)
             # Clamped, so that two removals stay finite.
             bias = ((_additive_4d(attention_mask) + (0.0 if bias[0] is None else bias[0])).clamp(min=REMOVED),)
             live = ((bias[0] > REMOVED_BELOW).any(-1, keepdim=True),)
-        return replace(self, bias=bias, live=live, gate=gate, compiled=compiled)
+        return replace(self, bias=bias, live=live, gate=gate, compiled=compiled, learned=learned)
 
     def last(self):
         """
@@ -191,8 +201,22 @@ def with_cuts(bias, inputs):
     return bias.masked_fill(~causal_entries(inputs), REMOVED) if inputs.causal else bias
 
 
+def merged_bias(learned, inputs):
+    """A bias that is being learned `(H, n, m)` with what differs between sequences: `(B or 1, H, n, m)`."""
+    bias = learned[None]
+    if inputs.last_token is not None:
+        last = inputs.last_token[:, None, None]
+        position = torch.arange(inputs.num_keys, device=inputs.device)
+        row = position[inputs.num_keys - inputs.num_queries :, None]
+        special = (row == last) | (position == last)  # (B, n, m)
+        if not inputs.learned_diagonal:
+            special = special & (row != position)
+        bias = bias.masked_fill(special[:, None], 0.0)
+    return bias if inputs.padding is None else bias.masked_fill(~inputs.padding[:, None, None, :], REMOVED)
+
+
 def set_entries(values, special, diagonal, on, off):
-    """Special tokens and a fixed diagonal over `(L, 1, H, n, m)` values; the batch dimension may grow."""
+    """Special tokens and a fixed diagonal over values `(..., n, m)`; the batch dimension of `special` broadcasts."""
     on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
     values = torch.where(special, on, values)
     if diagonal is None:

@@ -1,10 +1,26 @@
-"""PyTorch's fused attention with the mask as an additive term."""
+"""PyTorch's fused attention with the mask as an additive term; where that is being learned, an operator of ours."""
 
 import torch
+
+from .bias_attention import bias_attention
 
 
 def sdpa_attention(query, key, value, inputs, scaling, dropout):
     """`scaled_dot_product_attention` under an additive mask. Shapes: see [`Backend`]; returns no probabilities."""
+    if inputs.learned[0] is not None:
+        # PyTorch's would take its slow path, and keep the gradient of every sequence's bias.
+        output = bias_attention(
+            query,
+            key,
+            value,
+            inputs.learned[0].to(torch.promote_types(query.dtype, torch.float32)),
+            inputs.padding,
+            inputs.last_token,
+            inputs.learned_diagonal,
+            dropout,
+            scaling,
+        )
+        return output.transpose(1, 2), None
     bias = inputs.bias[0]
     if bias is not None:
         device = query.device.type

@@ -1,0 +1,172 @@
+"""Searches that keep a given share of the entries: the multiplier, schedules, the outcome."""
+
+import pytest
+import torch
+
+from sparsebert import SparseAttention, SparseBertForMaskedLM, SparseBertModel
+from sparsebert.masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
+
+
+SEARCHED = ["soft", "dam_u", "dam_s", "dam_b"]
+
+
+@pytest.mark.parametrize("width", [0.05, 1.0, 5.0])
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.99])
+def test_the_budget_is_met_in_every_head(share, width):
+    logits, counts = 4 * torch.randn(2, 3, 50), torch.randint(0, 9, (50,))
+    budget = share * counts.sum()
+    shift = budget_shift(logits, counts, budget, width)
+    kept = (torch.sigmoid((logits - shift) / width) * counts).sum(-1)
+    torch.testing.assert_close(kept, budget.expand(2, 3), rtol=1e-3, atol=1e-3)
+
+
+def test_gradient_passes_through_the_multiplier():
+    logits, counts = torch.randn(1, 2, 7, requires_grad=True), torch.arange(7.0)
+    weights = torch.randn(1, 2, 7)
+
+    def value(logits):
+        return (torch.sigmoid((logits - budget_shift(logits, counts, 8.0, 0.7)) / 0.7) * weights).sum()
+
+    (gradient,) = torch.autograd.grad(value(logits), logits)
+    with torch.no_grad():
+        for index in range(7):
+            step = torch.zeros_like(logits)
+            step[0, 1, index] = 1e-2
+            difference = (value(logits + step) - value(logits - step)).item() / 2e-2
+            assert gradient[0, 1, index].item() == pytest.approx(difference, abs=2e-3)
+    # Adding a constant to all logits of a head changes nothing.
+    shifted = torch.sigmoid(logits + 3 - budget_shift(logits + 3, counts, 8.0, 1.0))
+    torch.testing.assert_close(shifted, torch.sigmoid(logits - budget_shift(logits, counts, 8.0, 1.0)))
+
+
+def test_schedules():
+    at = [scheduled(progress, 0.2, 0.6, 0.0, 0.9).item() for progress in (0.0, 0.2, 0.3, 0.4, 0.6, 1.0)]
+    assert at == pytest.approx([0.0, 0.0, 0.9 * (1 - 0.75**3), 0.9 * (1 - 0.5**3), 0.9, 0.9])
+    assert scheduled(0.4, 0.2, 0.6, 0.0, 0.9, power=1).item() == pytest.approx(0.45)
+    assert scheduled(0.5, 0.5, 0.5, 0.1, 0.9).item() == pytest.approx(0.1)
+    assert geometric(0.5, 4.0, 1.0) == pytest.approx(2.0)
+
+
+def test_disagreement_and_collapse():
+    counts = torch.tensor([4.0, 2.0, 2.0, 0.0])
+    chosen = torch.tensor([[[True, True, True, False], [False, False, False, True], [True, False, False, True]]])
+    assert collapsed(chosen, counts) == (1, 1)
+    assert disagreement(chosen, chosen.roll(1, 1), counts) == pytest.approx((4 + 8 + 4) / 24)
+
+
+def searching(tiny_config, target, search="dam_s", **fields):
+    config = tiny_config(search=search, target_sparsity=target, mask_length=32, block_size=16, **fields)
+    return SparseBertForMaskedLM(config)
+
+
+@pytest.mark.parametrize("target", [0.3, 0.8, 0.91])
+@pytest.mark.parametrize("search", SEARCHED)
+def test_target_is_met_as_nearly_as_the_form_can(tiny_config, search, target):
+    if search in ("dam_s", "dam_b"):  # special tokens are an eighth of a mask for 32 tokens
+        target = min(target, 0.87)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = searching(tiny_config, target, search, allow_empty_rows=True)
+        attention = model.sparse_attention
+        with torch.no_grad():
+            attention.mask_logits.normal_(std=(0.1, 1.0, 10.0)[seed])
+        outcome = attention.outcome()
+        mask = model.freeze()
+        assert mask.sparsity == outcome["got"] and outcome["asked"] == target
+        # No head can come nearer by one parameter more or less.
+        table = mask.to_table().float()
+        step = attention_step(search)
+        assert all(abs(1 - head.mean().item() - target) <= step / 2 + 1e-6 for head in table[0])
+        if search in ("soft", "dam_u"):
+            assert abs(mask.sparsity - target) <= 0.005
+
+
+def attention_step(search):
+    """Greatest share of the 32 x 32 entries that one parameter decides."""
+    return {"soft": 2, "dam_u": 2, "dam_s": 2 * 31, "dam_b": 2 * 16 * 16}[search] / 32**2
+
+
+def test_training_reaches_the_target_and_decides_it(tiny_config):
+    """Whatever the learning rate: the budget does not depend on the size of a penalty's gradient."""
+    for rate in (1e-3, 1e-1):
+        torch.manual_seed(0)
+        model = searching(tiny_config, 0.8).train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        ids = torch.randint(5, 100, (4, 32))
+        for step in range(30):
+            model.sparse_attention.progress.fill_(step / 30)
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = model.sparse_attention.mask_probs().mean().item()
+        assert 1 - expected == pytest.approx(0.8, abs=0.02)
+        assert model.freeze().sparsity == pytest.approx(0.8, abs=0.5 * attention_step("dam_s"))
+
+
+def test_sparsity_grows_on_schedule(tiny_config):
+    attention = searching(
+        tiny_config, 0.8, initial_sparsity=0.2, sparsity_warmup=0.25, sparsity_ramp=0.75
+    ).sparse_attention
+    found = []
+    for progress in (0.0, 0.25, 0.5, 0.75, 1.0):
+        attention.progress.fill_(progress)
+        assert 1 - attention.mask_probs().mean().item() == pytest.approx(attention.current_sparsity().item(), abs=0.01)
+        found.append(attention.thresholded_mask().sparsity)
+    assert found[0] == found[1] < found[2] < found[3] == found[4]
+
+
+def test_no_penalty_under_a_target(tiny_config):
+    model = searching(tiny_config, 0.8, sparsity_weight=1e3).train()
+    ids = torch.randint(5, 100, (2, 32))
+    assert model(ids, labels=ids).loss < 100
+    assert model.sparse_attention.sparsity_loss() == 0
+
+
+def test_unreachable_target_says_the_bound(tiny_config):
+    with pytest.raises(ValueError, match=r"target_sparsity 0.95 cannot be reached.*124 of the 1024.*at most 0.8789"):
+        searching(tiny_config, 0.95)
+    with pytest.raises(ValueError, match=r"at most 0.8496"):
+        SparseAttention(tiny_config(search="dam_s", target_sparsity=0.87, mask_length=32, diagonal="keep"))
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, -0.5, 1.5])
+def test_target_out_of_range(tiny_config, target):
+    with pytest.raises(Exception, match=r"(?s)target_sparsity.*\(0, 1\)"):
+        tiny_config(target_sparsity=target)
+
+
+def test_schedule_that_ends_before_it_starts(tiny_config):
+    with pytest.raises(Exception, match="sparsity_warmup must be at most sparsity_ramp"):
+        tiny_config(target_sparsity=0.5, sparsity_warmup=0.6, sparsity_ramp=0.5)
+
+
+def test_outcome_warns_of_what_is_wrong(tiny_config, caplog):
+    attention = searching(tiny_config, 0.5, "dam_b").sparse_attention
+    outcome = attention.outcome()
+    assert any("asked for a sparsity of 0.500, got" in text and "2 parameters" in text for text in outcome["warnings"])
+    attention = SparseBertModel(tiny_config(search="dam_s", mask_length=32)).sparse_attention
+    with torch.no_grad():
+        attention.mask_logits.fill_(-1.0)
+    assert attention.outcome()["empty_heads"] == 4
+    assert "4 remove everything" in attention.outcome()["warnings"][0]
+
+
+def test_undecided_share_falls_as_the_search_hardens(tiny_config):
+    torch.manual_seed(0)
+    attention = searching(tiny_config, 0.8, "dam_u").sparse_attention
+    with torch.no_grad():
+        attention.mask_logits.normal_(std=0.01)
+    before = attention.outcome()["undecided"]
+    with torch.no_grad():
+        attention.mask_logits.mul_(1000)
+    assert attention.outcome()["undecided"] < 0.05 < before
+
+
+def test_progress_comes_from_the_trainer_and_survives_copies(tiny_config):
+    import copy
+
+    model = searching(tiny_config, 0.8)
+    model.sparse_attention.progress.fill_(0.3)
+    assert copy.deepcopy(model).sparse_attention.progress.item() == pytest.approx(0.3)
+    assert "progress" not in " ".join(model.state_dict())
