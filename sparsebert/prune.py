@@ -58,7 +58,7 @@ def prune_by_probs(run, sparsity):
     Returns:
         [`SparseMask`], of the form that was searched.
     Raises:
-        ValueError: If the run holds no P, or the sparsity is out of reach.
+        ValueError: If the run holds no P, the sparsity is out of reach, or the run was pruned further.
     """
     mask, length = run.mask, run.mask.length
     if run.quantity == MASK_ONLY:
@@ -73,6 +73,12 @@ def prune_by_probs(run, sparsity):
     probs = run.probs.new_zeros(*run.probs.shape[:2], int(index.max()) + 1)
     probs[..., index[fixed == -1]] = run.probs[..., fixed == -1]  # equal where entries share a parameter
     kept = prune(torch.ones_like(probs, dtype=torch.bool), probs, index, fixed, sparsity, empty_rows=True)
+    counted = torch.zeros(probs.shape[-1], dtype=torch.bool).index_fill_(0, index[fixed == -1], True)
+    if (kept & counted & (probs == 0)).any():
+        raise ValueError(
+            f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
+            "was pruned, and P no longer ranks what it removed"
+        )
     fields = ("special_tokens", "last_token", "diagonal", "length_policy")
     metadata = mask.metadata | {"pruned_from": run.source, "asked_sparsity": sparsity}
     return to_sparse_mask(

@@ -9,9 +9,10 @@ from conftest import TINY
 from safetensors.torch import save_file
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, build_pattern
-from sparsebert.analyze import read_run
+from sparsebert.analyze import Run, read_run
 from sparsebert.importance import MASK_PROBS_NAME
 from sparsebert.prune import fixed_entries, main, make_masks, prune_by_probs, random_control
+from sparsebert.visualization import KEPT
 
 
 def search(folder, frozen=True, **fields):
@@ -150,9 +151,15 @@ def test_bad_input(arguments, said, tmp_path):
     assert not (tmp_path / "masks").exists()
 
 
-def test_a_mask_without_p(tmp_path):
+def test_runs_without_a_ranking(tmp_path):
     build_pattern("bigbird", 20, 4).save_pretrained(tmp_path / "mask")
     with pytest.raises(ValueError, match="holds a mask without P"):
         main([str(tmp_path / "mask"), "--sparsities", "0.95", "--output_dir", str(tmp_path / "masks")])
+    probs = (torch.rand(4, 20, 20) > 0.5).float().triu() * 0.7
+    mask = SparseMask(probs > 0, 20, metadata={"search": "dam_u"})
+    run = Run("run", KEPT, probs[None], mask, {"symmetric": False})
+    assert prune_by_probs(run, 0.9).sparsity == pytest.approx(0.9)
+    with pytest.raises(ValueError, match="at least that of the run, 0.7.*, got 0.3: the run was pruned"):
+        prune_by_probs(run, 0.3)
     with pytest.raises(ValueError, match="no such folder"):
         main(["nowhere at all", "--output_dir", str(tmp_path / "masks")])
