@@ -2,8 +2,8 @@
 Pre-train a SparseBERT from a recipe: `python pretrain.py RECIPE [--field value ...]`.
 
 Learns the mask with the weights (or runs through a given one), freezes it, and writes to `output_dir`: the model with
-its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` (P before freezing), pictures (with the extra `viz`),
-TensorBoard logs.
+its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was logged), `mask_probs.safetensors` (P before
+freezing), pictures (with the extra `viz`), TensorBoard logs.
 """
 
 import time
@@ -114,6 +114,7 @@ def main(arguments):
         plot_heads(sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")
         plot_offset_profile(probs, output / "offset_profile.png")
+    trainer.save_state()
     print(write_metrics(output / "metrics.json", metrics))
     print("pictures:", *sorted(map(str, output.glob("*.png"))))
 

@@ -14,10 +14,10 @@ from transformers.utils import logging
 
 from .attention import BACKENDS, choose_backend
 from .attention.mask_inputs import (
-    REMOVED,
     MaskInputs,
     bias_and_live,
     causal_entries,
+    fix_entries,
     last_real,
     merged_bias,
     set_entries,
@@ -418,10 +418,10 @@ class SparseAttention(nn.Module):
         if learning and self.window is not None:
             needs = needs | {"additive"}  # the windows come on top
         merged = "additive" in needs
-        if learning:
-            needs = needs | {"learned"} | ({"gate"} if config.mask_form == "multiplicative" else set())
-        elif self.searching:
-            needs = needs | {"additive"}
+        if self.searching:
+            needs = needs | {"learned" if learning else "additive"}
+        if learning and config.mask_form == "multiplicative":
+            needs = needs | {"gate"}
         mask = None if self.searching else self._loaded_mask()
         causal = bool(config.is_decoder)
         # Only a measurement depends on these; a compiled graph should not.
@@ -523,21 +523,12 @@ class SparseAttention(nn.Module):
             gate = set_entries(gate, special, self.diagonal, on=1.0, off=0.0)
             bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
             return {"gate": gate.unbind(0), "bias": (bias,)}
-        constant = self.mask_constant
-        last = special_tokens = None
-        if self.special_tokens == "first_last" and inputs.padding is not None and config.last_token == "real":
+        last, special_tokens = None, self.special_tokens
+        if special_tokens == "first_last" and inputs.padding is not None and config.last_token == "real":
             last, special_tokens = last_real(inputs.padding), "first"
-        special = special_entries(num_keys, special_tokens or self.special_tokens, device=inputs.device)
-        bias = mask_bias(mask, noisy, config.mask_form, constant, hard)
-        bias = self._expand(bias, num_keys, off=-constant, on=0.0)[:, :, first_row:]
-        entries = torch.ones(inputs.num_queries, num_keys, device=inputs.device)
-        learned = set_entries(entries, special[first_row:], self.diagonal, on=0.0, off=0.0)
-        fixed = set_entries(0 * entries, special[first_row:], self.diagonal, on=0.0, off=-constant)
-        if inputs.causal:
-            future = ~causal_entries(inputs)
-            learned, fixed = learned.masked_fill(future, 0.0), fixed.masked_fill(future, REMOVED)
-        # In one pass over all heads, and one of backward.
-        bias = torch.addcmul(fixed, bias, learned)  # (L, H, n, m)
+        bias = mask_bias(mask, noisy, config.mask_form, self.mask_constant, hard)
+        bias = self._expand(bias, num_keys, off=-self.mask_constant, on=0.0)[:, :, first_row:]
+        bias = fix_entries(bias, inputs, special_tokens, self.diagonal, off=-self.mask_constant)  # (L, H, n, m)
         apart = {"last_token": last, "learned_diagonal": self.diagonal is None}
         if merged:
             return {"bias": tuple(merged_bias(layer, replace(inputs, **apart)) for layer in bias)}

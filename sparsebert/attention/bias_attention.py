@@ -7,7 +7,7 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 
 import torch
 
-from .mask_inputs import REMOVED
+from .mask_inputs import REMOVED, last_entries
 
 
 # Scores of a block in bytes. On CPUs the few buffers of this size share the second-level cache of a core.
@@ -42,12 +42,7 @@ def _parts(padding, last, learned_diagonal, num_queries, dtype):
     real = padding[:, None]
     learned = real
     if last is not None:
-        position = torch.arange(padding.shape[1], device=padding.device)
-        row, last = position[-num_queries:, None], last[:, None, None]
-        special = (row == last) | (position == last)  # (b, n, m)
-        if not learned_diagonal:
-            special = special & (row != position)
-        learned = real & ~special
+        learned = real & ~last_entries(last, num_queries, padding.shape[1], learned_diagonal)
     return learned.to(dtype), (~real).to(dtype) * REMOVED
 
 

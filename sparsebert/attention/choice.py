@@ -99,6 +99,8 @@ def by_table(backends, mask, request):
             return "sparse_eager", "the mask is not frozen"
         if request.device != "cpu" or "additive" in request.needs or not request.gradients:
             return "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"
+        if short and not request.dropout:
+            return "sparse_eager", "the mask is being learned, without dropout and from up to 128 tokens"
         return "sparse_sdpa", "the mask is being learned; its gradient is summed over the sequences block by block"
     if request.device == "cuda":
         name, reason = _on_cuda(mask, request)

@@ -201,16 +201,32 @@ def with_cuts(bias, inputs):
     return bias.masked_fill(~causal_entries(inputs), REMOVED) if inputs.causal else bias
 
 
+def last_entries(last, num_queries, num_keys, with_diagonal):
+    """Bool `(B, n, m)`: row and column of each sequence's last token `(B,)`, with their diagonal entry or without."""
+    position = torch.arange(num_keys, device=last.device)
+    row, last = position[num_keys - num_queries :, None], last[:, None, None]
+    special = (row == last) | (position == last)
+    return special if with_diagonal else special & (row != position)
+
+
+def fix_entries(bias, inputs, special_tokens, diagonal, off):
+    """A bias that is being learned `(..., n, m)` with special tokens, a fixed diagonal and causality."""
+    special = special_entries(inputs.num_keys, special_tokens, device=inputs.device)
+    special = special[inputs.num_keys - inputs.num_queries :]
+    learned = set_entries(torch.ones(special.shape, device=inputs.device), special, diagonal, on=0.0, off=0.0)
+    fixed = set_entries(torch.zeros(special.shape, device=inputs.device), special, diagonal, on=0.0, off=off)
+    if inputs.causal:
+        future = ~causal_entries(inputs)
+        learned, fixed = learned.masked_fill(future, 0.0), fixed.masked_fill(future, REMOVED)
+    # One pass over all heads, and one of backward.
+    return torch.addcmul(fixed, bias, learned)
+
+
 def merged_bias(learned, inputs):
     """A bias that is being learned `(H, n, m)` with what differs between sequences: `(B or 1, H, n, m)`."""
     bias = learned[None]
     if inputs.last_token is not None:
-        last = inputs.last_token[:, None, None]
-        position = torch.arange(inputs.num_keys, device=inputs.device)
-        row = position[inputs.num_keys - inputs.num_queries :, None]
-        special = (row == last) | (position == last)  # (B, n, m)
-        if not inputs.learned_diagonal:
-            special = special & (row != position)
+        special = last_entries(inputs.last_token, inputs.num_queries, inputs.num_keys, inputs.learned_diagonal)
         bias = bias.masked_fill(special[:, None], 0.0)
     return bias if inputs.padding is None else bias.masked_fill(~inputs.padding[:, None, None, :], REMOVED)
 

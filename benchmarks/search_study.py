@@ -1,0 +1,190 @@
+"""
+Which mask search learns fastest and best.
+
+For each setting and seed: a search, and a fresh model trained through the mask that it found; beside them dense, and
+every manual mask at the same sparsity. All at one budget of tokens.
+
+    python -m benchmarks.search_study --text FILE --validation FILE --output runs/study
+
+Runs `pretrain.py recipes/small.yaml` once for each; what is finished is not run again. Prints a table; writes it, a
+plot of the loss along the searches and `study.json` to the output folder.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from sparsebert.masks.matched import matched_patterns
+from sparsebert.report import Table
+
+from ._report import ROOT, STYLES
+
+
+SPARSITY = 0.92
+LENGTH, HEADS = 128, 4
+PAPER = {"mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
+ANNEALED = {"mask_form": "log", "hard": "false", "noise_scale": 0, "temperature_end": 0.1}
+BUDGET = {"target_sparsity": SPARSITY, "initial_sparsity": 0.5, "sparsity_warmup": 0, "sparsity_ramp": 0.4}
+# Name to the flags of pretrain.py. Those without a target are frozen at the same sparsity.
+SETTINGS = {
+    "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
+    "no penalty": PAPER | {"sparsity_weight": 0},
+    "budget, hard samples, additive": PAPER | BUDGET,
+    "budget, hard samples, log": PAPER | BUDGET | {"mask_form": "log"},
+    "budget, hard samples, log, noise to 0.1": PAPER | BUDGET | {"mask_form": "log", "noise_scale_end": 0.1},
+    "budget, annealed, log": ANNEALED | BUDGET,
+    "budget, annealed, additive c = 10": ANNEALED | BUDGET | {"mask_form": "additive", "mask_constant": 10},
+    "budget, constant temperature, log": ANNEALED | BUDGET | {"temperature_end": 1},
+    "budget, annealed, log, dense warm-up": ANNEALED | BUDGET | {"initial_sparsity": 0, "sparsity_warmup": 0.1},
+    "budget, annealed, log, sparse at once": ANNEALED | BUDGET | {"initial_sparsity": SPARSITY},
+    "budget, annealed, log, logit scale 30": ANNEALED | BUDGET | {"mask_logit_scale": 30},
+    "budget, annealed, log, mask per layer": ANNEALED | BUDGET | {"share_layers": "false"},
+}
+
+
+def folder_name(name):
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def run(folder, flags, options):
+    """`pretrain.py` in a process of its own, unless its results are there."""
+    metrics = folder / "metrics.json"
+    if not metrics.is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "pretrain.py", str(options.recipe), "--text", options.text]
+        command += ["--output_dir", str(folder), "--overwrite", "true"]
+        command += ["--validation", options.validation] if options.validation else []
+        for name, value in flags.items():
+            command += [f"--{name}", str(value)]
+        with open(folder.with_suffix(".log"), "w", encoding="utf-8") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return json.loads(metrics.read_text())
+
+
+def study(options):
+    """All runs: `{(steps, kind, name): [metrics of a seed]}`; kind is `"search"`, `"frozen"` or `"manual"`."""
+    cells, output = {}, options.output.absolute()
+    manual = matched_patterns(SPARSITY, LENGTH, HEADS)
+    for name, mask in manual.items():
+        mask.save_pretrained(output / "masks" / folder_name(name))
+
+    def searched(name, steps, seed):
+        where, flags = output / f"{steps}" / f"{seed}", {"max_steps": steps, "seed": seed}
+        freeze = {} if "target_sparsity" in SETTINGS[name] else {"freeze_sparsity": SPARSITY}
+        search = run(where / folder_name(name), flags | {"search": "dam_s"} | SETTINGS[name] | freeze, options)
+        mask = {"mask": where / folder_name(name)}
+        return search, run(where / f"frozen_{folder_name(name)}", flags | mask, options)
+
+    def fixed(name, steps, seed):
+        mask = {"pattern": "dense"} if name == "dense" else {"mask": output / "masks" / folder_name(name)}
+        where = output / f"{steps}" / f"{seed}" / f"manual_{folder_name(name)}"
+        return run(where, {"max_steps": steps, "seed": seed} | mask, options)
+
+    settings = options.settings or list(SETTINGS)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        tasks = []
+        for steps in options.steps:
+            for seed in options.seeds:
+                tasks += [((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in settings]
+                names = () if options.no_manual else ("dense", *manual)
+                tasks += [((steps, "manual", name), pool.submit(fixed, name, steps, seed)) for name in names]
+        for (steps, kind, name), task in tasks:
+            results = task.result()
+            if kind == "search":
+                cells.setdefault((steps, "search", name), []).append(results[0])
+                cells.setdefault((steps, "frozen", name), []).append(results[1])
+            else:
+                cells.setdefault((steps, kind, name), []).append(results)
+    return cells
+
+
+def _mean(values):
+    values = list(values)
+    text = f"{statistics.mean(values):.3f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.3f}"
+
+
+def tables(cells, options):
+    """A [`Table`] for each budget."""
+    result = []
+    for steps in options.steps:
+        rows = []
+        for (at, kind, name), runs in cells.items():
+            if at != steps or kind == "frozen":
+                continue
+            row = {"mask": name, "removed": f"{100 * statistics.mean(run['sparsity'] for run in runs):.1f} %"}
+            if kind == "search":
+                row["MLM loss of the search"] = _mean(run["mlm_loss"] for run in runs)
+                row["undecided"] = f"{100 * statistics.mean(run['search_outcome']['undecided'] for run in runs):.1f} %"
+                runs = cells[steps, "frozen", name]
+            row["MLM loss through the mask"] = _mean(run["mlm_loss"] for run in runs)
+            rows.append((statistics.mean(run["mlm_loss"] for run in runs), row))
+        seeds = f"{len(options.seeds)} seed{'s' * (len(options.seeds) > 1)}"
+        title = f"{steps} steps, {seeds}: held-out loss, best first"
+        result.append(Table.of(title, [row for _, row in sorted(rows, key=lambda item: item[0])]))
+    return result
+
+
+def plot(cells, options, path):
+    """Training loss along the searches at the longest budget, first seed."""
+    from matplotlib.figure import Figure
+
+    steps = max(options.steps)
+    figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
+    axis = figure.subplots()
+    names = [name for at, kind, name in cells if at == steps and kind == "search"]
+    for index, name in enumerate(["dense", *names]):
+        prefix = "manual_" if name == "dense" else ""
+        state = (
+            options.output / f"{steps}" / f"{options.seeds[0]}" / (prefix + folder_name(name)) / "trainer_state.json"
+        )
+        if not state.is_file():
+            continue
+        logs = [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+        color, marker = STYLES[index % len(STYLES)]
+        line = "--" if index >= len(STYLES) else "-"
+        axis.plot(
+            [entry["step"] for entry in logs], [entry["loss"] for entry in logs], line, color=color, marker=marker,
+            ms=3, lw=1.2, label=name,
+        )  # fmt: skip
+    axis.set_title(f"MLM loss while the mask is learned ({SPARSITY:.0%} removed in the end, {steps} steps, seed 0)")
+    axis.set_xlabel("step")
+    axis.set_ylabel("training loss (nats per masked token)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search_study", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--text", default="builtin", help="training text, as of pretrain.py")
+    parser.add_argument("--validation", help="held-out text")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "small.yaml")
+    parser.add_argument("--steps", type=int, nargs="+", default=[500, 1500], help="budgets")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all by default")
+    parser.add_argument("--no_manual", action="store_true", help="leave out dense and the manual masks")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--threads", type=int, default=1, help="of a run")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    cells = study(options)
+    found = tables(cells, options)
+    for table in found:
+        print(table.markdown())
+    (options.output / "study.md").write_text("\n".join(table.markdown() for table in found), encoding="utf-8")
+    entries = [
+        {"steps": steps, "kind": kind, "name": name, "runs": runs} for (steps, kind, name), runs in cells.items()
+    ]
+    (options.output / "study.json").write_text(json.dumps(entries, indent=2), encoding="utf-8")
+    plot(cells, options, options.output / "study.png")
+
+
+if __name__ == "__main__":
+    main()
