@@ -23,6 +23,7 @@ from sparsebert.pruning import ProgressivePruning
 from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
     PretrainingArguments,
+    SearchSchedule,
     SparseBertTrainer,
     check_output_dir,
     pretraining_metrics,
@@ -43,9 +44,10 @@ def main(arguments):
     check_backend(data.attn_implementation)
     check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
     pruning = ProgressivePruning.from_settings(data.pruning)
-    for name in ("freeze_threshold", "freeze_sparsity"):
-        if pruning is not None and getattr(data, name) is not None:
+    for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
+        if pruning is not None and getattr(data, name) != unset:
             raise ValueError(f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask")
+    schedule = SearchSchedule(data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
     set_seed(training.seed)
 
     model_class = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
@@ -60,7 +62,7 @@ def main(arguments):
     if pruning is not None:
         pruning.check(model)
     if training.resume_from_checkpoint:
-        check_checkpoint(training.resume_from_checkpoint, model, pruning)
+        check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
 
     def documents(split):
         if data.validation is None:
@@ -87,18 +89,21 @@ def main(arguments):
         processing_class=tokenizer,
         compute_metrics=pretraining_metrics,
         preprocess_logits_for_metrics=reduce_logits,
-        callbacks=None if pruning is None else [pruning],
+        callbacks=[schedule] if pruning is None else [schedule, pruning],
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
-    probs = sparse_attention.mask_probs()  # (L, H, n, n)
     output.mkdir(parents=True, exist_ok=True)
     metrics = {"search": model.config.search, "pattern": model.config.pattern}
-    if sparse_attention.searching:
+    searched = sparse_attention.searching or schedule.probs is not None
+    probs = sparse_attention.mask_probs() if schedule.probs is None else schedule.probs  # (L, H, n, n)
+    if searched:
         save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
+    if sparse_attention.searching:
         trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
-        metrics |= {"search_outcome": sparse_attention.outcome(data.freeze_threshold, data.freeze_sparsity)}
-        model.freeze(data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
+        schedule.freeze(sparse_attention)
+    if searched:
+        metrics["search_outcome"] = schedule.outcome
     if pruning is not None:
         metrics["pruning"] = pruning.settings
     trainer.save_model()

@@ -15,7 +15,8 @@ from .pruning import stored_settings
 # What makes a search another one; a checkpoint of one cannot go on as the other.
 MODE_FIELDS = (
     "search", "pattern", "target_sparsity", "initial_sparsity", "sparsity_warmup", "sparsity_ramp", "mask_form",
-    "mask_length", "symmetric", "share_layers", "special_tokens", "diagonal",
+    "hard", "temperature", "temperature_end", "noise_scale", "noise_scale_end", "mask_length", "symmetric",
+    "share_layers", "special_tokens", "diagonal",
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def _stored_fields(checkpoint):
     return {}
 
 
-def check_checkpoint(checkpoint, model, pruning=None):
+def check_checkpoint(checkpoint, model, pruning=None, freezes=False):
     """
     Whether a run can go on from a checkpoint: its search, pattern, target or pruning must be the same.
 
@@ -42,6 +43,7 @@ def check_checkpoint(checkpoint, model, pruning=None):
         checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
         model (`PreTrainedModel`): As at the start of the run.
         pruning ([`ProgressivePruning`], *optional*): Of the run.
+        freezes (`bool`): Whether the search ends before the run does.
 
     Raises:
         ValueError: If they differ; names the first field that does.
@@ -52,7 +54,7 @@ def check_checkpoint(checkpoint, model, pruning=None):
     stored, config = _stored_fields(checkpoint), sparse_attention.config
     here = {name: getattr(config, name) for name in (*MODE_FIELDS, "frozen")}
     # A search or the dense pattern turns into a frozen mask as pruning ends.
-    changing = () if pruning is None else ("pattern", "frozen", "mask_length", "diagonal")
+    changing = ("frozen",) * freezes if pruning is None else ("pattern", "frozen", "mask_length", "diagonal")
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
     settings = stored_settings(checkpoint)
     for name, default in ({} if pruning is None else pruning.settings).items():

@@ -59,17 +59,17 @@ class SparseBertConfig(BertConfig):
         allow_empty_rows (`bool`, *optional*, defaults to `False`): Accept a mask in which a query keeps no key (its
             output is 0).
         block_size (`int`, *optional*, defaults to 64): Tile size of `"dam_b"`: 16, 32, 64 or 128.
-        mask_form (`str`, *optional*, defaults to `"additive"`): How the searched mask M enters: `"additive"`
-            `softmax(S - c (1 - M))`, `"log"` `softmax(S + log M)`, or `"multiplicative"` `M softmax(S)`, which is not
-            normalised (the frozen mask always is) and kept for study. SparseBERT (arXiv 2102.12871), Eq. 4-6.
+        mask_form (`str`, *optional*): How the searched mask M enters: `"additive"` `softmax(S - c (1 - M))`, `"log"`
+            `softmax(S + log M)`, or `"multiplicative"` `M softmax(S)`, which is not normalised (the frozen mask always
+            is) and kept for study. `"additive"`, or `"log"` under a target. SparseBERT (arXiv 2102.12871), Eq. 4-6.
         mask_constant (`float`, *optional*): 0 < c <= 1e4; 1e4, or 10 for `"soft"`.
         mask_logit_scale (`float`, *optional*, defaults to 10.0): The stored logits times this are alpha: with the
             weights' learning rate, alpha moves this much faster.
         temperature (`float`, *optional*, defaults to 1.0): tau > 0 of the Gumbel-sigmoid.
-        temperature_end (`float`, *optional*): tau at the end of the search; constant by default.
-        noise_scale (`float`, *optional*): Factor >= 0 of the Gumbel noise; 1, or 0 for `"soft"`.
-        noise_scale_end (`float`, *optional*): The factor at the end of the search; constant by default.
-        hard (`bool`, *optional*, defaults to `True`): Straight-through samples of 0 and 1.
+        temperature_end (`float`, *optional*): tau at the end of the search: as `temperature`, or 0.1 under a target.
+        noise_scale (`float`, *optional*): Factor >= 0 of the Gumbel noise: 1, or 0 for `"soft"` and under a target.
+        noise_scale_end (`float`, *optional*): The factor at the end of the search: as `noise_scale`.
+        hard (`bool`, *optional*): Straight-through samples of 0 and 1: true, or false for `"soft"` and under a target.
         symmetric (`bool`, *optional*, defaults to `True`): alpha_ij = alpha_ji for masks learned per entry.
         share_layers (`bool`, *optional*, defaults to `True`): One set of head masks for all layers.
         diagonal (`str`, *optional*, defaults to `"learned"`): Self-attention of every token, special ones included:
@@ -80,11 +80,12 @@ class SparseBertConfig(BertConfig):
             or with `"position"` the last position of the input.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the L1 norm.
         target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove in every head, instead of a
-            penalty: `sparsity_weight` has no effect then.
-        initial_sparsity (`float`, *optional*, defaults to 0.0): In [0, 1): what `target_sparsity` starts from; 0 is a
+            penalty (`sparsity_weight` has no effect then), by an annealed search: P itself, not samples of it, with
+            a temperature that falls.
+        initial_sparsity (`float`, *optional*, defaults to 0.5): In [0, 1): what `target_sparsity` starts from; 0 is a
             dense warm-up.
-        sparsity_warmup (`float`, *optional*, defaults to 0.1): Fraction of the search before sparsity grows.
-        sparsity_ramp (`float`, *optional*, defaults to 0.5): Fraction of the search at which the target is reached.
+        sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search before sparsity grows.
+        sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search at which the target is reached.
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
             `"dense"`, or `"error"` (default of tables).
@@ -105,14 +106,14 @@ class SparseBertConfig(BertConfig):
     pruned: bool = False
     allow_empty_rows: bool = False
     block_size: int = validated_field(_choice((16, 32, 64, 128)), default=64)
-    mask_form: str = validated_field(_choice(MASK_FORMS), default="additive")
+    mask_form: str | None = validated_field(_choice(MASK_FORMS), default=None)
     mask_constant: float | int | None = validated_field(_between(0, MAX_MASK_CONSTANT, low_open=True), default=None)
     mask_logit_scale: float | int = validated_field(_between(0, 1e6, low_open=True), default=10.0)
     temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
     temperature_end: float | int | None = validated_field(_between(0, 1e3, low_open=True), default=None)
     noise_scale: float | int | None = validated_field(_between(0, 1e3), default=None)
     noise_scale_end: float | int | None = validated_field(_between(0, 1e3), default=None)
-    hard: bool = True
+    hard: bool | None = None
     symmetric: bool = True
     share_layers: bool = True
     diagonal: str = validated_field(_choice(tuple(DIAGONALS)), default="learned")
@@ -120,9 +121,9 @@ class SparseBertConfig(BertConfig):
     last_token: str = validated_field(_choice(LAST_TOKENS), default="real")
     sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)
     target_sparsity: float | None = validated_field(_between(0, 1, low_open=True, high_open=True), default=None)
-    initial_sparsity: float | int = validated_field(_between(0, 1, high_open=True), default=0.0)
-    sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.1)
-    sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.5)
+    initial_sparsity: float | int = validated_field(_between(0, 1, high_open=True), default=0.5)
+    sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
+    sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
     mask_length: int | None = validated_field(_between(1, 2**20), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
 

@@ -38,6 +38,8 @@ from .masks.sparse_mask import default_length_policy, special_entries
 
 # A frozen mask this far from the target is what its form can express.
 TOLERANCE = 0.005
+# Of an annealed search in the end, when P is 0 or 1 for nearly all.
+ANNEALED_TEMPERATURE = 0.1
 # Narrower than this the sigmoid is a step, and nothing would be learned any more.
 _NARROWEST = 0.02
 # Of the learned entries, what a budget leaves on both sides, so that P never saturates.
@@ -65,7 +67,13 @@ class LearnedMask(nn.Module):
         self.search = None if config.search is None else SEARCHES[config.search]
         if self.search is None:
             return
-        self.hard = config.hard and self.search.stochastic
+        # Unless told otherwise, a search with a target is annealed; with a penalty it samples, as in the paper.
+        annealed = config.target_sparsity is not None
+        sampled = self.search.stochastic and not annealed
+        self.mask_form = config.mask_form or ("log" if annealed else "additive")
+        self.hard = self.search.stochastic and (sampled if config.hard is None else config.hard)
+        self.noise_scale = float(sampled) if config.noise_scale is None else config.noise_scale
+        self.temperature_end = config.temperature_end or (ANNEALED_TEMPERATURE if annealed else config.temperature)
         # In a decoder the last token changes as it generates.
         special_tokens = "first" if config.is_decoder and self.search.special_tokens != "none" else None
         self.special_tokens = config.special_tokens or special_tokens or self.search.special_tokens
@@ -132,21 +140,16 @@ class LearnedMask(nn.Module):
     def current_sparsity(self):
         """What `target_sparsity` has grown to at this point of the search, a 0-dimensional tensor on the CPU."""
         config = self.config
-        ramp = config.sparsity_warmup, config.sparsity_ramp
-        return scheduled(self.progress, *ramp, config.initial_sparsity, config.target_sparsity)
+        first = min(config.initial_sparsity, config.target_sparsity)
+        return scheduled(self.progress, config.sparsity_warmup, config.sparsity_ramp, first, config.target_sparsity)
 
     def _temperature(self):
-        config = self.config
-        if config.temperature_end is None:
-            return config.temperature
-        return geometric(self.progress, config.temperature, config.temperature_end)
+        start = self.config.temperature
+        return start if start == self.temperature_end else geometric(self.progress, start, self.temperature_end)
 
     def _noise_scale(self):
-        config = self.config
-        scale = float(self.search.stochastic) if config.noise_scale is None else config.noise_scale
-        if config.noise_scale_end is None:
-            return scale
-        return scale + (config.noise_scale_end - scale) * self.progress
+        start, end = self.noise_scale, self.config.noise_scale_end
+        return start if end is None else start + (end - start) * self.progress
 
     def _budgeted(self, device):
         """alpha, under a target less what keeps as many entries as are due, and the width of the sigmoid to P."""
@@ -307,11 +310,12 @@ class LearnedMask(nn.Module):
     def _drawn_inputs(self, inputs, merged):
         config = self.config
         alpha, _ = self._budgeted(inputs.device)
-        noise = gumbel_noise(alpha.shape, alpha.device) if self.search.stochastic else torch.zeros(())
-        mask, noisy = sample_mask(alpha, self._temperature(), self.hard, noise * self._noise_scale())
+        noisy = self.noise_scale or self.config.noise_scale_end
+        noise = self._noise_scale() * gumbel_noise(alpha.shape, alpha.device) if noisy else torch.zeros(())
+        mask, noisy = sample_mask(alpha, self._temperature(), self.hard, noise)
         self._drawn, hard = mask, self.hard
         num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
-        if config.mask_form == "multiplicative":
+        if self.mask_form == "multiplicative":
             special = special_rows(inputs, self.special_tokens, config.last_token)
             gate = self._expand(mask, num_keys, off=0.0, on=1.0)[:, None, :, first_row:]
             gate = set_entries(gate, special, self.diagonal, on=1.0, off=0.0)
@@ -320,7 +324,7 @@ class LearnedMask(nn.Module):
         last, special_tokens = None, self.special_tokens
         if special_tokens == "first_last" and inputs.padding is not None and config.last_token == "real":
             last, special_tokens = last_real(inputs.padding), "first"
-        bias = mask_bias(mask, noisy, config.mask_form, self.mask_constant, hard)
+        bias = mask_bias(mask, noisy, self.mask_form, self.mask_constant, hard)
         bias = self._expand(bias, num_keys, off=-self.mask_constant, on=0.0)[:, :, first_row:]
         bias = fix_entries(bias, inputs, special_tokens, self.diagonal, off=-self.mask_constant)  # (L, H, n, m)
         apart = {"last_token": last, "learned_diagonal": self.diagonal is None}

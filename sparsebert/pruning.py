@@ -157,7 +157,7 @@ class ProgressivePruning(TrainerCallback):
             raise ValueError(
                 f"pruning: target_sparsity must be unset beside final_sparsity, got {config.target_sparsity}"
             )
-        if sparse_attention.searching and config.mask_form == "multiplicative":
+        if sparse_attention.searching and sparse_attention.mask_form == "multiplicative":
             raise ValueError("pruning: mask_form must be 'additive' or 'log', got 'multiplicative'")
         length = config.mask_length
         kept = sparse_attention.least_kept() if sparse_attention.searching else length * (not config.allow_empty_rows)
@@ -257,7 +257,7 @@ class ProgressivePruning(TrainerCallback):
             probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
             sparse_attention.freeze(metadata={"pruning": self.settings})
             if optimizer is not None:
-                _forget(optimizer, logits)
+                forget(optimizer, logits)
             output.mkdir(parents=True, exist_ok=True)
             save_file({"probs": probs.flatten(0, 1).contiguous()}, output / MASK_PROBS_NAME)
         else:
@@ -326,7 +326,7 @@ def _mode(config):
     return f"pattern {config.pattern!r}" if config.pattern else "a frozen mask"
 
 
-def _forget(optimizer, parameter):
+def forget(optimizer, parameter):
     """Take a parameter out of an optimiser; its groups and the state of the others stay."""
     for group in optimizer.param_groups:
         group["params"] = [other for other in group["params"] if other is not parameter]

@@ -203,7 +203,7 @@ class SparseAttention(LearnedMask):
         merged = "additive" in needs
         if self.searching:
             needs = needs | {"learned" if learning else "additive"}
-        if learning and config.mask_form == "multiplicative":
+        if learning and self.mask_form == "multiplicative":
             needs = needs | {"gate"}
         mask = None if self.searching else self._loaded_mask()
         causal = bool(config.is_decoder)

@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
 
 from .checkpoints import check_checkpoint
-from .pruning import ProgressivePruning
+from .masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from .pruning import ProgressivePruning, forget
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -32,6 +37,7 @@ class PretrainingArguments:
         freeze_threshold (`float`, *optional*): Keep what has P above it; 1/2 where nothing else is asked for.
         freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead; by default the
             model's `target_sparsity`.
+        search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains through it.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`: the mask
             is pruned by a schedule and frozen within the training.
         attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
@@ -50,18 +56,55 @@ class PretrainingArguments:
     mlm_probability: float = 0.15
     freeze_threshold: float | None = None
     freeze_sparsity: float | None = None
+    search_end: float = 1.0
     pruning: dict | None = None
     attn_implementation: str = "sparse_auto"
     overwrite: bool = False
 
 
-class SearchProgress(TrainerCallback):
-    """Tells the mask how much of its search is done, for everything about it that is scheduled."""
+class SearchSchedule(TrainerCallback):
+    """
+    Tells the mask how much of its search is done, for everything about it that is scheduled, and where the search ends
+    before the training, freezes it: training goes on through the frozen mask with the same optimiser.
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
+    Args:
+        end (`float`): Fraction of the training, in (0, 1]; 1 leaves freezing to the caller.
+        threshold, sparsity (`float`, *optional*): As of [`SparseAttention.freeze`].
+        metadata (`dict`, *optional*): The same.
+
+    Raises:
+        ValueError: If `end` is out of its range.
+    """
+
+    def __init__(self, end=1.0, threshold=None, sparsity=None, metadata=None):
+        if not 0 < end <= 1:
+            raise ValueError(f"search_end must be in (0, 1], got {end!r}")
+        self.end = end
+        self._freezing = (threshold, sparsity, metadata)
+        self.probs = self.outcome = self._refused = None
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         sparse_attention = getattr(model.base_model, "sparse_attention", None)
-        if sparse_attention is not None:
-            sparse_attention.progress.fill_(state.global_step / max(state.max_steps, 1))
+        if sparse_attention is None or not sparse_attention.searching:
+            return
+        done = state.global_step / max(self.end * state.max_steps, 1)
+        sparse_attention.progress.fill_(min(done, 1.0))
+        if self.end < 1 and done >= 1 and self._refused is None:
+            try:
+                self.freeze(sparse_attention, optimizer)
+            except ValueError as error:
+                self._refused = error  # a mask with empty rows: hours of training are not lost for it
+                logger.warning(f"search_end: the mask cannot be frozen yet, the search goes on: {error}")
+
+    def freeze(self, sparse_attention, optimizer=None):
+        """End the search; keeps P `(L, H, n, n)` as `probs` and what [`SparseAttention.outcome`] says as `outcome`."""
+        threshold, sparsity, metadata = self._freezing
+        probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
+        outcome = sparse_attention.outcome(threshold, sparsity)
+        sparse_attention.freeze(threshold, sparsity, metadata)
+        self.probs, self.outcome = probs, outcome
+        if optimizer is not None:
+            forget(optimizer, logits)
 
 
 class SparseBertTrainer(Trainer):
@@ -77,15 +120,22 @@ class SparseBertTrainer(Trainer):
         # For a stock model it would leave the division by accumulation steps and processes to the model, which gets
         # the number of items only where there are "labels": its gradients would be too large by that factor.
         self.model_accepts_loss_kwargs = False
-        self.add_callback(SearchProgress())
+        if self._callback(SearchSchedule) is None:
+            self.add_callback(SearchSchedule())
+
+    def _callback(self, kind):
+        return next((callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)), None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         # The host reads weights alone: what they belong to must be there, and the same.
-        callbacks = self.callback_handler.callbacks
-        pruning = next((callback for callback in callbacks if isinstance(callback, ProgressivePruning)), None)
-        check_checkpoint(resume_from_checkpoint, self.model, pruning)
+        pruning, freezes = self._callback(ProgressivePruning), self._callback(SearchSchedule).end < 1
+        check_checkpoint(resume_from_checkpoint, self.model, pruning, freezes)
         if pruning is not None:
             pruning.restore(resume_from_checkpoint, self.model)
+        elif freezes and (Path(resume_from_checkpoint) / MASK_CONFIG_NAME).is_file():
+            sparse_attention = self.model.base_model.sparse_attention
+            mask = SparseMask.from_pretrained(resume_from_checkpoint)
+            sparse_attention.set_mask(mask, search=sparse_attention.config.search)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def get_decay_parameter_names(self, model):

@@ -19,7 +19,7 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
         ("frozen", "no", "bool"),
         ("allow_empty_rows", 1, "bool"),
         ("block_size", 64.0, "int"),
-        ("mask_form", None, "str"),
+        ("mask_form", 1, "str"),
         ("mask_constant", "10", "float"),
         ("mask_logit_scale", None, "float"),
         ("temperature", [1.0], "float"),
@@ -109,9 +109,9 @@ def test_defaults(tiny_config):
     assert tiny_config(max_position_embeddings=1024).mask_length == 512
     assert tiny_config(pattern="window").search is None
     assert tiny_config(frozen=True).search is None
-    assert (config.mask_logit_scale, config.temperature, config.hard, config.symmetric) == (10.0, 1.0, True, True)
+    assert (config.mask_logit_scale, config.temperature, config.hard, config.symmetric) == (10.0, 1.0, None, True)
     assert (config.mask_form, config.share_layers, config.diagonal, config.last_token) == (
-        "additive",
+        None,
         True,
         "learned",
         "real",

@@ -1,5 +1,6 @@
 """Trainer, accelerate and a plain loop all train the mask; accumulation and resumption change nothing."""
 
+import copy
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity
 from sparsebert.training import (
+    SearchSchedule,
     SparseBertTrainer,
     check_output_dir,
     pretraining_metrics,
@@ -48,7 +50,8 @@ def make_trainer(model, folder, dataset=None, trainer_class=SparseBertTrainer, *
         "lr_scheduler_type": "constant",
     }
     dataset = rows(32) if dataset is None else dataset
-    return trainer_class(model, TrainingArguments(**defaults | arguments), train_dataset=dataset, eval_dataset=dataset)
+    callbacks, options = arguments.pop("callbacks", None), TrainingArguments(**defaults | arguments)
+    return trainer_class(model, options, train_dataset=dataset, eval_dataset=dataset, callbacks=callbacks)
 
 
 def history(trainer, key):
@@ -110,6 +113,39 @@ def test_resumed_search_equals_the_uninterrupted_one(tiny_config, tmp_path, sear
         torch.testing.assert_close(parameter, weights(whole)[name], atol=1e-7, rtol=1e-6, msg=name)
     logits = "bert.sparse_attention.mask_logits"
     assert not torch.equal(start[logits], weights(whole)[logits])
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_search_that_ends_within_the_training(tiny_config, tmp_path, step):
+    """It freezes at half the steps, trains on, and goes on from a checkpoint before or after that."""
+    config = tiny_config(search="dam_s", target_sparsity=0.6, mask_length=16)
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+
+    def run(resume=None):
+        torch.manual_seed(7)
+        # Freezing writes into the configuration.
+        model, schedule = SparseBertForMaskedLM(copy.deepcopy(config)), SearchSchedule(end=0.5)
+        trainer = make_trainer(model, tmp_path, callbacks=[schedule], **arguments)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, schedule, trainer
+
+    model, schedule, trainer = run()
+    assert not model.sparse_attention.searching and schedule.outcome["asked"] == 0.6
+    assert model.sparse_attention.mask.sparsity == pytest.approx(schedule.outcome["got"])
+    assert schedule.probs.shape == (1, 4, 16, 16)
+    groups = trainer.optimizer.param_groups
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    resumed, _, second = run(str(tmp_path / f"checkpoint-{step}"))
+    assert history(second, "loss") == pytest.approx(history(trainer, "loss"), rel=1e-6)
+    assert resumed.sparse_attention.mask == model.sparse_attention.mask
+    for name, parameter in weights(resumed).items():
+        torch.testing.assert_close(parameter, weights(model)[name], atol=1e-7, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("end", [0.0, -1.0, 1.5])
+def test_search_end_out_of_range(end):
+    with pytest.raises(ValueError, match=r"search_end must be in \(0, 1\], got"):
+        SearchSchedule(end)
 
 
 # The mask is trained
