@@ -3,9 +3,10 @@ Sentence embeddings of a masked encoder against the dense one, without any fine-
 
     python -m benchmarks.sentences --model DIR_OR_HUB_ID --data STSB_DIR --masks DIR ... [--sparsities 0.8 0.9]
 
-Embeddings are the mean of the last hidden states over the tokens. Per mask: what it removes at its own length and from
-these sentences, the cosine of its embeddings with the dense model's, and Spearman's correlation of the cosines of STS-B
-pairs with their scores. A folder of a model brings its own weights, one of a mask alone runs with those of `--model`.
+Embeddings are the mean of the last hidden states over the tokens. Per mask: what it removes at its own length and
+from these sentences, the cosine of its embeddings with the dense model's, and Spearman's correlation of the cosines of
+STS-B pairs with their scores. A folder of a model brings its own weights, one of a mask alone runs with those of
+`--model`.
 
 Letters: N sentences, B batch, n length, D hidden size.
 """
@@ -90,7 +91,11 @@ def main(arguments):
     parser.add_argument("--split", default="validation")
     parser.add_argument("--masks", nargs="*", default=[], metavar="DIR", help="folders or Hub ids of models or masks")
     parser.add_argument(
-        "--sparsities", nargs="*", type=float, default=[], help="random and manual masks brought to these, at 128 tokens"
+        "--sparsities",
+        nargs="*",
+        type=float,
+        default=[],
+        help="random and manual masks brought to these, at 128 tokens",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON to write")
     options = parser.parse_args(arguments)
@@ -115,7 +120,9 @@ def main(arguments):
     table = Table(*COLUMNS, box=MARKDOWN)
     for name, row in rows.items():
         percent = (f"{row[key]:.1%}" for key in ("sparsity", "input_sparsity"))
-        table.add_row(name, *percent, *(f"{row[key]:.3f}" for key in ("cosine", "cosine_5")), f"{100 * row['spearman']:.1f}")
+        table.add_row(
+            name, *percent, *(f"{row[key]:.3f}" for key in ("cosine", "cosine_5")), f"{100 * row['spearman']:.1f}"
+        )
     Console(width=140).print(table)
 
 

@@ -77,7 +77,9 @@ def random_batches(rows, batch_size, steps, seed=0, shortest=None):
         shortest (`int`, *optional*): Every other batch is cut to a length drawn from here to n, its last token kept.
     """
     generator = torch.Generator().manual_seed(seed)
-    order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(1 + steps * batch_size // len(rows))])
+    order = torch.cat(
+        [torch.randperm(len(rows), generator=generator) for _ in range(1 + steps * batch_size // len(rows))]
+    )
     for step in range(steps):
         ids = rows[order[step * batch_size : (step + 1) * batch_size]]
         if shortest is not None and step % 2 and shortest < ids.shape[1]:
@@ -145,8 +147,9 @@ def learn_mask(model, batches, steps, learning_rate, matching="attention", dense
         batches (`Iterable` of `torch.Tensor` of shape `(B, n)`): Token ids, `steps` of them.
         steps (`int`): Everything that is scheduled about the mask runs from the first to the last.
         learning_rate (`float`): Of the logits alpha (Adam), falling to a tenth.
-        matching (`str`): `"attention"`: every self-attention module gets the dense model's input and is compared with
-            the dense output (no gradient through layers). `"hidden"`: the whole model, compared by its layers' outputs.
+        matching (`str`): `"attention"`: every self-attention module gets the dense model's input and is compared
+            with its dense output (no gradient through layers). `"hidden"`: the whole model, compared by the outputs
+            of its layers.
         dense ([`SparseAttention`], *optional*): Of [`carrier`], when there is one already.
         train_norms (`bool`): Learn the weights of the norms too, with a hundredth of the rate; for `"hidden"`.
         log (`Callable`, *optional*): Called with step and loss.
@@ -162,7 +165,9 @@ def learn_mask(model, batches, steps, learning_rate, matching="attention", dense
     sparse_attention.alpha()  # raises when frozen
     model.eval().requires_grad_(False)
     sparse_attention.train()  # draws the mask that is learned
-    groups = [{"params": [sparse_attention.mask_logits], "lr": learning_rate / sparse_attention.config.mask_logit_scale}]
+    groups = [
+        {"params": [sparse_attention.mask_logits], "lr": learning_rate / sparse_attention.config.mask_logit_scale}
+    ]
     originals = []
     if train_norms:
         norms = [module for module in model.base_model.modules() if "Norm" in type(module).__name__]
@@ -284,7 +289,9 @@ def agreement(model, masks, rows, teacher, tokenizer=None, batch_size=16, seed=0
                     states = hidden_states(model, ids)
                     if collator is not None:
                         logits = _mlm_logits(model, masked).flatten(0, 1).float()
-                        losses[name].append(cross_entropy(logits, labels.flatten(), reduction="none")[labels.flatten() != -100])
+                        losses[name].append(
+                            cross_entropy(logits, labels.flatten(), reduction="none")[labels.flatten() != -100]
+                        )
                 cosines[name].append(cosine_similarity(states[-1].float().mean(1), targets[-1].float().mean(1)))
                 errors[name].append(squared_errors(states, targets) * len(ids))
     report = {}

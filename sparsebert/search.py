@@ -1,9 +1,9 @@
 """
-Post-hoc search: `python -m sparsebert.search --model DIR_OR_HUB_ID --data TEXT --target_sparsity 0.9 --output_dir DIR`.
+Post-hoc search: `python -m sparsebert.search --model DIR --data TEXT --target_sparsity 0.9 --output_dir OUT`.
 
 Learns the mask of a model that is trained already, and nothing else of it, by matching the dense model on text without
 labels; with `--recover STEPS` trains the weights through the frozen mask after that. Compares with random and manual
-masks at the same sparsity. Writes to `output_dir`: the model with its mask (stock files, read back by
+masks at the same sparsity. Writes to `OUT`: the model with its mask (stock files, read back by
 `sparsebert.load`), the tokenizer, `metrics.json`, pictures (with the extra `viz`).
 """
 
