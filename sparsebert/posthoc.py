@@ -16,7 +16,6 @@ from .attach import get_sparse_attention, make_sparse_attention
 from .masks.patterns import build_pattern
 
 
-MATCHINGS = ("attention", "hidden")
 # Nothing is attended to so little that its logit is out of reach of the others.
 _LEAST_ATTENTION = 1e-6
 
@@ -74,7 +73,8 @@ def random_batches(rows, batch_size, steps, seed=0, shortest=None):
         rows (`torch.Tensor` of shape `(N, n)`): Token ids.
         batch_size, steps (`int`)
         seed (`int`): Of the order.
-        shortest (`int`, *optional*): Every other batch is cut to a length drawn from here to n, its last token kept.
+        shortest (`int`, *optional*): Every other batch is cut to a length from here to n, its last token kept; the
+            logarithm of the length is uniform.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat(
@@ -83,7 +83,8 @@ def random_batches(rows, batch_size, steps, seed=0, shortest=None):
     for step in range(steps):
         ids = rows[order[step * batch_size : (step + 1) * batch_size]]
         if shortest is not None and step % 2 and shortest < ids.shape[1]:
-            length = int(torch.randint(shortest, ids.shape[1] + 1, (), generator=generator))
+            drawn = float(torch.rand((), generator=generator))
+            length = round(shortest * (ids.shape[1] / shortest) ** drawn)
             ids = torch.cat([ids[:, : length - 1], ids[:, -1:]], 1)
         yield ids
 
@@ -137,30 +138,23 @@ def start_from_attention(model, dense, batches):
         logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / config.mask_logit_scale)
 
 
-def learn_mask(model, batches, steps, learning_rate, matching="attention", dense=None, train_norms=False, log=None):
+def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=False, log=None):
     """
-    Learn the mask logits, and nothing else of the model unless `train_norms`, so that the masked model does what the
-    dense one does on the same text.
+    Learn the mask logits, and nothing else of the model unless `train_norms`, so that the outputs of the masked
+    model's layers are those of the dense one on the same text.
 
     Args:
         model (`PreTrainedModel`): With a mask that is being searched, as of [`attach`].
         batches (`Iterable` of `torch.Tensor` of shape `(B, n)`): Token ids, `steps` of them.
         steps (`int`): Everything that is scheduled about the mask runs from the first to the last.
         learning_rate (`float`): Of the logits alpha (Adam), falling to a tenth.
-        matching (`str`): `"attention"`: every self-attention module gets the dense model's input and is compared
-            with its dense output (no gradient through layers). `"hidden"`: the whole model, compared by the outputs
-            of its layers.
         dense ([`SparseAttention`], *optional*): Of [`carrier`], when there is one already.
-        train_norms (`bool`): Learn the weights of the norms too, with a hundredth of the rate; for `"hidden"`.
+        train_norms (`bool`): Learn the weights of the norms too, with a hundredth of the rate.
         log (`Callable`, *optional*): Called with step and loss.
 
     Raises:
-        ValueError: If `matching` is unknown, or the mask is not being searched.
+        ValueError: If the mask is not being searched.
     """
-    if matching not in MATCHINGS:
-        raise ValueError(f"matching must be one of {', '.join(map(repr, MATCHINGS))}, got {matching!r}")
-    if train_norms and matching != "hidden":
-        raise ValueError(f"train 'norms' needs matching 'hidden', got {matching!r}")
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
     sparse_attention.alpha()  # raises when frozen
     model.eval().requires_grad_(False)
@@ -168,25 +162,21 @@ def learn_mask(model, batches, steps, learning_rate, matching="attention", dense
     groups = [
         {"params": [sparse_attention.mask_logits], "lr": learning_rate / sparse_attention.config.mask_logit_scale}
     ]
-    originals = []
+    norms = []
     if train_norms:
-        norms = [module for module in model.base_model.modules() if "Norm" in type(module).__name__]
-        parameters = [parameter for module in norms for parameter in module.parameters(recurse=False)]
-        originals = [parameter.detach().clone() for parameter in parameters]
-        groups.append({"params": parameters, "lr": learning_rate / 100})
-    for parameter in (parameter for group in groups for parameter in group["params"]):
+        modules = (module for module in model.base_model.modules() if "Norm" in type(module).__name__)
+        norms = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        groups.append({"params": norms, "lr": learning_rate / 100})
+    originals = [parameter.detach().clone() for parameter in norms]
+    for parameter in (sparse_attention.mask_logits, *norms):
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.1))
     for step, ids in enumerate(batches):
         sparse_attention.progress.fill_(step / steps)
-        if matching == "attention":
-            loss = _attention_loss(model, dense, ids)
-        else:
-            with _swapped(groups[-1]["params"] if train_norms else [], originals):
-                with torch.no_grad(), running_through(model, dense):
-                    targets = hidden_states(model, ids)
-            loss = squared_errors(hidden_states(model, ids), targets).mean()
+        with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
+            targets = hidden_states(model, ids)
+        loss = squared_errors(hidden_states(model, ids), targets).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -208,18 +198,6 @@ def _swapped(parameters, values):
     finally:
         for parameter, value in zip(parameters, own, strict=True):
             parameter.data = value
-
-
-def _attention_loss(model, dense, ids):
-    calls = []
-    with torch.no_grad(), running_through(model, dense), _recorded(model, calls):
-        model.base_model(input_ids=ids)
-    batch, length = ids.shape
-    inputs = get_sparse_attention(model)(
-        model.config._attn_implementation, batch, length, length, device=ids.device, dtype=model.dtype
-    )
-    masked = [module(*args, **kwargs | {"mask_inputs": inputs})[0] for module, args, kwargs, _ in calls]
-    return squared_errors(masked, [output[0] for *_, output in calls]).mean()
 
 
 def recover(model, teacher, batches, steps, learning_rate, log=None):

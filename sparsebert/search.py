@@ -29,7 +29,7 @@ from .loading import carries_mask, model_class_of
 from .masks.matched import matched_patterns
 from .masks.search import SEARCHES
 from .masks.sparse_mask import check_choice
-from .posthoc import MATCHINGS, agreement, carrier, learn_mask, random_batches, recover, start_from_attention
+from .posthoc import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
 from .recipes import load_recipe, run_script
 from .training import check_output_dir, write_metrics
 from .visualization import plot_heads, plot_mean_probs, plot_offset_profile
@@ -54,6 +54,7 @@ FIELDS = {
     "temperature_end": 0.05,
     "mask_logit_scale": 1.0,
     "sparsity_warmup": 0.0,
+    "sparsity_ramp": 0.0,  # it starts from the dense model's attention, of which most can go at once
 }
 
 
@@ -75,9 +76,8 @@ class PosthocArguments:
         steps (`int`): Of the search; 0 keeps what it starts from, the dense model's attention.
         batch_size (`int`): Rows.
         learning_rate (`float`): Of alpha.
-        matching (`str`): What is matched: `"attention"`, the output of each self-attention on the dense model's input,
-            or `"hidden"`, the output of each layer of the masked model.
-        shortest (`int`, *optional*): Every other batch is cut to a length from here to `max_length`.
+        shortest (`int`, *optional*): Every other batch is cut to a length from here to `max_length`, for a mask that
+            serves short inputs too; `null` for none.
         train (`str`, *optional*): `"norms"` to learn the norms' weights along with the mask.
         recover (`int`): Steps of training the weights through the frozen mask.
         recover_learning_rate (`float`)
@@ -92,12 +92,11 @@ class PosthocArguments:
     output_dir: str | None = None
     max_length: int = 128
     max_tokens: int = 1_000_000
-    max_validation_tokens: int = 16_384
-    steps: int = 100
+    max_validation_tokens: int = 8192
+    steps: int = 60
     batch_size: int = 8
-    learning_rate: float = 0.1
-    matching: str = "attention"
-    shortest: int | None = None
+    learning_rate: float = 0.05
+    shortest: int | None = 8
     train: str | None = None
     recover: int = 0
     recover_learning_rate: float = 1e-4
@@ -127,7 +126,6 @@ def check(options, fields):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
         raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its configuration")
-    check_choice("matching", options.matching, MATCHINGS)
     check_choice("train", options.train, (None, "norms"))
     for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
         if getattr(options, name) < least:
@@ -219,11 +217,9 @@ def main(arguments):
     start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
     batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
-    learn_mask(
-        model, batches, options.steps, options.learning_rate, options.matching, dense, options.train == "norms", _log
-    )
+    learn_mask(model, batches, options.steps, options.learning_rate, dense, options.train == "norms", _log)
     outcome, probs = sparse_attention.outcome(), sparse_attention.mask_probs()
-    mask = model.freeze(metadata={"run": output.name, "matching": options.matching})
+    mask = model.freeze(metadata={"run": output.name})
     seconds["search"] = time.perf_counter() - begin
 
     has_mlm = type(teacher).__name__.endswith(("ForMaskedLM", "ForPreTraining")) and config.model_type != "electra"
@@ -257,7 +253,6 @@ def main(arguments):
         "model": options.model,
         "search": fields["search"],
         "share_layers": fields["share_layers"],
-        "matching": options.matching,
         "steps": options.steps,
         "recover": options.recover,
         "search_outcome": outcome,

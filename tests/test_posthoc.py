@@ -12,7 +12,7 @@ from test_attach import base_model, head_model, real_bert
 from transformers import AutoModel, AutoTokenizer
 
 import sparsebert.search
-from sparsebert import SparseMask, attach, build_pattern, load
+from sparsebert import attach, build_pattern, load
 from sparsebert.posthoc import (
     agreement,
     carrier,
@@ -31,9 +31,9 @@ ROWS = torch.randint(5, 100, (24, LENGTH), generator=torch.Generator().manual_se
 FIELDS = sparsebert.search.FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6}
 
 
-def searching(name, **fields):
+def searching(name, model=None, **fields):
     fields = FIELDS | fields
-    return attach(base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
+    return attach(model or base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
 
 
 def masked(model, mask):
@@ -87,35 +87,35 @@ def test_start_is_the_mean_attention(search):
     torch.testing.assert_close(alpha.detach(), expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("matching", ["attention", "hidden"])
+def positional(name):
+    """A model whose attention depends on positions more than on the text."""
+    model = base_model(name)
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight.mul_(8)
+    return model
+
+
 @pytest.mark.parametrize(("name", "shared"), [("bert", False), ("roberta", False), ("distilbert", True)])
-def test_search_beats_random(name, shared, matching):
-    stock, model = base_model(name), searching(name, share_layers=shared)
-    weights = {key: value.clone() for key, value in stock.state_dict().items()}
+def test_search_beats_random(name, shared):
+    stock = positional(name)
+    model = searching(name, copy.deepcopy(stock), search="dam_u", share_layers=shared)
     dense = carrier(model)
     start_from_attention(model, dense, random_batches(ROWS, 8, 2))
-    learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, matching, dense)
+    learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense)
     mask = model.freeze()
-    assert mask.num_layers == (1 if shared else 3)
-    assert abs(mask.sparsity - 0.6) < 0.07  # the largest step of the offsets of 16 tokens
+    assert mask.num_layers == (1 if shared else 3) and abs(mask.sparsity - 0.6) < 0.005
     masks = {"learned": None} | {
-        seed: SparseMask(
-            mask.keep[..., torch.randperm(mask.keep.shape[-1], generator=torch.Generator().manual_seed(seed))],
-            LENGTH,
-            form="offsets",
-            special_tokens="first_last",
-        )
-        for seed in range(4)
+        seed: build_pattern("random", LENGTH, HEADS, seed=seed, sparsity=0.6) for seed in range(4)
     }
-    report = agreement(model, masks, ROWS, stock)
-    assert report["learned"]["layer_error"][-1] < min(report[seed]["layer_error"][-1] for seed in range(4))
-    for key, value in weights.items():
-        assert torch.equal(model.state_dict()[key], value), key
+    errors = [numbers["layer_error"][-1] for numbers in agreement(model, masks, ROWS, stock).values()]
+    assert errors[0] < 0.8 * min(errors[1:])
+    weights = model.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in stock.state_dict().items())
 
 
 def test_norms_are_learned_only_when_asked():
     stock, model = base_model("bert"), searching("bert")
-    learn_mask(model, random_batches(ROWS, 8, 3), 3, 0.1, "hidden", train_norms=True)
+    learn_mask(model, random_batches(ROWS, 8, 3), 3, 0.1, train_norms=True)
     changed = {name for name, value in stock.named_parameters() if not torch.equal(model.get_parameter(name), value)}
     assert changed and all("LayerNorm" in name for name in changed)
 
@@ -142,16 +142,12 @@ def test_recovery():
     before = agreement(model, {"own": None}, ROWS, stock)["own"]
     recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3)
     after = agreement(model, {"own": None}, ROWS, stock)["own"]
-    assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1] and after["cosine"] > before["cosine"]
+    assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1]
 
 
 def test_library_errors():
-    with pytest.raises(ValueError, match="matching must be one of 'attention', 'hidden', got 'logits'"):
-        learn_mask(searching("bert"), [], 0, 0.1, "logits")
     with pytest.raises(ValueError, match="frozen"):
         learn_mask(masked(base_model("bert"), "window"), [], 0, 0.1)
-    with pytest.raises(ValueError, match="needs matching 'hidden'"):
-        learn_mask(searching("bert"), [], 0, 0.1, train_norms=True)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +168,17 @@ def text(tmp_path_factory):
 
 
 def command(model, text, output, *arguments):
-    arguments = ("--max_length", 32, "--steps", 3, "--target_sparsity", 0.7, *arguments)
+    arguments = (
+        "--max_length",
+        32,
+        "--steps",
+        3,
+        "--target_sparsity",
+        0.7,
+        "--max_validation_tokens",
+        256,
+        *arguments,
+    )
     given = ("--model", model, "--data", text, "--validation", text, "--output_dir", output)
     sparsebert.search.main([str(argument) for argument in (*given, *arguments)])
 
@@ -202,7 +208,8 @@ def test_command(model_folder, text, tmp_path, capsys):
 
 def test_command_keeps_the_weights(model_folder, text, tmp_path):
     command(model_folder, text, tmp_path, "--patterns", "false", "--overwrite")
-    before, after = (AutoModel.from_pretrained(folder).state_dict() for folder in (model_folder, tmp_path))
+    read = transformers.RobertaForMaskedLM.from_pretrained
+    before, after = (read(folder).state_dict() for folder in (model_folder, tmp_path))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert set(json.loads((tmp_path / "metrics.json").read_text())["agreement"]) == {
         "dense",
@@ -220,7 +227,6 @@ def test_command_keeps_the_weights(model_folder, text, tmp_path):
         (("--search", "dam_x"), "dam_x"),
         (("--pattern", "window"), "pattern has no meaning"),
         (("--hidden_size", "8"), "hidden_size has no meaning here"),
-        (("--matching", "logits"), "matching must be one of"),
         (("--train", "bias"), "train must be one of"),
         (("--max_length", "40"), "at most the model's 39 positions, got 40"),
         (("--batch_size", "100000"), "too few for a batch of 100000"),
