@@ -14,6 +14,8 @@ from transformers import DataCollatorForLanguageModeling
 from .architectures import attention_modules, describe
 from .attach import get_sparse_attention, make_sparse_attention
 from .masks.patterns import build_pattern
+from .masks.search import parameter_index
+from .masks.sparse_mask import special_entries
 
 
 # Nothing is attended to so little that its logit is out of reach of the others.
@@ -129,9 +131,13 @@ def start_from_attention(model, dense, batches):
     if config.share_layers:
         total = total.mean(0, keepdim=True)
     logits = sparse_attention.mask_logits
-    index, counts = sparse_attention._index(length, logits.device), sparse_attention._counts().to(logits.device)
-    learned = (sparse_attention._fixed(length) == -1).to(logits.device)
-    sums = torch.zeros_like(logits).index_add_(-1, index[learned], total[..., learned])
+    learned = ~special_entries(length, sparse_attention.special_tokens, device=logits.device)
+    if sparse_attention.diagonal is not None:
+        learned.fill_diagonal_(False)
+    form = sparse_attention.search.form
+    index = parameter_index(form, length, length, config.symmetric, config.block_size, logits.device)[learned]
+    counts = index.bincount(minlength=logits.shape[-1])
+    sums = torch.zeros_like(logits).index_add_(-1, index, total[..., learned])
     density = sums / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
@@ -234,7 +240,7 @@ def _mlm_logits(model, ids):
     return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
-def agreement(model, masks, rows, teacher, tokenizer=None, batch_size=16, seed=0):
+def agreement(model, masks, rows, teacher=None, tokenizer=None, batch_size=16, seed=0):
     """
     How near masked models are to the dense one, on text.
 
@@ -242,7 +248,7 @@ def agreement(model, masks, rows, teacher, tokenizer=None, batch_size=16, seed=0
         model (`PreTrainedModel`): With a mask, of any kind.
         masks (`dict`): By name, a [`SparseMask`], or `None` for the model's own.
         rows (`torch.Tensor` of shape `(N, n)`): Token ids, without padding.
-        teacher (`PreTrainedModel`): The dense model.
+        teacher (`PreTrainedModel`, *optional*): The dense model, where `model` has other weights.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): For the MLM loss, of a model with that head.
         batch_size, seed (`int`): The seed is that of the tokens to predict.
 
@@ -253,12 +259,14 @@ def agreement(model, masks, rows, teacher, tokenizer=None, batch_size=16, seed=0
     carriers = {
         name: get_sparse_attention(model) if mask is None else carrier(model, mask) for name, mask in masks.items()
     }
+    dense = carrier(model)
     cosines, errors, losses = ({name: [] for name in masks} for _ in range(3))
     collator = None if tokenizer is None else DataCollatorForLanguageModeling(tokenizer, seed=seed)
     model.eval()
     with torch.no_grad():
         for ids in rows.split(batch_size):
-            targets = hidden_states(teacher, ids)
+            with running_through(model, dense):
+                targets = hidden_states(teacher or model, ids)
             if collator is not None:
                 batch = collator([{"input_ids": row} for row in ids.cpu()])
                 masked, labels = batch["input_ids"].to(ids.device), batch["labels"].to(ids.device)

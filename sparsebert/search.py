@@ -18,9 +18,8 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, set_seed
-from transformers.utils import logging
 
-from .architectures import check_architecture
+from .architectures import attention_modules, check_architecture
 from .attach import allowed_fields, attach
 from .configuration_sparsebert import SparseBertConfig
 from .data import pretraining_dataset
@@ -34,8 +33,6 @@ from .recipes import load_recipe, run_script
 from .training import check_output_dir, write_metrics
 from .visualization import plot_heads, plot_mean_probs, plot_offset_profile
 
-
-logger = logging.get_logger(__name__)
 
 LEARNED, RECOVERED = "learned", "learned, recovered"
 # Batches whose attention probabilities the search starts from.
@@ -105,19 +102,22 @@ class PosthocArguments:
     overwrite: bool = False
 
 
-def check(options, fields):
+def check(options, given):
     """
     Everything that can be refused before weights and text are read.
 
     Args:
         options ([`PosthocArguments`])
-        fields (`dict`): Of the section `model`.
+        given (`dict`): Section `model`.
 
     Returns:
-        The model's configuration.
+        `tuple`: The model's configuration, and the fields of the search.
     Raises:
-        ValueError, OSError: As [`main`].
+        ValueError: If a field is missing, wrong or without a meaning here, or the model cannot be searched.
+        OSError: If there is no such model, or the output folder is not empty.
     """
+    fields = FIELDS | given
+    check_choice("search", fields["search"], tuple(SEARCHES))
     for name in ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
@@ -146,12 +146,15 @@ def check(options, fields):
     # Refuses wrong fields, such as a target out of reach, without the weights.
     with torch.device("meta"):
         model = model_class_of(config)(copy.deepcopy(config))
-    attach(model, fields["search"], mask_length=options.max_length, **_without_search(fields))
-    return config
+    if len(attention_modules(model)) < config.num_hidden_layers:
+        fields = {**fields, "share_layers": True} | given  # the same weights in every layer
+    _attach(model, options, fields)
+    return config, fields
 
 
-def _without_search(fields):
-    return {name: value for name, value in fields.items() if name != "search"}
+def _attach(model, options, fields):
+    others = {name: value for name, value in fields.items() if name != "search"}
+    return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)
 
 
 def read_rows(options, tokenizer):
@@ -192,10 +195,7 @@ def main(arguments):
     start = time.perf_counter()
     recipe = load_recipe(arguments, {"data": PosthocArguments, "model": SparseBertConfig})
     options = PosthocArguments(**recipe["data"])
-    fields = FIELDS | recipe["model"]
-    if fields["search"] not in SEARCHES:
-        raise ValueError(f"search must be one of {', '.join(SEARCHES)}, got {fields['search']!r}")
-    config = check(options, fields)
+    config, fields = check(options, recipe["model"])
     output = Path(options.output_dir)
     set_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -204,14 +204,10 @@ def main(arguments):
     rows, held_out = rows.to(device), held_out.to(device)
     seconds = {"prepare": time.perf_counter() - start}
 
-    teacher = model_class_of(config).from_pretrained(options.model).to(device).eval().requires_grad_(False)
-    model = attach(
-        copy.deepcopy(teacher),
-        fields["search"],
-        mask_length=options.max_length,
-        attn_implementation="sparse_sdpa",
-        **_without_search(fields),
-    )
+    model = model_class_of(config).from_pretrained(options.model).to(device).eval()
+    # Until its weights change, the model itself is the dense one.
+    teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
+    _attach(model, options, fields)
     sparse_attention, dense = model.sparse_attention, carrier(model)
     begin = time.perf_counter()
     start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
@@ -222,7 +218,9 @@ def main(arguments):
     mask = model.freeze(metadata={"run": output.name})
     seconds["search"] = time.perf_counter() - begin
 
-    has_mlm = type(teacher).__name__.endswith(("ForMaskedLM", "ForPreTraining")) and config.model_type != "electra"
+    # What ELECTRA is pre-trained for is not to predict tokens.
+    heads = ("ForMaskedLM",) if config.model_type == "electra" else ("ForMaskedLM", "ForPreTraining")
+    has_mlm = type(model).__name__.endswith(heads)
     held_out = (held_out, teacher, tokenizer if has_mlm else None)
     masks = {LEARNED: mask, "dense model's attention": started_from}
     if options.patterns:
@@ -268,7 +266,7 @@ def main(arguments):
 
 def _log(step, loss):
     if step % 20 == 0:
-        logger.info(f"step {step}: error {loss:.4f}")
+        print(f"step {step}: error {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

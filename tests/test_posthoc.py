@@ -206,6 +206,15 @@ def test_command(model_folder, text, tmp_path, capsys):
     assert not hasattr(stock, "sparse_attention")
 
 
+def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
+    base_model("albert").save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    command(tmp_path / "model", text, tmp_path / "out", "--patterns", "false", "--train", "norms")
+    assert load(tmp_path / "out").sparse_attention.mask.num_layers == 1
+    with pytest.raises(ValueError, match="share_layers must be true"):
+        command(tmp_path / "model", text, tmp_path / "new", "--share_layers", "false")
+
+
 def test_command_keeps_the_weights(model_folder, text, tmp_path):
     command(model_folder, text, tmp_path, "--patterns", "false", "--overwrite")
     read = transformers.RobertaForMaskedLM.from_pretrained
