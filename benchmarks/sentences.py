@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import CONFIG_NAME
 
 from sparsebert import attach, load
 from sparsebert.attach import read_mask
+from sparsebert.loading import find_file
 from sparsebert.masks.matched import matched_patterns
 from sparsebert.recipes import run_script
 from sparsebert.task_models import input_sparsity
@@ -105,9 +107,9 @@ def main(arguments):
     rows = {}
     rows["dense"], dense = measure(model, tokenizer, pairs)
     for source in options.masks:
-        try:
+        if find_file(source, CONFIG_NAME):
             masked = load(source, AutoModel).eval()
-        except OSError:  # there is a mask and no model
+        else:
             masked = attach(AutoModel.from_pretrained(options.model).eval(), read_mask(source))
         rows[Path(source).name], _ = measure(masked, tokenizer, pairs, dense)
     for sparsity in options.sparsities:
