@@ -34,6 +34,7 @@ from .modeling_sparsebert import (
     SparseBertPreTrainedModel,
 )
 from .plan import Plan, plan
+from .positions import extend_positions
 from .sparse_attention import SparseAttention
 from .version import __version__
 
@@ -75,6 +76,7 @@ __all__ = [
     "attach",
     "build_pattern",
     "detach",
+    "extend_positions",
     "load",
     "plan",
     "sparse_dot_product_attention",

@@ -49,9 +49,8 @@ def load(pretrained_model_name_or_path, model_class=None, **kwargs):
         raise FileNotFoundError(f"there is no folder {source}")
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     config = AutoConfig.from_pretrained(source, **hub_arguments)
-    sparse = isinstance(config, SparseBertConfig)
-    model_class = model_class or _saved_class(config, modeling_sparsebert if sparse else transformers)
-    if sparse:
+    model_class = model_class or model_class_of(config)
+    if isinstance(config, SparseBertConfig):
         return model_class.from_pretrained(source, **kwargs)
     check_architecture(config.model_type)
     attn_implementation = kwargs.pop("attn_implementation", None) or "sparse_auto"
@@ -80,7 +79,14 @@ def load(pretrained_model_name_or_path, model_class=None, **kwargs):
     return model
 
 
-def _saved_class(config, module):
+def model_class_of(config):
+    """
+    The class that a model was saved in.
+
+    Raises:
+        ValueError: If it is not one of transformers or, with a [`SparseBertConfig`], of ours.
+    """
+    module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
     name = (config.architectures or ["AutoModel"])[0]
     if not hasattr(module, name):
         raise ValueError(f"architectures: {name!r} is not a class of {module.__name__}, give the class as model_class")

@@ -127,16 +127,21 @@ def _labels(label):
     return {}
 
 
+def input_sparsity(mask, lengths):
+    """Fraction of entries that a [`SparseMask`] removes from inputs of these lengths (`list` or array of tokens)."""
+    lengths, counts = np.unique(lengths, return_counts=True)
+    kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
+    return 1 - kept / (mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum()))
+
+
 def mask_metrics(model, data):
     """Which mask a model runs through, what it removes at its own length, and what on the inputs evaluated."""
     sparse_attention = getattr(model.base_model, "sparse_attention", None)
     if sparse_attention is None:
         return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
     mask = sparse_attention.mask
-    lengths, counts = np.unique(data.lengths[data.evaluation_splits[0]], return_counts=True)
-    kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
-    entries = mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum())
+    removed = input_sparsity(mask, data.lengths[data.evaluation_splits[0]])
     name = Path(data.options.mask).name if data.options.mask and not data.options.pruning else None
     name = name or mask.metadata.get("pattern") or mask.metadata.get("search")
     name = name or ("pruned" if "pruning" in mask.metadata else "mask")
-    return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": 1 - kept / entries}
+    return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": removed}

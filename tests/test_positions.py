@@ -1,0 +1,97 @@
+"""Longer position embeddings: what stays, what is new, masks searched at a shorter length, files."""
+
+import pytest
+import torch
+import transformers
+from test_attach import MODELS, TEXT, config_of, head_model
+from transformers import AutoTokenizer
+
+from sparsebert import SparseBertForMaskedLM, SparseMask, attach, extend_positions, load
+from sparsebert.lengthen import main
+
+
+LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert")
+OFFSETS = dict.fromkeys(("roberta", "xlm-roberta", "camembert"), 1)  # the padding token of TEXT is 0
+
+
+def positions_of(model):
+    return model.base_model.embeddings.position_embeddings.weight.detach().clone()
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_models_read_longer_inputs(name):
+    model, offset = head_model(name), OFFSETS.get(name, 0)
+    known = TEXT["max_position_embeddings"] - offset
+    ids = torch.randint(5, 100, (2, 3 * known))
+    with torch.no_grad():
+        before = model(ids[:, :known]).logits
+        with pytest.raises((IndexError, RuntimeError)):
+            model(ids)
+        old = positions_of(model)
+        extend_positions(model, 3 * known, "tile")
+        torch.testing.assert_close(model(ids[:, :known]).logits, before)  # tiles leave the first positions alone
+        assert model(ids).logits.shape[1] == 3 * known
+    assert model.config.max_position_embeddings == offset + 3 * known
+    torch.testing.assert_close(positions_of(model), torch.cat([old[:offset], *[old[offset:]] * 3]))
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_interpolation(name):
+    model, offset = head_model(name), OFFSETS.get(name, 0)
+    old = positions_of(model)
+    known = len(old) - offset
+    extend_positions(model, 2 * known - 1)
+    new = positions_of(model)
+    torch.testing.assert_close(new[:offset], old[:offset])
+    torch.testing.assert_close(new[offset:][::2], old[offset:])
+    torch.testing.assert_close(new[offset + 1], (old[offset] + old[offset + 1]) / 2)
+    assert model.base_model.embeddings.position_embeddings.weight.requires_grad
+
+
+def test_a_mask_per_offset_extends(tmp_path):
+    model = head_model("bert")
+    keep = torch.arange(12) < 3
+    mask = SparseMask(keep.expand(1, 4, 12), 12, form="offsets", special_tokens="first_last")
+    attach(model, mask)
+    extend_positions(model, 80)
+    model.save_pretrained(tmp_path)
+    model = load(tmp_path).eval()
+    ids = torch.randint(5, 100, (1, 80))
+    changed = ids.clone()
+    changed[0, 40] = 99 if ids[0, 40] != 99 else 98
+    with torch.no_grad():
+        layer = model.bert(ids, output_hidden_states=True).hidden_states[1]
+        other = model.bert(changed, output_hidden_states=True).hidden_states[1]
+    moved = (layer - other).abs().amax(-1)[0] > 1e-6
+    assert moved.nonzero().flatten().tolist() == [0, 38, 39, 40, 41, 42, 79]
+    assert model.sparse_attention.mask.length == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("bert", (40,), "length must be a whole number above the 40 positions"),
+        ("roberta", (39,), "above the 39 positions"),
+        ("bert", (80.0,), "got 80.0"),
+        ("bert", (80, "repeat"), "method must be one of 'interpolate', 'tile', got 'repeat'"),
+        ("modernbert", (80,), "type 'modernbert' has no learned embeddings"),
+        ("eurobert", (80,), "type 'eurobert'"),
+        ("vit", (80,), "type 'vit'"),
+    ],
+)
+def test_errors(name, arguments, message):
+    model = transformers.AutoModel.from_config(config_of(name))
+    with pytest.raises(ValueError, match=message):
+        extend_positions(model, *arguments)
+    assert set(LEARNED) < set(MODELS)
+
+
+@pytest.mark.parametrize(("kind", "mask"), [("stock", False), ("window", True)])
+def test_command(checkpoints, tmp_path, kind, mask):
+    main([checkpoints[kind], "--length", "64", "--method", "tile", "--output_dir", str(tmp_path)])
+    model_class = SparseBertForMaskedLM if mask else transformers.BertForMaskedLM
+    model = model_class.from_pretrained(tmp_path)
+    assert model.config.max_position_embeddings == AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64
+    assert model(torch.ones(1, 64, dtype=torch.long)).logits.shape[1] == 64
+    with pytest.raises(FileExistsError, match="not empty"):
+        main([checkpoints[kind], "--length", "64", "--output_dir", str(tmp_path)])

@@ -1,0 +1,282 @@
+"""Post-hoc search: what is learned, against what, on which models; the command; recovery; bad input."""
+
+import copy
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from test_attach import base_model, head_model, real_bert
+from transformers import AutoModel, AutoTokenizer
+
+import sparsebert.search
+from sparsebert import attach, build_pattern, load
+from sparsebert.posthoc import (
+    agreement,
+    carrier,
+    hidden_states,
+    learn_mask,
+    random_batches,
+    recover,
+    running_through,
+    squared_errors,
+    start_from_attention,
+)
+
+
+LENGTH, HEADS = 16, 4
+ROWS = torch.randint(5, 100, (24, LENGTH), generator=torch.Generator().manual_seed(7))
+FIELDS = sparsebert.search.FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6}
+
+
+def searching(name, model=None, **fields):
+    fields = FIELDS | fields
+    return attach(model or base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
+
+
+def masked(model, mask):
+    return attach(copy.deepcopy(model), mask, attn_implementation="sparse_eager")
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "albert"])
+def test_running_through_is_the_model_with_that_mask(name):
+    stock, model = base_model(name), searching(name, share_layers=name == "albert")
+    mask = build_pattern("window", LENGTH, HEADS, window_size=2, num_global_tokens=1)
+    with torch.no_grad():
+        for expected, given in ((stock, None), (masked(stock, mask), mask)):
+            with running_through(model, carrier(model, given)):
+                states = hidden_states(model, ROWS[:2])
+            torch.testing.assert_close(states[-1], expected(ROWS[:2]).last_hidden_state, atol=1e-5, rtol=1e-4)
+    assert model.sparse_attention.searching
+
+
+def test_squared_errors():
+    target = torch.randn(2, 3, 5)
+    mean = target.mean((0, 1)).expand_as(target)
+    torch.testing.assert_close(squared_errors((target, mean), (target, target)), torch.tensor([0.0, 1.0]))
+
+
+def test_batches_use_every_row_and_keep_the_last_token():
+    batches = list(random_batches(ROWS, 6, 8, seed=3, shortest=8))
+    assert sorted(batches[0].tolist() + batches[2].tolist()) != batches[0].tolist()
+    whole = torch.cat(list(random_batches(ROWS, 6, 4, seed=3)))
+    assert sorted(whole.tolist()) == sorted(ROWS.tolist())
+    lengths = {batch.shape[1] for batch in batches[1::2]}
+    assert all(batch.shape == (6, LENGTH) for batch in batches[::2]) and min(lengths) >= 8 and len(lengths) > 1
+    ends = {tuple(row[[0, -1]].tolist()) for row in ROWS}
+    assert all(tuple(row[[0, -1]].tolist()) in ends for batch in batches for row in batch)
+
+
+@pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
+def test_start_is_the_mean_attention(search):
+    model = searching("bert", search=search, special_tokens="none")
+    stock = base_model("bert")
+    start_from_attention(model, carrier(model), [ROWS[:8], ROWS[:4, :9], ROWS[8:16]])
+    stock.set_attn_implementation("eager")
+    with torch.no_grad():
+        attention = torch.stack(stock(ROWS[:16], output_attentions=True).attentions).mean(1)  # (L, H, n, n)
+    alpha = model.sparse_attention.alpha()
+    if search == "dam_s":
+        expected = torch.stack([attention.diagonal(k, -2, -1).mean(-1) for k in range(LENGTH)], -1)
+        expected = (expected + torch.stack([attention.diagonal(-k, -2, -1).mean(-1) for k in range(LENGTH)], -1)) / 2
+    else:
+        expected = attention.flatten(-2)
+    expected = expected.log()
+    torch.testing.assert_close(alpha.detach(), expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
+
+
+def positional(name):
+    """A model whose attention depends on positions more than on the text."""
+    model = base_model(name)
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize(("name", "shared"), [("bert", False), ("roberta", False), ("distilbert", True)])
+def test_search_beats_random(name, shared):
+    stock = positional(name)
+    model = searching(name, copy.deepcopy(stock), search="dam_u", share_layers=shared)
+    dense = carrier(model)
+    start_from_attention(model, dense, random_batches(ROWS, 8, 2))
+    learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense)
+    mask = model.freeze()
+    assert mask.num_layers == (1 if shared else 3) and abs(mask.sparsity - 0.6) < 0.005
+    masks = {"learned": None} | {
+        seed: build_pattern("random", LENGTH, HEADS, seed=seed, sparsity=0.6) for seed in range(4)
+    }
+    errors = [numbers["layer_error"][-1] for numbers in agreement(model, masks, ROWS, stock).values()]
+    assert errors[0] < 0.8 * min(errors[1:])
+    weights = model.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in stock.state_dict().items())
+
+
+def test_norms_are_learned_only_when_asked():
+    stock, model = base_model("bert"), searching("bert")
+    learn_mask(model, random_batches(ROWS, 8, 3), 3, 0.1, train_norms=True)
+    changed = {name for name, value in stock.named_parameters() if not torch.equal(model.get_parameter(name), value)}
+    assert changed and all("LayerNorm" in name for name in changed)
+
+
+def test_agreement():
+    stock = head_model("bert")
+    model = attach(copy.deepcopy(stock), "dense", mask_length=LENGTH)
+    tokenizer = transformers.BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])}
+    )
+    window = build_pattern("window", LENGTH, HEADS, window_size=1)
+    report = agreement(model, {"own": None, "window": window}, ROWS, stock, tokenizer)
+    assert report["own"]["cosine"] == pytest.approx(1, abs=1e-5) and max(report["own"]["layer_error"]) < 1e-3
+    assert report["own"]["mlm_loss"] > 0 and report["window"]["mlm_loss"] != report["own"]["mlm_loss"]
+    assert report["window"]["cosine_5"] < report["window"]["cosine"] < 1
+    states, targets = hidden_states(masked(stock, window), ROWS[:16]), hidden_states(stock, ROWS[:16])
+    errors = agreement(model, {"window": window}, ROWS[:16], stock)["window"]["layer_error"]
+    torch.testing.assert_close(torch.tensor(errors), squared_errors(states, targets).sqrt())
+
+
+def test_recovery():
+    stock = base_model("bert")
+    model = masked(stock, build_pattern("window", LENGTH, HEADS, window_size=1))
+    before = agreement(model, {"own": None}, ROWS, stock)["own"]
+    recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3)
+    after = agreement(model, {"own": None}, ROWS, stock)["own"]
+    assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1]
+
+
+def test_library_errors():
+    with pytest.raises(ValueError, match="frozen"):
+        learn_mask(masked(base_model("bert"), "window"), [], 0, 0.1)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, word_tokenizer):
+    """A RoBERTa with an MLM head, of 39 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    head_model("roberta").save_pretrained(folder)
+    word_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    words = torch.randint(0, 90, (300, 24), generator=torch.Generator().manual_seed(1)).tolist()
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(" ".join(f"w{word}" for word in row) for row in words))
+    return path
+
+
+def command(model, text, output, *arguments):
+    arguments = (
+        "--max_length",
+        32,
+        "--steps",
+        3,
+        "--target_sparsity",
+        0.7,
+        "--max_validation_tokens",
+        256,
+        *arguments,
+    )
+    given = ("--model", model, "--data", text, "--validation", text, "--output_dir", output)
+    sparsebert.search.main([str(argument) for argument in (*given, *arguments)])
+
+
+def test_command(model_folder, text, tmp_path, capsys):
+    command(model_folder, text, tmp_path / "out", "--recover", 2, "--search", "dam_b", "--block_size", 16)
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
+    names = ["dense", "learned", "dense model's attention", "strided", "random", "window", "learned, recovered"]
+    assert set(names) <= set(metrics["agreement"]) == set(metrics["sparsity"])
+    assert metrics["agreement"]["dense"]["cosine"] == pytest.approx(1, abs=1e-5)
+    assert all(numbers["mlm_loss"] > 0 for numbers in metrics["agreement"].values())
+    assert abs(metrics["sparsity"]["window"] - metrics["sparsity"]["learned"]) < 0.03
+    assert "| learned, recovered" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
+        "heads.png",
+        "mean_probs.png",
+        "offset_profile.png",
+    }
+    model = load(tmp_path / "out")
+    assert type(model).__name__ == "RobertaForMaskedLM" and not model.sparse_attention.searching
+    assert model.sparse_attention.mask.metadata["search"] == "dam_b"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
+    stock = AutoModel.from_pretrained(tmp_path / "out")
+    assert not hasattr(stock, "sparse_attention")
+
+
+def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
+    base_model("albert").save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    command(tmp_path / "model", text, tmp_path / "out", "--patterns", "false", "--train", "norms")
+    assert load(tmp_path / "out").sparse_attention.mask.num_layers == 1
+    with pytest.raises(ValueError, match="share_layers must be true"):
+        command(tmp_path / "model", text, tmp_path / "new", "--share_layers", "false")
+
+
+def test_command_keeps_the_weights(model_folder, text, tmp_path):
+    command(model_folder, text, tmp_path, "--patterns", "false", "--overwrite")
+    read = transformers.RobertaForMaskedLM.from_pretrained
+    before, after = (read(folder).state_dict() for folder in (model_folder, tmp_path))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert set(json.loads((tmp_path / "metrics.json").read_text())["agreement"]) == {
+        "dense",
+        "learned",
+        "dense model's attention",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target_sparsity", "0.99"), "target_sparsity 0.99 cannot be reached"),
+        (("--target_sparsity", "1.5"), "target_sparsity"),
+        (("--target_sparsity", "null"), "--target_sparsity is needed"),
+        (("--search", "dam_x"), "dam_x"),
+        (("--pattern", "window"), "pattern has no meaning"),
+        (("--hidden_size", "8"), "hidden_size has no meaning here"),
+        (("--train", "bias"), "train must be one of"),
+        (("--max_length", "40"), "at most the model's 39 positions, got 40"),
+        (("--batch_size", "100000"), "too few for a batch of 100000"),
+        (("--steps", "-1"), "steps must be at least 0"),
+        (("--shortest", "64"), "shortest must be from 8 to max_length"),
+    ],
+)
+def test_errors(model_folder, text, tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        command(model_folder, text, tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, word_tokenizer):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").touch()
+    with pytest.raises(FileExistsError, match="not empty"):
+        command(model_folder, text, tmp_path / "out")
+    with pytest.raises(ValueError, match="carries a mask already"):
+        command(checkpoints["window"], text, tmp_path / "new")
+    transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="'gpt2' cannot carry a mask"):
+        command(tmp_path / "gpt2", text, tmp_path / "new")
+    with pytest.raises(ValueError, match="--data is needed"):
+        sparsebert.search.main(["--model", str(model_folder)])
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    with pytest.raises(ValueError, match="too few for one row"):
+        command(model_folder, tmp_path / "short.txt", tmp_path / "new")
+
+
+@pytest.mark.slow
+def test_real_weights(tmp_path):
+    """At 0.8 the mask of a real sentence encoder is nearer to it than a window."""
+    folder, text = real_bert(), tmp_path / "text.txt"
+    licences = [path.read_text() for d in importlib.metadata.distributions() for path in _licences(d)]
+    text.write_text("\n\n".join(" ".join(licence.split()) for licence in licences))
+    command(folder, text, tmp_path / "out", "--max_length", 128, "--steps", 5, "--target_sparsity", 0.8)
+    report = json.loads((tmp_path / "out/metrics.json").read_text())["agreement"]
+    assert report["learned"]["cosine"] > report["window"]["cosine"]
+
+
+def _licences(distribution):
+    files = distribution.files or []
+    return [path for path in (Path(file.locate()) for file in files if file.name == "LICENSE") if path.is_file()]
