@@ -576,7 +576,7 @@ def test_stock_name_on_a_masked_model_is_refused(tiny_config, stock, phase):
 CANNOT = {
     "sparse_triton on CPU": ("sparse_triton", {}, "it needs a CUDA device, got 'cpu'"),
     "sparse_flex, gradients": ("sparse_flex", {"gradients": True}, "it has no gradients on device 'cpu'"),
-    "sparse_flex, dropout": ("sparse_flex", {"dropout": 0.1}, "it has no attention dropout, got 0.1"),
+    "sparse_flex, dropout": ("sparse_flex", {"dropout": 0.1}, "it has no attention dropout; set"),
     "sparse_flex, cache": ("sparse_flex", {"queries": 5}, "it needs as many queries as keys, got 5 and 12"),
     "sparse_cpu, float64": ("sparse_cpu", {"dtype": torch.float64}, "dtype must be one of .*got torch.float64"),
     "sparse_cpu, head size": ("sparse_cpu", {"size": 300}, "head size must be at most 256, got 300"),
@@ -644,7 +644,7 @@ def test_refusals_of_models(tiny_config, what, name):
         ({"padding": torch.ones(2, 11, dtype=torch.bool)}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
         ({"padding": torch.ones(2, 12)}, "padding must be bool.*float32"),
         ({"is_causal": True}, "is_causal needs.*got 'first_last'"),
-        ({"backend": "sdpa"}, "'sdpa' would ignore.*sparse_auto"),
+        ({"backend": "sdpa"}, "backend must be one of sparse_eager.*got 'sdpa'"),
     ],
     ids=["heads", "layer", "dropout", "padding's shape", "padding's dtype", "causal", "name"],
 )

@@ -423,6 +423,12 @@ def test_frozen_model_compiles_once_as_one_graph(tiny_config, pattern, padded):
     assert_compiles(tiny_config, "aot_eager", padded, pattern=pattern)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_backends_compile_as_one_graph(tiny_config, backend, padded):
+    assert_compiles(tiny_config, "aot_eager", padded, pattern="bigbird", attn_implementation=backend)
+
+
 @pytest.mark.slow
 def test_frozen_model_compiles_with_inductor(tiny_config):
     assert_compiles(tiny_config, "inductor", True, pattern="window")
