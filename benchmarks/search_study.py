@@ -15,7 +15,7 @@ import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
-from sparsebert.masks.matched import matched_patterns
+from sparsebert.masks.matched import VARIED, matched_patterns
 from sparsebert.report import Table
 
 from ._pretraining import add_options, folder_name, run
@@ -24,6 +24,7 @@ from ._report import ROOT, STYLES
 
 SPARSITY = 0.92
 LENGTH, HEADS = 128, 4
+MANUAL = ("dense", *VARIED)
 PAPER = {"mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
 ANNEALED = {"mask_form": "log", "hard": "false", "noise_scale": 0, "temperature_end": 0.1}
 BUDGET = {"target_sparsity": SPARSITY, "initial_sparsity": 0.5, "sparsity_warmup": 0, "sparsity_ramp": 0.4}
@@ -49,8 +50,7 @@ SETTINGS = {
 def study(options):
     """All runs: `{(steps, kind, name): [metrics of a seed]}`; kind is `"search"`, `"frozen"` or `"manual"`."""
     cells, output = {}, options.output.absolute()
-    manual = matched_patterns(SPARSITY, LENGTH, HEADS)
-    for name, mask in manual.items():
+    for name, mask in matched_patterns(SPARSITY, LENGTH, HEADS).items():
         mask.save_pretrained(output / "masks" / folder_name(name))
 
     def searched(name, steps, seed):
@@ -65,14 +65,14 @@ def study(options):
         where = output / f"{steps}" / f"{seed}" / f"manual_{folder_name(name)}"
         return run(where, {"max_steps": steps, "seed": seed} | mask, options)
 
-    settings = options.settings or list(SETTINGS)
     with ThreadPoolExecutor(options.jobs) as pool:
         tasks = []
         for steps in options.steps:
             for seed in options.seeds:
-                tasks += [((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in settings]
-                names = () if options.no_manual else ("dense", *manual)
-                tasks += [((steps, "manual", name), pool.submit(fixed, name, steps, seed)) for name in names]
+                tasks += [
+                    ((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in options.settings
+                ]
+                tasks += [((steps, "manual", name), pool.submit(fixed, name, steps, seed)) for name in options.manual]
         for (steps, kind, name), task in tasks:
             results = task.result()
             if kind == "search":
@@ -145,8 +145,10 @@ def main(arguments=None):
     add_options(parser, ROOT / "recipes" / "small.yaml")
     parser.add_argument("--steps", type=int, nargs="+", default=[500, 1500], help="budgets")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all by default")
-    parser.add_argument("--no_manual", action="store_true", help="leave out dense and the manual masks")
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS, help="all by default")
+    parser.add_argument(
+        "--manual", nargs="*", choices=MANUAL, default=MANUAL, help="dense and manual masks, all by default"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options = parser.parse_args(arguments)
     cells = study(options)
