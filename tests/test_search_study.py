@@ -42,7 +42,7 @@ def finish(folder, loss):
 
 def test_finished_runs_are_not_run_again(tmp_path, arguments, capsys):
     pytest.importorskip("matplotlib")
-    settings = ["no penalty", "budget, annealed, log"]
+    settings = ["no penalty", "annealed"]
     for seed in (0, 1):
         for index, name in enumerate(settings):
             folder = tmp_path / "runs" / "9" / str(seed)
@@ -62,7 +62,7 @@ def test_finished_runs_are_not_run_again(tmp_path, arguments, capsys):
 @pytest.mark.slow
 def test_study_runs_searches_and_manual_masks(tmp_path, arguments, capsys):
     pytest.importorskip("matplotlib")
-    settings = ["penalty 1e-4 (paper)", "budget, annealed, log, frozen at 40 %"]
+    settings = ["penalty 1e-4 (paper)", "annealed, frozen at 40 %"]
     search_study.main(
         [*arguments, "--settings", *settings, "--manual", "dense", "window", "--seeds", "0", "--steps", "4"]
     )
