@@ -6,7 +6,7 @@ every manual mask at the same sparsity. All at one budget of tokens.
 
     python -m benchmarks.search_study --text FILE --validation FILE --output runs/study
 
-Runs `pretrain.py recipes/demo_dam_s.yaml` once for each; what is finished is not run again. Prints a table; writes it, a
+Runs `pretrain.py recipes/demo_dam_s.yaml` for each; what is finished is not run again. Prints a table; writes it, a
 plot of the loss along the searches and `study.json` to the output folder.
 """
 
