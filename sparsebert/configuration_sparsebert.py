@@ -86,6 +86,8 @@ class SparseBertConfig(BertConfig):
             dense warm-up.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search before sparsity grows.
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search at which the target is reached.
+        initial_decay (`float`, *optional*, defaults to 0.0): d >= 0: the odds of keeping a position start proportional
+            to `max(distance, 1)^-d`, distance in tokens (`dam_b`: tiles); 0 starts all alike.
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
             `"dense"`, or `"error"` (default of tables).
@@ -124,6 +126,7 @@ class SparseBertConfig(BertConfig):
     initial_sparsity: float | int = validated_field(_between(0, 1, high_open=True), default=0.5)
     sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
     sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
+    initial_decay: float | int = validated_field(_between(0, 100), default=0.0)
     mask_length: int | None = validated_field(_between(1, 2**20), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
 

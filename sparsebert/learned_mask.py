@@ -27,6 +27,7 @@ from .masks.search import (
     gumbel_noise,
     mask_bias,
     num_parameters,
+    parameter_distance,
     parameter_index,
     prune,
     sample_mask,
@@ -88,9 +89,18 @@ class LearnedMask(nn.Module):
             self._check_target()
 
     def reset_parameters(self):
-        """alpha ~ 1e-3 N(0, 1), so that P starts at 1/2 (SparseBERT, Algorithm 1)."""
-        if self.mask_logits is not None:
-            init.normal_(self.mask_logits, mean=0.0, std=1e-3 / self.config.mask_logit_scale)
+        """alpha ~ 1e-3 N(0, 1), so that P starts at 1/2 (SparseBERT, Algorithm 1), less the decay with distance."""
+        if self.mask_logits is None:
+            return
+        config = self.config
+        init.normal_(self.mask_logits, mean=0.0, std=1e-3 / config.mask_logit_scale)
+        if config.initial_decay:
+            distance = parameter_distance(
+                self.search.form, self.mask_logits.shape[-1], config.mask_length, config.symmetric
+            )
+            decay = config.initial_decay / config.mask_logit_scale * distance.clamp(min=1).log()
+            with torch.no_grad():
+                self.mask_logits.sub_(decay.to(self.mask_logits))
 
     def alpha(self):
         """Mask logits `(L, H, K)`, float32. Raises `ValueError` on a frozen model."""

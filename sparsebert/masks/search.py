@@ -132,6 +132,17 @@ def parameter_index(form, length, mask_length, symmetric=True, block_size=None, 
     return torch.where(beyond, mask_length * mask_length, row * mask_length + column)
 
 
+def parameter_distance(form, size, length, symmetric=True):
+    """How far apart query and key of each of the K parameters are, in tokens or for `"blocks"` in tiles: `(K,)`."""
+    if form != "table":
+        return torch.arange(size)
+    position = torch.arange(length)
+    distance = (position[:, None] - position[None, :]).abs()
+    return torch.zeros(size, dtype=torch.long).scatter_(
+        0, parameter_index(form, length, length, symmetric).flatten(), distance.flatten()
+    )
+
+
 def select(probs, counts, fixed, threshold=0.5, sparsity=None, length=None):
     """
     Choose the parameters to keep.
