@@ -25,9 +25,16 @@ from ._report import ROOT, STYLES
 SPARSITY = 0.92
 LENGTH, HEADS = 128, 4
 MANUAL = ("dense", *VARIED)
-PAPER = {"mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
+PAPER = {"initial_decay": 0, "mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
 ANNEALED = {"mask_form": "log", "hard": "false", "noise_scale": 0, "temperature_end": 0.1}
-BUDGET = {"target_sparsity": SPARSITY, "initial_sparsity": 0.5, "sparsity_warmup": 0, "sparsity_ramp": 0.4}
+LOCAL = {"initial_decay": 2, "initial_sparsity": SPARSITY}
+BUDGET = {
+    "target_sparsity": SPARSITY,
+    "initial_decay": 0,
+    "initial_sparsity": 0.5,
+    "sparsity_warmup": 0,
+    "sparsity_ramp": 0.4,
+}
 # Name to the flags of pretrain.py. Those without a target are frozen at the same sparsity.
 SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
@@ -44,6 +51,9 @@ SETTINGS = {
     "annealed, slow ramp": ANNEALED | BUDGET | {"sparsity_ramp": 0.8},
     "annealed, logit scale 3": ANNEALED | BUDGET | {"mask_logit_scale": 3},
     "annealed, logit scale 30": ANNEALED | BUDGET | {"mask_logit_scale": 30},
+    "local start": ANNEALED | BUDGET | LOCAL,
+    "local start, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.4},
+    "local start, frozen at 70 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.7},
     "annealed, mask per layer": ANNEALED | BUDGET | {"share_layers": "false"},
 }
 

@@ -14,9 +14,9 @@ from .pruning import stored_settings
 
 # What makes a search another one; a checkpoint of one cannot go on as the other.
 MODE_FIELDS = (
-    "search", "pattern", "target_sparsity", "initial_sparsity", "sparsity_warmup", "sparsity_ramp", "mask_form",
-    "hard", "temperature", "temperature_end", "noise_scale", "noise_scale_end", "mask_length", "symmetric",
-    "share_layers", "special_tokens", "diagonal",
+    "search", "pattern", "target_sparsity", "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
+    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "noise_scale_end", "mask_length",
+    "symmetric", "share_layers", "special_tokens", "diagonal",
 )  # fmt: skip
 
 

@@ -82,12 +82,13 @@ class SparseBertConfig(BertConfig):
         target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove in every head, instead of a
             penalty (`sparsity_weight` has no effect then), by an annealed search: P itself, not samples of it, with
             a temperature that falls.
-        initial_sparsity (`float`, *optional*, defaults to 0.5): In [0, 1): what `target_sparsity` starts from; 0 is a
-            dense warm-up.
+        initial_decay (`float`, *optional*): d >= 0: the odds of keeping a position start proportional to
+            `max(distance, 1)^-d`, the distance in tokens (`"dam_b"`: tiles). 0, all alike; 2 under a target, where a
+            search that starts local learns much faster.
+        initial_sparsity (`float`, *optional*): In [0, 1): what the sparsity under a target starts from: the target;
+            0 is a dense warm-up.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search before sparsity grows.
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search at which the target is reached.
-        initial_decay (`float`, *optional*, defaults to 0.0): d >= 0: the odds of keeping a position start proportional
-            to `max(distance, 1)^-d`, distance in tokens (`dam_b`: tiles); 0 starts all alike.
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
             `"dense"`, or `"error"` (default of tables).
@@ -123,10 +124,10 @@ class SparseBertConfig(BertConfig):
     last_token: str = validated_field(_choice(LAST_TOKENS), default="real")
     sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)
     target_sparsity: float | None = validated_field(_between(0, 1, low_open=True, high_open=True), default=None)
-    initial_sparsity: float | int = validated_field(_between(0, 1, high_open=True), default=0.5)
+    initial_decay: float | int | None = validated_field(_between(0, 100), default=None)
+    initial_sparsity: float | int | None = validated_field(_between(0, 1, high_open=True), default=None)
     sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
     sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
-    initial_decay: float | int = validated_field(_between(0, 100), default=0.0)
     mask_length: int | None = validated_field(_between(1, 2**20), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
 

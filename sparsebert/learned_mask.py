@@ -41,6 +41,8 @@ from .masks.sparse_mask import default_length_policy, special_entries
 TOLERANCE = 0.005
 # Of an annealed search in the end, when P is 0 or 1 for nearly all.
 ANNEALED_TEMPERATURE = 0.1
+# What the logarithm of the distance weighs in the logits that such a search starts from.
+LOCAL_DECAY = 2.0
 # Narrower than this the sigmoid is a step, and nothing would be learned any more.
 _NARROWEST = 0.02
 # Of the learned entries, what a budget leaves on both sides, so that P never saturates.
@@ -75,6 +77,9 @@ class LearnedMask(nn.Module):
         self.hard = self.search.stochastic and (sampled if config.hard is None else config.hard)
         self.noise_scale = float(sampled) if config.noise_scale is None else config.noise_scale
         self.temperature_end = config.temperature_end or (ANNEALED_TEMPERATURE if annealed else config.temperature)
+        self.initial_decay = config.initial_decay
+        if self.initial_decay is None:
+            self.initial_decay = LOCAL_DECAY if annealed else 0.0
         # In a decoder the last token changes as it generates.
         special_tokens = "first" if config.is_decoder and self.search.special_tokens != "none" else None
         self.special_tokens = config.special_tokens or special_tokens or self.search.special_tokens
@@ -94,11 +99,11 @@ class LearnedMask(nn.Module):
             return
         config = self.config
         init.normal_(self.mask_logits, mean=0.0, std=1e-3 / config.mask_logit_scale)
-        if config.initial_decay:
+        if self.initial_decay:
             distance = parameter_distance(
                 self.search.form, self.mask_logits.shape[-1], config.mask_length, config.symmetric
             )
-            decay = config.initial_decay / config.mask_logit_scale * distance.clamp(min=1).log()
+            decay = self.initial_decay / config.mask_logit_scale * distance.clamp(min=1).log()
             with torch.no_grad():
                 self.mask_logits.sub_(decay.to(self.mask_logits))
 
@@ -150,8 +155,9 @@ class LearnedMask(nn.Module):
     def current_sparsity(self):
         """What `target_sparsity` has grown to at this point of the search, a 0-dimensional tensor on the CPU."""
         config = self.config
-        first = min(config.initial_sparsity, config.target_sparsity)
-        return scheduled(self.progress, config.sparsity_warmup, config.sparsity_ramp, first, config.target_sparsity)
+        target = config.target_sparsity
+        first = target if config.initial_sparsity is None else min(config.initial_sparsity, target)
+        return scheduled(self.progress, config.sparsity_warmup, config.sparsity_ramp, first, target)
 
     def _temperature(self):
         start = self.config.temperature

@@ -52,8 +52,6 @@ FIELDS = {
     "temperature": 1.0,
     "temperature_end": 0.05,
     "mask_logit_scale": 1.0,
-    "sparsity_warmup": 0.0,
-    "sparsity_ramp": 0.0,  # it starts from the dense model's attention, of which most can go at once
 }
 
 
