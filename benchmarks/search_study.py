@@ -69,15 +69,18 @@ def study(options):
 
     def searched(name, steps, seed):
         where, flags = output / f"{steps}" / f"{seed}", common(steps, seed)
-        freeze = {"freeze_sparsity": "null" if "target_sparsity" in SETTINGS[name] else SPARSITY}
-        search = run(where / folder_name(name), flags | {"search": "dam_s"} | freeze | SETTINGS[name], options)
-        mask = {"mask": where / folder_name(name)}
-        return search, run(where / f"frozen_{folder_name(name)}", flags | mask, options)
+        fields = {"search": "dam_s", "target_sparsity": "null", "search_end": 1} | SETTINGS[name]
+        fields["freeze_sparsity"] = SPARSITY if fields["target_sparsity"] == "null" else "null"
+        search = run(where / folder_name(name), flags | fields, options)
+        return search, fixed(f"frozen_{folder_name(name)}", {"mask": where / folder_name(name)}, steps, seed)
 
-    def fixed(name, steps, seed):
+    def manual(name, steps, seed):
         mask = {"pattern": "dense"} if name == "dense" else {"mask": output / "masks" / folder_name(name)}
-        where = output / f"{steps}" / f"{seed}" / f"manual_{folder_name(name)}"
-        return run(where, common(steps, seed) | {"search": "null"} | mask, options)
+        return fixed(f"manual_{folder_name(name)}", mask, steps, seed)
+
+    def fixed(folder, mask, steps, seed):
+        nothing_learned = {"search": "null", "target_sparsity": "null", "search_end": 1, "freeze_sparsity": "null"}
+        return run(output / f"{steps}" / f"{seed}" / folder, common(steps, seed) | nothing_learned | mask, options)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         tasks = []
@@ -86,7 +89,7 @@ def study(options):
                 tasks += [
                     ((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in options.settings
                 ]
-                tasks += [((steps, "manual", name), pool.submit(fixed, name, steps, seed)) for name in options.manual]
+                tasks += [((steps, "manual", name), pool.submit(manual, name, steps, seed)) for name in options.manual]
         for (steps, kind, name), task in tasks:
             results = task.result()
             if kind == "search":

@@ -27,10 +27,11 @@ from ._report import ROOT, STYLES
 
 
 # Name to the flags of pretrain.py.
+RAW = {"target_sparsity": "null", "search_end": 1, "freeze_sparsity": "null", "allow_empty_rows": "true"}
 FORMS = {
-    "additive, c = 10000": {"mask_form": "additive", "mask_constant": 1e4},
-    "additive, c = 10": {"mask_form": "additive", "mask_constant": 10},
-    "log": {"mask_form": "log"},
+    "additive, c = 10000": RAW | {"mask_form": "additive", "mask_constant": 1e4},
+    "additive, c = 10": RAW | {"mask_form": "additive", "mask_constant": 10},
+    "log": RAW | {"mask_form": "log"},
 }
 WEIGHTS = (0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 
@@ -79,9 +80,8 @@ def measure(options):
     for name, flags in FORMS.items():
         runs = {}
         for weight in options.weights:
-            fields = flags | {"max_steps": options.steps, "sparsity_weight": weight, "freeze_sparsity": "null"}
-            folder = options.output.absolute() / folder_name(f"{name} {weight:g}")
-            runs[weight] = run(folder, fields | {"allow_empty_rows": "true"}, options)
+            fields = flags | {"max_steps": options.steps, "sparsity_weight": weight}
+            runs[weight] = run(options.output.absolute() / folder_name(f"{name} {weight:g}"), fields, options)
         results[name] = {"gradients": gradients(flags, options), "runs": runs}
     return results
 

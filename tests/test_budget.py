@@ -104,6 +104,23 @@ def test_training_reaches_the_target_and_decides_it(tiny_config):
         assert model.freeze().sparsity == pytest.approx(0.8, abs=0.5 * attention_step("dam_s"))
 
 
+@pytest.mark.parametrize("search", SEARCHED)
+def test_search_starts_local_and_sparse(tiny_config, search):
+    def start(**fields):
+        fields |= {"search": search, "mask_length": 40, "block_size": 16, "target_sparsity": 0.6}
+        sparse_attention = SparseBertModel(tiny_config(**fields)).sparse_attention
+        sparse_attention.progress.fill_(0.0)
+        return sparse_attention.mask_probs()[0, 0], sparse_attention
+
+    probs, sparse_attention = start()
+    odds = probs / (1 - probs)
+    near, far = odds[20, 3], odds[36, 2]  # offsets 17 and 34, tile offsets 1 and 2
+    assert (near / far).item() == pytest.approx(4, rel=0.02)
+    assert sparse_attention.current_sparsity() == pytest.approx(0.6)
+    probs, _ = start(initial_decay=0)
+    assert (probs[20, 3] / probs[36, 2]).item() == pytest.approx(1, abs=0.01)
+
+
 def test_sparsity_grows_on_schedule(tiny_config):
     attention = searching(
         tiny_config, 0.8, initial_sparsity=0.2, sparsity_warmup=0.25, sparsity_ramp=0.75
