@@ -54,7 +54,16 @@ SETTINGS = {
     "local start": ANNEALED | BUDGET | LOCAL,
     "local start, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.4},
     "local start, frozen at 70 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.7},
-    "annealed, mask per layer": ANNEALED | BUDGET | {"share_layers": "false"},
+    "local start, decay 3, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"initial_decay": 3, "search_end": 0.4},
+    "local start, no diagonal, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"diagonal": "remove", "search_end": 0.4},
+    "local start, logit scale 30, frozen at 40 %": ANNEALED
+    | BUDGET
+    | LOCAL
+    | {"mask_logit_scale": 30, "search_end": 0.4},
+    "local start, mask per layer, frozen at 40 %": ANNEALED
+    | BUDGET
+    | LOCAL
+    | {"share_layers": "false", "search_end": 0.4},
 }
 
 
