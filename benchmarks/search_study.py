@@ -55,6 +55,7 @@ SETTINGS = {
     "local start, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.4},
     "local start, frozen at 70 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.7},
     "local start, decay 3, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"initial_decay": 3, "search_end": 0.4},
+    "local start, decay 5, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"initial_decay": 5, "search_end": 0.4},
     "local start, no diagonal, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"diagonal": "remove", "search_end": 0.4},
     "local start, logit scale 30, frozen at 40 %": ANNEALED
     | BUDGET
