@@ -16,6 +16,7 @@ def add_options(parser, recipe):
     parser.add_argument("--recipe", type=Path, default=recipe)
     parser.add_argument("--threads", type=int, default=1, help="of a run")
     parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
+    parser.add_argument("--finished", action="store_true", help="run nothing, show what is there")
 
 
 def folder_name(name):
@@ -24,7 +25,7 @@ def folder_name(name):
 
 def run(folder, flags, options):
     """
-    The metrics of `pretrain.py RECIPE --field value ...`, run unless they are there.
+    The metrics of `pretrain.py RECIPE --field value ...`, run unless they are there; `None` if it may not be run.
 
     Args:
         folder (`Path`): Where the run is; its output is beside it as `.log`.
@@ -35,6 +36,8 @@ def run(folder, flags, options):
     """
     metrics = folder / "metrics.json"
     if not metrics.is_file():
+        if options.finished:
+            return None
         folder.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "pretrain.py", str(options.recipe), "--text", options.text]
         command += ["--output_dir", str(folder), "--overwrite", "true"]

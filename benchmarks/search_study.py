@@ -69,7 +69,10 @@ SETTINGS = {
 
 
 def study(options):
-    """All runs: `{(steps, kind, name): [metrics of a seed]}`; kind is `"search"`, `"frozen"` or `"manual"`."""
+    """
+    `{(steps, kind, name): {"search": [metrics of a seed], "mask": [...]}}`; kind is `"search"` or `"manual"`,
+    `"mask"` are fresh models through the mask.
+    """
     cells, output = {}, options.output.absolute()
     for name, mask in matched_patterns(SPARSITY, LENGTH, HEADS).items():
         mask.save_pretrained(output / "masks" / folder_name(name))
@@ -96,24 +99,25 @@ def study(options):
         tasks = []
         for steps in options.steps:
             for seed in options.seeds:
-                tasks += [
-                    ((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in options.settings
-                ]
-                tasks += [((steps, "manual", name), pool.submit(manual, name, steps, seed)) for name in options.manual]
+                for kind, function, names in (
+                    ("search", searched, options.settings),
+                    ("manual", manual, options.manual),
+                ):
+                    tasks += [((steps, kind, name), pool.submit(function, name, steps, seed)) for name in names]
         for (steps, kind, name), task in tasks:
-            results = task.result()
-            if kind == "search":
-                cells.setdefault((steps, "search", name), []).append(results[0])
-                cells.setdefault((steps, "frozen", name), []).append(results[1])
-            else:
-                cells.setdefault((steps, kind, name), []).append(results)
-    return cells
+            search, through_mask = task.result() if kind == "search" else (None, task.result())
+            cell = cells.setdefault((steps, kind, name), {"search": [], "mask": []})
+            cell["search"] += [search] if search else []
+            cell["mask"] += [through_mask] if through_mask else []
+    return {key: cell for key, cell in cells.items() if any(cell.values())}
 
 
 def _mean(values):
     values = list(values)
+    if not values:
+        return ""
     text = f"{statistics.mean(values):.3f}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.3f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.3f} ({len(values)})"
 
 
 def tables(cells, options):
@@ -121,19 +125,24 @@ def tables(cells, options):
     result = []
     for steps in options.steps:
         rows = []
-        for (at, kind, name), runs in cells.items():
-            if at != steps or kind == "frozen":
+        for (at, _, name), cell in cells.items():
+            if at != steps:
                 continue
-            row = {"mask": name, "removed": f"{100 * statistics.mean(run['sparsity'] for run in runs):.1f} %"}
-            if kind == "search":
-                row["MLM loss of the search"] = _mean(run["mlm_loss"] for run in runs)
-                row["undecided"] = f"{100 * statistics.mean(run['search_outcome']['undecided'] for run in runs):.1f} %"
-                runs = cells[steps, "frozen", name]
-            row["MLM loss through the mask"] = _mean(run["mlm_loss"] for run in runs)
-            rows.append((statistics.mean(run["mlm_loss"] for run in runs), row))
-        seeds = f"{len(options.seeds)} seed{'s' * (len(options.seeds) > 1)}"
-        title = f"{steps} steps, {seeds}: held-out loss, best first"
-        result.append(Table.of(title, [row for _, row in sorted(rows, key=lambda item: item[0])]))
+            runs = cell["search"] or cell["mask"]
+            losses = [[run["mlm_loss"] for run in cell[which]] for which in ("search", "mask")]
+            row = {
+                "mask": name,
+                "removed": f"{100 * statistics.mean(run['sparsity'] for run in runs):.1f} %",
+                "search, then through its mask": _mean(losses[0]),
+                "from scratch through the mask": _mean(losses[1]),
+            }
+            if cell["search"]:
+                undecided = statistics.mean(run["search_outcome"]["undecided"] for run in runs)
+                row["undecided"] = f"{100 * undecided:.1f} %"
+            rows.append((min(statistics.mean(values) for values in losses if values), row))
+        notes = ("Deviation and number of seeds where there are several.",)
+        title = f"{steps} steps: held-out MLM loss, best first"
+        result.append(Table.of(title, [row for _, row in sorted(rows, key=lambda item: item[0])], notes))
     return result
 
 
@@ -144,20 +153,18 @@ def plot(cells, options, path):
     steps = max(options.steps)
     figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
     axis = figure.subplots()
-    names = [name for at, kind, name in cells if at == steps and kind == "search"]
-    for index, name in enumerate(["dense", *names]):
-        prefix = "manual_" if name == "dense" else ""
-        state = (
-            options.output / f"{steps}" / f"{options.seeds[0]}" / (prefix + folder_name(name)) / "trainer_state.json"
-        )
+    names = [f"manual_{name}" for name in ("dense", "window", "bigbird")]
+    names += [name for at, kind, name in cells if at == steps and kind == "search"]
+    for index, name in enumerate(names):
+        state = options.output / f"{steps}" / f"{options.seeds[0]}" / folder_name(name) / "trainer_state.json"
         if not state.is_file():
             continue
         logs = [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
         color, marker = STYLES[index % len(STYLES)]
-        line = "--" if index >= len(STYLES) else "-"
         axis.plot(
-            [entry["step"] for entry in logs], [entry["loss"] for entry in logs], line, color=color, marker=marker,
-            ms=3, lw=1.2, label=name,
+            [entry["step"] for entry in logs], [entry["loss"] for entry in logs],
+            "--" if index >= len(STYLES) else "-", color=color, marker=marker, ms=3, lw=1.2,
+            label=name.removeprefix("manual_"),
         )  # fmt: skip
     axis.set_title(f"MLM loss while the mask is learned ({SPARSITY:.0%} removed in the end, {steps} steps, seed 0)")
     axis.set_xlabel("step")
@@ -184,9 +191,7 @@ def main(arguments=None):
     for table in found:
         print(table.markdown())
     (options.output / "study.md").write_text("\n".join(table.markdown() for table in found), encoding="utf-8")
-    entries = [
-        {"steps": steps, "kind": kind, "name": name, "runs": runs} for (steps, kind, name), runs in cells.items()
-    ]
+    entries = [{"steps": steps, "kind": kind, "name": name} | cell for (steps, kind, name), cell in cells.items()]
     (options.output / "study.json").write_text(json.dumps(entries, indent=2), encoding="utf-8")
     plot(cells, options, options.output / "study.png")
 

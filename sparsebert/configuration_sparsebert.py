@@ -83,7 +83,7 @@ class SparseBertConfig(BertConfig):
             penalty (`sparsity_weight` has no effect then), by an annealed search: P itself, not samples of it, with
             a temperature that falls.
         initial_decay (`float`, *optional*): d >= 0: the odds of keeping a position start proportional to
-            `max(distance, 1)^-d`, the distance in tokens (`"dam_b"`: tiles). 0, all alike; 2 under a target, where a
+            `max(distance, 1)^-d`, the distance in tokens (`"dam_b"`: tiles). 0, all alike; 3 under a target, where a
             search that starts local learns much faster.
         initial_sparsity (`float`, *optional*): In [0, 1): what the sparsity under a target starts from: the target;
             0 is a dense warm-up.

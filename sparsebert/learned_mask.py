@@ -42,7 +42,7 @@ TOLERANCE = 0.005
 # Of an annealed search in the end, when P is 0 or 1 for nearly all.
 ANNEALED_TEMPERATURE = 0.1
 # What the logarithm of the distance weighs in the logits that such a search starts from.
-LOCAL_DECAY = 2.0
+LOCAL_DECAY = 3.0
 # Narrower than this the sigmoid is a step, and nothing would be learned any more.
 _NARROWEST = 0.02
 # Of the learned entries, what a budget leaves on both sides, so that P never saturates.

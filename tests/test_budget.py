@@ -115,7 +115,7 @@ def test_search_starts_local_and_sparse(tiny_config, search):
     probs, sparse_attention = start()
     odds = probs / (1 - probs)
     near, far = odds[20, 3], odds[36, 2]  # offsets 17 and 34, tile offsets 1 and 2
-    assert (near / far).item() == pytest.approx(4, rel=0.02)
+    assert (near / far).item() == pytest.approx(8, rel=0.02)
     assert sparse_attention.current_sparsity() == pytest.approx(0.6)
     probs, _ = start(initial_decay=0)
     assert (probs[20, 3] / probs[36, 2]).item() == pytest.approx(1, abs=0.01)

@@ -51,12 +51,20 @@ def test_finished_runs_are_not_run_again(tmp_path, arguments, capsys):
     search_study.main([*arguments, "--manual", "--settings", *settings, "--seeds", "0", "1", "--steps", "9"])
     printed = capsys.readouterr().out
     assert printed.index(settings[1]) < printed.index(settings[0])  # best first
-    assert "5.500 ± 0.707" in printed and "4.000 ± 0.000" in printed and "91.7 %" in printed
+    assert "5.500 ± 0.707 (2)" in printed and "4.000 ± 0.000 (2)" in printed and "91.7 %" in printed
     assert (tmp_path / "runs" / "study.png").stat().st_size > 0
-    assert {entry["kind"] for entry in json.loads((tmp_path / "runs" / "study.json").read_text())} == {
-        "search",
-        "frozen",
-    }
+    written = json.loads((tmp_path / "runs" / "study.json").read_text())
+    assert [(entry["name"], len(entry["search"]), len(entry["mask"])) for entry in written] == [
+        (name, 2, 2) for name in settings
+    ]
+
+
+def test_what_is_not_finished_is_left_out(tmp_path, arguments, capsys):
+    pytest.importorskip("matplotlib")
+    finish(tmp_path / "runs" / "9" / "0" / "manual_dense", 5)
+    search_study.main([*arguments, "--finished", "--steps", "9"])
+    printed = capsys.readouterr().out
+    assert "| dense " in printed and "| window " not in printed
 
 
 @pytest.mark.slow
