@@ -218,10 +218,8 @@ def details(case, found):
     for kind, facts in found.facts.items():
         rows = found.length * found.num_patterns
         lines.append(f"  {kind}, {facts.connections:.0f} connections a layer")
-        lines.append(
-            "    1.1 self-attention: " + (f"no, {facts.without_self} of {rows} rows lack it" * bool(facts.without_self))
-            or "yes"
-        )
+        lacking = f"no, {facts.without_self} of {rows} rows lack it" if facts.without_self else "yes"
+        lines.append(f"    1.1 self-attention: {lacking}")
         lines.append(f"    1.2 chain: {_chain(facts.chain)}")
         reason = f" ({facts.reach.reason})" * bool(facts.reach.reason)
         lines.append(f"    1.3 hops: {_hops(facts.reach)}{reason}; reached {_curve(facts.reach.curve)}")
@@ -279,8 +277,7 @@ def main(arguments):
     found = [check_universality(case.mask, case.length) for case in cases]
     pairs = list(zip(cases, found, strict=True))
     table = Table.of("Universality", [row for pair in pairs for row in _rows(*pair)], NOTES)
-    console = Console(width=160)
-    console.print(table.rich())
+    Console(width=160).print(table.rich())
     for pair in pairs:
         print("\n" + details(*pair))
     if options.output:
