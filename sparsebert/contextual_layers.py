@@ -1,9 +1,9 @@
 """
 Contextual mappings as stacks of hardmax attention layers, in exact arithmetic.
 
-Three papers build one from attention alone: Lemma 6 of Are Transformers Universal Approximators (arXiv 1912.10077) with
-full attention, Lemma 7 of O(n) Connections are Expressive Enough (arXiv 2006.04862) with sparse patterns, and Lemma 4
-of SparseBERT (arXiv 2102.12871) without the diagonal.
+Three papers build one from attention alone: with full attention (Are Transformers Universal Approximators, arXiv
+1912.10077, Lemma 6), with sparse patterns (O(n) Connections are Expressive Enough, arXiv 2006.04862, Lemma 7) and
+without the diagonal (SparseBERT, arXiv 2102.12871, Lemma 4).
 
 Letters: N inputs, d rows (the papers' hidden size), n columns (tokens), g = 1 / delta values per entry, p patterns,
 s hops, k query, j key. Every number is a multiple of delta / 2 (the thresholds lie between the values), so an array
@@ -19,7 +19,7 @@ import numpy as np
 @dataclass(frozen=True)
 class Head:
     """
-    One attention head of size 1. Its score of query k and key j is `(query . Z_k - threshold) (key . Z_j)`, and it adds
+    One attention head of size 1. Its score of query k and key j is `(query . Z_k - threshold) (key . Z_j)`; it adds
     `output` times `value . Z_j` of the key with the highest score.
 
     Args:
@@ -185,10 +185,11 @@ def grid(num_columns, num_rows, grid_size, distinct=False, outside=False):
     if outside:
         values.insert(0, -2 * grid_size ** (num_columns * num_rows + 1))
     columns = list(itertools.product(values, repeat=num_rows))
-    combine = (
-        itertools.permutations(columns, num_columns) if distinct else itertools.product(columns, repeat=num_columns)
-    )
-    return np.array(list(combine), dtype=object).swapaxes(1, 2)
+    if distinct:
+        inputs = itertools.permutations(columns, num_columns)
+    else:
+        inputs = itertools.product(columns, repeat=num_columns)
+    return np.array(list(inputs), dtype=object).swapaxes(1, 2)
 
 
 def positional_embedding(chain, num_rows, grid_size):

@@ -102,9 +102,7 @@ def check_dense(num_columns, num_rows, grid_size):
     outside = run_layers(layers, others, grid_size)
     inside = (low <= ids) & (ids <= high)
     holds = inside.all() and not ((low <= outside) & (outside <= high)).any()
-    note = (
-        f"numbers of these inputs lie in [t_l, t_r], those of {len(others)} others outside: {'yes' if holds else 'no'}"
-    )
+    note = f"in [t_l, t_r], unlike all {len(others)} others: {'yes' if holds else 'no'}"
     return replace(check, note=note)
 
 
@@ -260,10 +258,6 @@ def plot_shifts(path):
     _save(figure, path)
 
 
-def replace(check, **changes):
-    return Check(**{**check.__dict__, **changes})
-
-
 def _sequence(columns):
     """(0, 1/4) with one row, (0 1, 1/2 0) with two: column after column."""
     return f"({', '.join(' '.join(map(str, column)) for column in columns.T.tolist())})"
@@ -294,7 +288,7 @@ def main(arguments):
         plot_shifts(options.figure)
         print(f"written: {options.figure}")
         return
-    Console(width=200).print(Table.of("Contextual mappings", [_row(check) for check in standard_checks()]).rich())
+    Console(width=119).print(Table.of("Contextual mappings", [_row(check) for check in standard_checks()]).rich())
 
 
 if __name__ == "__main__":

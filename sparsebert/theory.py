@@ -10,14 +10,13 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import yaml
 from rich.console import Console
 
 from .analyze import read_run
 from .masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from .masks.sparse_mask import SparseMask
-from .masks.theory import Growth, Universality, check_universality, fit_growth
+from .masks.theory import Growth, check_universality, fit_growth
 from .recipes import run_script
 from .report import Table
 from .training import write_metrics
@@ -181,8 +180,12 @@ def _parameters(text):
 
 
 def _title(case):
-    setup = ", ".join(f"{key}={value}" for key, value in case.setup.items())
-    return f"{case.name}({setup})" if setup else case.name
+    return ", ".join([case.name, *(f"{key}={value}" for key, value in case.setup.items())])
+
+
+def _short_title(case):
+    layout = case.setup.get("head_configuration")
+    return case.name + f", {layout}" * bool(layout) + ", no diagonal" * ("diagonal" in case.setup)
 
 
 def _rows(case, found):
@@ -190,7 +193,7 @@ def _rows(case, found):
     for index, (kind, facts) in enumerate(found.facts.items()):
         first = index == 0
         yield {
-            "pattern": _title(case) if first else "",
+            "pattern": _short_title(case) if first else "",
             "n": str(found.length) if first else "",
             "heads": kind,
             "removed": f"{100 * (1 - facts.connections / found.length**2):.1f} %",
@@ -277,7 +280,7 @@ def main(arguments):
     found = [check_universality(case.mask, case.length) for case in cases]
     pairs = list(zip(cases, found, strict=True))
     table = Table.of("Universality", [row for pair in pairs for row in _rows(*pair)], NOTES)
-    Console(width=160).print(table.rich())
+    Console(width=119).print(table.rich())
     for pair in pairs:
         print("\n" + details(*pair))
     if options.output:

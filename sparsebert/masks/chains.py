@@ -20,6 +20,8 @@ from scipy.sparse.csgraph import connected_components, maximum_bipartite_matchin
 EXACT_LENGTH = 20
 # Strides tried as a chain, the shortest first.
 MAX_STRIDES = 64
+# Connections that are gone through to see what falls apart without one of the tokens.
+MAX_CUT_WORK = 10**9
 # Of the heuristic search, per token.
 STEPS_PER_TOKEN = 30
 RESTARTS = 4
@@ -81,6 +83,8 @@ def find_chain(table, seed=0):
         order = _grow(table, rng)
         if len(order) == len(table):
             return _found(table, order, "by heuristic search")
+    if cut := _cut(table):
+        return Chain(False, None, cut)
     return Chain(None, None, f"heuristic search finds none in {RESTARTS} attempts, and nothing excludes one")
 
 
@@ -128,6 +132,20 @@ def _obstruction(table):
             if len(ready) > 1:
                 return f"{len(ready)} groups of tokens are not reachable from each other in either direction"
             sorter.done(*ready)
+    return None
+
+
+def _cut(table):
+    """A token without which the others fall into more than the two parts that a chain can have, as a reason."""
+    if len(table) * np.count_nonzero(table) > MAX_CUT_WORK:
+        return None
+    links = csr_array(table)
+    for token in range(len(table)):
+        others = np.delete(np.arange(len(table)), token)
+        rest = links[others][:, others]
+        num_groups = connected_components(rest, connection="weak", return_labels=False)
+        if num_groups > 2:
+            return f"without token {token} there are {num_groups} groups that have no connection with each other"
     return None
 
 

@@ -246,9 +246,7 @@ def _unreachable(tables, always_self):
         query, key = union.nonzero()
         divisor = int(np.gcd.reduce(level[query] + 1 - level[key]))
         if divisor != 1:
-            return (
-                f"links join {divisor} classes of tokens in a circle: without self-attention one is reached at a time"
-            )
+            return f"links join {divisor} classes of tokens in a circle, and only one class is reached at a time"
     return ""
 
 
