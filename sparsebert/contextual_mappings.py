@@ -243,10 +243,12 @@ def plot_shifts(path):
         for layer in layers:
             steps.append(layer(steps[-1][None])[0])
         num_global = sum(len(layer.heads) == 1 for layer in layers)
-        # Okabe and Ito's colours; the markers serve print.
-        for token, (colour, marker) in enumerate((("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"))):
+        # Okabe and Ito's colours; markers of different size, as the numbers come close in the end.
+        styles = (("#0072B2", "o", 9), ("#D55E00", "s", 6), ("#009E73", "^", 4))
+        for token, (colour, marker, size) in enumerate(styles):
             values = [float(as_fractions(step, 4)[0, token]) for step in steps]
-            axis.plot(values, marker=marker, ms=5, color=colour, drawstyle="steps-post", label=f"token {token}")
+            style = {"color": colour, "marker": marker, "ms": size, "fillstyle": "none", "drawstyle": "steps-post"}
+            axis.plot(values, label=f"token {token}", **style)
         axis.axvspan(len(layers) - num_global + 0.5, len(layers) + 0.5, color="0.9", lw=0, label="global shifts")
         axis.set_yscale("symlog", linthresh=1, linscale=1.2)
         axis.set(title=title, xlabel="layers passed", xticks=range(0, len(layers) + 1, 1 if len(layers) < 8 else 2))

@@ -31,6 +31,8 @@ GROWTHS = {
 }
 # Of the connections per token that a growth must explain.
 GROWTH_TOLERANCE = 0.01
+# Without self-attention s has no useful bound; so many rounds of the cycle are tried at least.
+MIN_MAX_HOPS = 1024
 # Rows are checked for being full once in so many keys.
 _KEYS_AT_ONCE = 8
 
@@ -207,7 +209,7 @@ def find_reach(tables):
     always_self = bool(tables.diagonal(axis1=1, axis2=2).all())
     obstruction = _unreachable(tables, always_self)
     # With self-attention nothing is forgotten, so that every link counts once in p layers.
-    max_hops = period * (length - 1) if always_self else 2 * period * length
+    max_hops = period * (length - 1 if always_self else max(2 * length, MIN_MAX_HOPS))
     seen = set()
     while not obstruction and len(curve) < max_hops:
         phase = len(curve) % period
