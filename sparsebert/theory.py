@@ -83,7 +83,8 @@ def pattern_case(name, length, num_heads=DEFAULT_HEADS, parameters=None, **argum
     for factor in factors:
         other = length * factor if is_short else length // factor
         try:
-            connections[other] = build(other, min(num_heads, 2)).density * other**2
+            # Short random patterns are averaged over many heads.
+            connections[other] = build(other, max(2, min(16, 4096 // other))).density * other**2
         except ValueError:  # shorter than its parameters allow
             break
     setup = mask.metadata["pattern_parameters"]
@@ -196,7 +197,7 @@ def _rows(case, found):
             "pattern": _short_title(case) if first else "",
             "n": str(found.length) if first else "",
             "heads": kind,
-            "removed": f"{100 * (1 - facts.connections / found.length**2):.1f} %",
+            "sparsity": f"{100 * found.sparsity:.1f} %" if first else "",
             "s": _hops(facts.reach),
             "chain": {True: "yes", False: "no", None: "unknown"}[facts.chain.exists],
             "O(.)": (case.growth.order or "?") if first and case.growth else "",

@@ -285,7 +285,7 @@ def test_growth(order, connections):
     lengths = [128, 256, 512, 1024, 2048]
     growth = fit_growth(lengths, [connections(n) for n in lengths])
     assert growth.order == order and growth.lengths == tuple(lengths)
-    assert (growth.error <= 0.01) == (order is not None)
+    assert (growth.error <= 0.02) == (order is not None)
 
 
 def test_growth_needs_four_lengths():
@@ -306,6 +306,12 @@ GROWTHS = {
 @pytest.mark.parametrize("name", PATTERNS)
 def test_growth_of_patterns(name):
     assert pattern_case(name, 64).growth.order == GROWTHS.get(name, "O(n^2)")
+
+
+def test_growth_of_long_strides():
+    """Few of the connections grow with the square of the length."""
+    for stride in (8, 32, 64):
+        assert pattern_case("strided", 128, 2, parameters={"stride": stride}).growth.order == "O(n^2)"
 
 
 @pytest.mark.parametrize("name", ["strided_cycle", "fixed_cycle"])
