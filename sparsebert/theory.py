@@ -186,7 +186,8 @@ def _title(case):
 
 def _short_title(case):
     layout = case.setup.get("head_configuration")
-    return case.name + f", {layout}" * bool(layout) + ", no diagonal" * ("diagonal" in case.setup)
+    name = case.name if case.name in PATTERNS else Path(case.name).name
+    return name + f", {layout}" * bool(layout) + ", no diagonal" * ("diagonal" in case.setup)
 
 
 def _rows(case, found):

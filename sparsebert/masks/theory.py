@@ -35,7 +35,8 @@ GROWTH_RATIO = 8
 GROWTH_NOISE = 0.002
 # Without self-attention s has no useful bound; so many rounds of the cycle are tried at least.
 MIN_MAX_HOPS = 1024
-# Rows are checked for being full once in so many keys.
+# So many rows stay in the processor's cache; they are checked for being full once in so many keys.
+_ROWS_AT_ONCE = 256
 _KEYS_AT_ONCE = 8
 
 
@@ -272,15 +273,16 @@ def _hop(pattern, reached):
     full = np.bitwise_or.reduce(reached, axis=0)
     result = np.zeros_like(reached)
     rows = np.flatnonzero(degree)
-    first = 0
-    while len(rows):
-        part, keys = result[rows], pattern.indptr[rows]
-        for key in range(first, min(first + _KEYS_AT_ONCE, degree[rows].max())):
-            # Rows with fewer keys take their last one again.
-            part |= reached[pattern.indices[keys + np.minimum(key, degree[rows] - 1)]]
-        result[rows] = part
-        first += _KEYS_AT_ONCE
-        rows = rows[(degree[rows] > first) & (part != full).any(-1)]
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        left, first = rows[start : start + _ROWS_AT_ONCE], 0
+        while len(left):
+            part, keys = result[left], pattern.indptr[left]
+            for key in range(first, min(first + _KEYS_AT_ONCE, degree[left].max())):
+                # Rows with fewer keys take their last one again.
+                part |= reached[pattern.indices[keys + np.minimum(key, degree[left] - 1)]]
+            result[left] = part
+            first += _KEYS_AT_ONCE
+            left = left[(degree[left] > first) & (part != full).any(-1)]
     return result
 
 
