@@ -62,15 +62,16 @@ def find_collision(inputs, ids, up_to_permutation):
 class Check:
     """
     Args:
-        lemma (`str`): What was built.
+        lemma, attention (`str`): What was built.
         num_columns, num_rows, grid_size (`int`): n, d and g.
         num_layers (`int`)
         num_inputs (`int`): All that the lemma covers.
         collision (`tuple[np.ndarray]`, *optional*): Two inputs `(d, n)` with a number in common, as fractions.
-        note (`str`)
+        note (`str`): What else was found.
     """
 
     lemma: str
+    attention: str
     num_columns: int
     num_rows: int
     grid_size: int
@@ -93,7 +94,7 @@ def check_dense(num_columns, num_rows, grid_size):
     _check_sizes(num_columns, num_rows, grid_size, least_columns=2, distinct=True)
     layers = dense_mapping(num_columns, num_rows, grid_size)
     inputs = grid(num_columns, num_rows, grid_size, distinct=True)
-    check, ids = _check("[U] Lemma 6: full attention", layers, inputs, grid_size, True)
+    check, ids = _check("[U] Lemma 6", "full", layers, inputs, grid_size, up_to_permutation=True)
     num_ids = grid_size**num_rows
     low, high = (2 * num_ids ** (2 * num_columns + more) * (num_ids - 1) for more in (0, 1))  # t_l and t_r
     every = grid(num_columns, num_rows, grid_size, outside=True)
@@ -102,7 +103,7 @@ def check_dense(num_columns, num_rows, grid_size):
     outside = run_layers(layers, others, grid_size)
     inside = (low <= ids) & (ids <= high)
     holds = inside.all() and not ((low <= outside) & (outside <= high)).any()
-    note = f"in [t_l, t_r], unlike all {len(others)} others: {'yes' if holds else 'no'}"
+    note = f"{len(others)} others {'apart' if holds else 'not apart'}"
     return replace(check, note=note)
 
 
@@ -119,8 +120,8 @@ def check_no_diagonal(num_columns, num_rows, grid_size, num_global_shifts=2):
     check_range("num_global_shifts", num_global_shifts, 0)
     layers = no_diagonal_mapping(num_columns, num_rows, grid_size, num_global_shifts)
     inputs = grid(num_columns, num_rows, grid_size, distinct=True)
-    shifts = f"{num_global_shifts} global shift" + "s" * (num_global_shifts != 1)
-    return _check(f"[S] Lemma 4: no diagonal, {shifts}", layers, inputs, grid_size, True)[0]
+    attention = f"no diagonal, {num_global_shifts} shift" + "s" * (num_global_shifts != 1)
+    return _check("[S] Lemma 4", attention, layers, inputs, grid_size, up_to_permutation=True)[0]
 
 
 def check_sparse(patterns, num_rows, grid_size, name="patterns", chain=None, hops=None):
@@ -152,8 +153,8 @@ def check_sparse(patterns, num_rows, grid_size, name="patterns", chain=None, hop
         chain = facts.chain.order if chain is None else chain
         hops = facts.reach.hops if hops is None else hops
     layers = sparse_mapping(patterns, chain, hops, num_rows, grid_size)
-    inputs = grid(num_columns, num_rows, grid_size) + positional_embedding(chain, num_rows, grid_size)
-    check, _ = _check(f"[O] Lemma 7: {name}", layers, inputs, grid_size, False)
+    inputs, embedding = grid(num_columns, num_rows, grid_size), positional_embedding(chain, num_rows, grid_size)
+    check, _ = _check("[O] Lemma 7", name, layers, inputs, grid_size, up_to_permutation=False, embedding=embedding)
     return replace(check, note=f"p = {len(patterns)}, s = {hops}")
 
 
@@ -163,13 +164,13 @@ def _check_sizes(num_columns, num_rows, grid_size, least_columns, distinct):
     check_range("num_columns", num_columns, least_columns, grid_size**num_rows if distinct else None)
 
 
-def _check(lemma, layers, inputs, grid_size, up_to_permutation):
-    ids = run_layers(layers, inputs, grid_size)
+def _check(lemma, attention, layers, inputs, grid_size, up_to_permutation, embedding=0):
+    ids = run_layers(layers, inputs + embedding, grid_size)
     collision = find_collision(inputs, ids, up_to_permutation)
     if collision:
         collision = tuple(as_fractions(inputs[number], grid_size) for number in collision)
     num_inputs, num_rows, num_columns = inputs.shape
-    return Check(lemma, num_columns, num_rows, grid_size, len(layers), num_inputs, collision), ids
+    return Check(lemma, attention, num_columns, num_rows, grid_size, len(layers), num_inputs, collision), ids
 
 
 def as_fractions(columns, grid_size):
@@ -200,8 +201,8 @@ def standard_checks():
     checks = [check_dense(*sizes) for sizes in ((2, 2, 2), (3, 1, 4), (3, 2, 2), (4, 1, 6))]
     checks += [check_no_diagonal(*sizes) for sizes in ((3, 1, 4), (3, 2, 2), (4, 1, 6))]
     checks += [check_no_diagonal(*sizes, num_global_shifts=1) for sizes in ((3, 1, 4), (3, 2, 2), (4, 1, 6))]
-    for name, parameters in (("window", {"window_size": 1}), ("star_cycle", {"window_size": 1})):
-        checks.append(check_sparse(pattern_tables(name, 4, **parameters), 1, 3, name))
+    for name, length, grid_size in (("window", 4, 3), ("star_cycle", 5, 2)):
+        checks.append(check_sparse(pattern_tables(name, length, window_size=1), 1, grid_size, name))
     for name in ("strided_cycle", "fixed_cycle"):
         for length, num_rows, grid_size in ((4, 1, 3), (4, 2, 2), (6, 1, 2)):
             checks.append(check_sparse(pattern_tables(name, length, stride=2), num_rows, grid_size, name))
@@ -210,8 +211,8 @@ def standard_checks():
         try:
             check_sparse(pattern, 1, 2, name)
         except ValueError as error:
-            check = check_sparse(pattern, 1, 2, f"{name}, along the identity", chain=range(4), hops=4)
-            checks.append(replace(check, note=str(error)))
+            check = check_sparse(pattern, 1, 2, name, chain=range(4), hops=4)
+            checks.append(replace(check, note=str(error).removeprefix(f"{name} ")))
     return checks
 
 
@@ -265,18 +266,25 @@ def _sequence(columns):
     return f"({', '.join(' '.join(map(str, column)) for column in columns.T.tolist())})"
 
 
-def _row(check):
-    collision = check.collision and " with ".join(dict.fromkeys(map(_sequence, check.collision)))
-    return {
-        "construction": check.lemma,
-        "n": str(check.num_columns),
-        "d": str(check.num_rows),
-        "1/delta": str(check.grid_size),
-        "layers": str(check.num_layers),
-        "inputs": str(check.num_inputs),
-        "contextual": f"no: {collision}" if collision else "yes",
-        "note": check.note,
-    }
+def _table(checks):
+    rows, notes = [], []
+    for check in checks:
+        row = {
+            "lemma": check.lemma,
+            "attention": check.attention,
+            "n": str(check.num_columns),
+            "d": str(check.num_rows),
+            "1/delta": str(check.grid_size),
+            "layers": str(check.num_layers),
+            "inputs": str(check.num_inputs),
+            "contextual": "no" if check.collision else "yes",
+        }
+        if check.collision:
+            shared = " and ".join(dict.fromkeys(map(_sequence, check.collision)))
+            reason = f" ({check.note})" * bool(check.note)
+            notes.append(f"{check.attention}, n = {check.num_columns}{reason}: {shared} share a number")
+        rows.append(row | {"": "" if check.collision else check.note})
+    return Table.of("Contextual mappings", rows, notes)
 
 
 def main(arguments):
@@ -290,7 +298,7 @@ def main(arguments):
         plot_shifts(options.figure)
         print(f"written: {options.figure}")
         return
-    Console(width=119).print(Table.of("Contextual mappings", [_row(check) for check in standard_checks()]).rich())
+    Console(width=119).print(_table(standard_checks()).rich())
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def find_chain(table, seed=0):
     rng = np.random.default_rng(seed)
     for _ in range(RESTARTS):
         order = _grow(table, rng)
-        if len(order) == len(table):
+        if is_chain(table, order):
             return _found(table, order, "by heuristic search")
     if cut := _cut(table):
         return Chain(False, None, cut)
