@@ -1,0 +1,239 @@
+"""
+Hamiltonian chains: an order of all tokens in which each attends to the one before it.
+
+Letters: n length, k query (row), j key (column). A table `(n, n)` is bool, True = k may attend to j. A link j -> k is
+an entry `[k, j]` off the diagonal; a chain is a Hamiltonian path of these links.
+
+A found chain is always verified, and its absence is only ever claimed with a proof: exhaustive search or an
+obstruction. Otherwise the answer is "unknown".
+"""
+
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components, maximum_bipartite_matching
+
+
+# Up to here all 2^n sets of tokens are gone through, in about a second.
+EXACT_LENGTH = 20
+# Strides tried as a chain, the shortest first.
+MAX_STRIDES = 64
+# Connections that are gone through to see what falls apart without one of the tokens.
+MAX_CUT_WORK = 10**9
+# Of the heuristic search, per token.
+STEPS_PER_TOKEN = 30
+RESTARTS = 4
+
+
+@dataclass(frozen=True)
+class Chain:
+    """
+    Args:
+        exists (`bool`, *optional*): `None` is unknown.
+        order (`tuple[int]`, *optional*): gamma, positions counted from 0; if it exists.
+        reason (`str`): What the chain is, why there is none, or what was tried.
+    """
+
+    exists: bool | None
+    order: tuple | None
+    reason: str
+
+
+def is_chain(table, order):
+    """
+    Whether `order` holds every token once, and each of them attends to the one before it.
+
+    Args:
+        table (`np.ndarray` of shape `(n, n)`): Bool.
+        order (`Sequence[int]`): Positions, from 0.
+    """
+    order = np.asarray(order)
+    is_permutation = order.shape == (len(table),) and np.array_equal(np.sort(order), np.arange(len(table)))
+    return bool(is_permutation and table[order[1:], order[:-1]].all())
+
+
+def find_chain(table, seed=0):
+    """
+    A chain, a proof that there is none, or neither.
+
+    Args:
+        table (`np.ndarray` of shape `(n, n)`): Bool: the union of all patterns of a cycle.
+        seed (`int`, *optional*, defaults to 0): Of the heuristic search.
+
+    Returns:
+        [`Chain`]
+    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Assumption 1.2.
+    """
+    table = np.array(table, dtype=bool)
+    np.fill_diagonal(table, False)
+    for name, order in _structural(table):
+        if is_chain(table, order):
+            return _found(table, order, name)
+    if obstruction := _obstruction(table):
+        return Chain(False, None, obstruction)
+    if len(table) <= EXACT_LENGTH:
+        order = _exhaustive(table)
+        if order is None:
+            return Chain(False, None, "exhaustive search finds none")
+        return _found(table, order, "by exhaustive search")
+    rng = np.random.default_rng(seed)
+    for _ in range(RESTARTS):
+        order = _grow(table, rng)
+        if is_chain(table, order):
+            return _found(table, order, "by heuristic search")
+    if cut := _cut(table):
+        return Chain(False, None, cut)
+    return Chain(None, None, f"heuristic search finds none in {RESTARTS} attempts, and nothing excludes one")
+
+
+def _found(table, order, reason):
+    assert is_chain(table, order)
+    return Chain(True, tuple(int(token) for token in order), reason)
+
+
+def _structural(table):
+    """Chains that known patterns have: name and order."""
+    length = len(table)
+    identity = np.arange(length)
+    yield "identity", identity
+    yield "identity reversed", identity[::-1]
+    strides = np.flatnonzero(table[:, 0])
+    for stride in strides[np.gcd(strides, length) == 1][:MAX_STRIDES]:
+        yield f"stride {stride} modulo {length}", identity * stride % length
+    # Up one residue class and down the next.
+    for stride in np.flatnonzero(table[:, 0] | table[0])[:MAX_STRIDES]:
+        classes = [np.arange(first, length, stride)[:: -1 if first % 2 else 1] for first in range(stride)]
+        yield f"{stride} interleaved strides", np.concatenate(classes)
+
+
+def _obstruction(table):
+    """A reason why no chain can exist, or `None`."""
+    length = len(table)
+    links = csr_array(table)
+    num_groups = connected_components(links, connection="weak", return_labels=False)
+    if num_groups > 1:
+        return f"{num_groups} groups of tokens have no connection with each other"
+    # A chain gives n - 1 tokens a predecessor each, all different.
+    num_links = int((maximum_bipartite_matching(links, perm_type="column") >= 0).sum())
+    if num_links < length - 1:
+        return f"at most {num_links} tokens can have predecessors of their own, a chain needs {length - 1}"
+    num_groups, group = connected_components(links, connection="strong")
+    if num_groups > 1:
+        query, key = group[links.nonzero()[0]], group[links.nonzero()[1]]
+        predecessors = {label: set() for label in range(num_groups)}
+        for later, earlier in np.unique(np.stack([query, key], 1)[query != key], axis=0).tolist():
+            predecessors[later].add(earlier)
+        sorter = TopologicalSorter(predecessors)
+        sorter.prepare()
+        while sorter.is_active():
+            ready = sorter.get_ready()
+            if len(ready) > 1:
+                return f"{len(ready)} groups of tokens are not reachable from each other in either direction"
+            sorter.done(*ready)
+    return None
+
+
+def _cut(table):
+    """A token without which the others fall into more than the two parts that a chain can have, as a reason."""
+    if len(table) * np.count_nonzero(table) > MAX_CUT_WORK:
+        return None
+    links = csr_array(table)
+    for token in range(len(table)):
+        others = np.delete(np.arange(len(table)), token)
+        rest = links[others][:, others]
+        num_groups = connected_components(rest, connection="weak", return_labels=False)
+        if num_groups > 2:
+            return f"without token {token} there are {num_groups} groups that have no connection with each other"
+    return None
+
+
+def _exhaustive(table):
+    """Held and Karp's dynamic programme over sets of tokens, as bits of a number."""
+    length = len(table)
+    bits = 1 << np.arange(length, dtype=np.int64)
+    predecessors = table @ bits  # of each token, as a set
+    # By set: the tokens that a chain of exactly this set can end with.
+    ends = np.zeros(1 << length, dtype=np.int32)
+    ends[bits] = bits
+    sizes = np.bitwise_count(np.arange(1 << length))
+    by_size = np.split(np.argsort(sizes, kind="stable"), np.cumsum(np.bincount(sizes))[:-1])
+    for sets in by_size[1:-1]:
+        for bit, before in zip(bits, predecessors, strict=True):
+            extended = sets[(sets & bit == 0) & (ends[sets] & before != 0)]
+            ends[extended | bit] |= np.int32(bit)
+    rest, order = (1 << length) - 1, []
+    last = int(ends[rest])
+    while last:
+        token = last.bit_length() - 1
+        order.append(token)
+        rest ^= 1 << token
+        last = int(ends[rest]) & int(predecessors[token])
+    return order[::-1] if len(order) == length else None
+
+
+def _grow(table, rng):
+    """
+    A long chain: grown at both ends towards the tokens with the fewest ways on (Warnsdorff), by inserting, and by
+    rotating where it is stuck (Posa; of a link back into the chain, a cycle that is opened elsewhere).
+    """
+    length = len(table)
+    symmetric = np.array_equal(table, table.T)
+    free = np.ones(length, dtype=bool)
+    ways_on = table.sum(0)  # to free tokens
+
+    def take(token):
+        free[token] = False
+        ways_on[table[token]] -= 1
+        return token
+
+    chain = np.array([take(rng.integers(length))])
+    for _ in range(STEPS_PER_TOKEN * length):
+        if len(chain) == length:
+            break
+        after = np.flatnonzero(table[:, chain[-1]] & free)
+        before = np.flatnonzero(table[chain[0]] & free)
+        if len(after):
+            chain = np.append(chain, take(_fewest(after, ways_on, rng)))
+        elif len(before):
+            chain = np.insert(chain, 0, take(_fewest(before, ways_on, rng)))
+        elif (place := _insertion(table, chain, np.flatnonzero(free), rng)) is not None:
+            chain = np.insert(chain, place[0], take(place[1]))
+        else:
+            chain = _rotate(table, chain, symmetric, rng)
+            if symmetric and rng.random() < 0.5:
+                chain = chain[::-1]
+    return chain
+
+
+def _fewest(tokens, ways_on, rng):
+    fewest = tokens[ways_on[tokens] == ways_on[tokens].min()]
+    return int(fewest[rng.integers(len(fewest))])
+
+
+def _insertion(table, chain, tokens, rng):
+    """Where in the chain a free token fits: `(place, token)`; a few tokens are tried."""
+    for token in rng.permutation(tokens)[:4]:
+        places = np.flatnonzero(table[token, chain[:-1]] & table[chain[1:], token])
+        if len(places):
+            return places[rng.integers(len(places))] + 1, int(token)
+    return None
+
+
+def _rotate(table, chain, symmetric, rng):
+    """The same tokens in an order with another end."""
+    joined = np.flatnonzero(table[chain, chain[-1]][:-1])
+    if not len(joined):
+        return chain
+    first = joined[rng.integers(len(joined))]
+    if symmetric and (first == len(chain) - 2 or rng.random() < 0.5):
+        return np.concatenate([chain[: first + 1], chain[:first:-1]])
+    # The cycle from `first` to the end is opened before a token that follows what comes before the cycle.
+    openings = np.arange(first + 1, len(chain))
+    if first:
+        openings = openings[table[chain[first + 1 :], chain[first - 1]]]
+    if not len(openings):
+        return chain
+    opening = openings[rng.integers(len(openings))]
+    return np.concatenate([chain[:first], chain[opening:], chain[first:opening]])
