@@ -28,10 +28,11 @@ def _choice(allowed):
     return one_of
 
 
-def _each(check):
+def _names(allowed):
     def all_of(values):
         for value in values or ():
-            check(value)
+            if value not in allowed:
+                raise ValueError(f"must hold names out of {', '.join(map(repr, allowed))}, got {value!r}")
 
     return all_of
 
@@ -146,7 +147,7 @@ class SparseBertConfig(BertConfig):
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
     probability_map: str = validated_field(_choice(tuple(PROBABILITY_MAPS)), default="softmax")
     probability_map_kwargs: dict | None = None
-    token_mixers: list | None = validated_field(_each(_choice(tuple(MIXERS))), default=None)
+    token_mixers: list | None = validated_field(_names(tuple(MIXERS)), default=None)
 
     def __post_init__(self, **kwargs):
         if self.pattern is None and self.search is None and not self.frozen:

@@ -85,8 +85,10 @@ class SparseAttention(LearnedMask):
 
         Raises:
             ValueError: If it is for other heads or layers, has a row that keeps nothing (unless the configuration's
-                `allow_empty_rows`), or is undefined in a decoder.
+                `allow_empty_rows`), or is undefined in a decoder; and if no layer of the model has attention.
         """
+        if not self.num_layers:
+            raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
         self._set_mask(mask)
         config = self.config
         config.frozen = True
@@ -101,8 +103,6 @@ class SparseAttention(LearnedMask):
     def _set_mask(self, mask):
         config = self.config
         expected = (self.num_layers, config.num_attention_heads)
-        if not self.num_layers and config.pattern is None:
-            raise ValueError("no layer of this model has attention (token_mixers), so it cannot carry another mask")
         if mask.num_layers not in (1, expected[0]) or mask.num_heads != expected[1]:
             raise ValueError(
                 f"the mask is for {mask.num_layers} layer(s) and {mask.num_heads} heads of length {mask.length}; "
