@@ -12,16 +12,13 @@ plot of the loss along the searches and `study.json` to the output folder.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from sparsebert.masks.matched import matched_patterns
 from sparsebert.report import Table
 
+from ._pretraining import add_options, folder_name, run
 from ._report import ROOT, STYLES
 
 
@@ -38,6 +35,8 @@ SETTINGS = {
     "budget, hard samples, log": PAPER | BUDGET | {"mask_form": "log"},
     "budget, hard samples, log, noise to 0.1": PAPER | BUDGET | {"mask_form": "log", "noise_scale_end": 0.1},
     "budget, annealed, log": ANNEALED | BUDGET,
+    "budget, annealed, log, frozen at 40 %": ANNEALED | BUDGET | {"search_end": 0.4},
+    "budget, annealed, log, frozen at 20 %": ANNEALED | BUDGET | {"search_end": 0.2},
     "budget, annealed, additive c = 10": ANNEALED | BUDGET | {"mask_form": "additive", "mask_constant": 10},
     "budget, constant temperature, log": ANNEALED | BUDGET | {"temperature_end": 1},
     "budget, annealed, log, dense warm-up": ANNEALED | BUDGET | {"initial_sparsity": 0, "sparsity_warmup": 0.1},
@@ -45,26 +44,6 @@ SETTINGS = {
     "budget, annealed, log, logit scale 30": ANNEALED | BUDGET | {"mask_logit_scale": 30},
     "budget, annealed, log, mask per layer": ANNEALED | BUDGET | {"share_layers": "false"},
 }
-
-
-def folder_name(name):
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def run(folder, flags, options):
-    """`pretrain.py` in a process of its own, unless its results are there."""
-    metrics = folder / "metrics.json"
-    if not metrics.is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "pretrain.py", str(options.recipe), "--text", options.text]
-        command += ["--output_dir", str(folder), "--overwrite", "true"]
-        command += ["--validation", options.validation] if options.validation else []
-        for name, value in flags.items():
-            command += [f"--{name}", str(value)]
-        with open(folder.with_suffix(".log"), "w", encoding="utf-8") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
-            subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return json.loads(metrics.read_text())
 
 
 def study(options):
@@ -163,16 +142,12 @@ def plot(cells, options, path):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_study", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--text", default="builtin", help="training text, as of pretrain.py")
-    parser.add_argument("--validation", help="held-out text")
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "small.yaml")
+    add_options(parser, ROOT / "recipes" / "small.yaml")
     parser.add_argument("--steps", type=int, nargs="+", default=[500, 1500], help="budgets")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all by default")
     parser.add_argument("--no_manual", action="store_true", help="leave out dense and the manual masks")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--threads", type=int, default=1, help="of a run")
-    parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     cells = study(options)
     found = tables(cells, options)

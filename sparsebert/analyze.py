@@ -18,8 +18,10 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
+from .attach import SEARCH_CONFIG_NAME
 from .configuration_sparsebert import SparseBertConfig
 from .importance import (
     CONFIDENCE,
@@ -31,6 +33,7 @@ from .importance import (
     offset_profile,
     sketch,
 )
+from .loading import load
 from .masks.sparse_mask import MASK_CONFIG_NAME, SPECIAL_TOKENS, SparseMask
 from .modeling_sparsebert import SparseBertModel
 from .recipes import run_script
@@ -91,11 +94,19 @@ def _read_config(source):
     return SparseBertConfig.from_pretrained(path.parent) if is_ours else None
 
 
-def _read_search(source):
-    """P and the thresholded mask of a model that is being searched."""
+def _is_searching(source, config):
+    if config is None:
+        return _find(source, SEARCH_CONFIG_NAME) is not None
+    return bool(config.search) and not config.frozen
+
+
+def _read_search(source, config):
+    """The [`SparseAttention`] of a model that is being searched."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the heads of the model are of no use here
     try:
+        if config is None:
+            return load(source, AutoModel).sparse_attention
         model, report = SparseBertModel.from_pretrained(source, output_loading_info=True)
     finally:
         logging.set_verbosity(verbosity)
@@ -103,7 +114,7 @@ def _read_search(source):
         raise ValueError(
             f"{source}: the checkpoint holds no mask logits, though its configuration says it is searching"
         )
-    return model.sparse_attention.mask_probs(), model.sparse_attention.thresholded_mask()
+    return model.sparse_attention
 
 
 def _read_probs(path, mask):
@@ -126,7 +137,7 @@ def _read_probs(path, mask):
 def read_run(source):
     """
     P and the mask of a run folder of `pretrain.py`, a checkpoint that is being searched, a mask folder, a model with
-    a mask, or a Hub repository of any of these.
+    a mask or a search, or a Hub repository of any of these.
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
@@ -139,8 +150,9 @@ def read_run(source):
     """
     source = str(source)
     config = _read_config(source)
-    if config is not None and config.search and not config.frozen:
-        probs, mask = _read_search(source)
+    if _is_searching(source, config):
+        searching = _read_search(source, config)
+        probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
         quantity = KEPT
     elif _find(source, MASK_CONFIG_NAME) is None:
         raise ValueError(
@@ -150,7 +162,7 @@ def read_run(source):
     else:
         mask = SparseMask.from_pretrained(source)
         # A run through a given mask may lie where a search ended before: its P is not this mask's.
-        path = _find(source, MASK_PROBS_NAME) if config is not None and config.search else None
+        path = _find(source, MASK_PROBS_NAME) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
     setup = {name: mask.metadata.get(name) for name in ("search", "pattern", "pattern_parameters")}

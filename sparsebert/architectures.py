@@ -62,7 +62,7 @@ def describe(model, **fields):
         hidden_size=heads * head_size,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=heads,
-        max_position_embeddings=_positions(config),
+        max_position_embeddings=num_positions(config),
         is_decoder=bool(getattr(config, "is_decoder", False)),
         attention_probs_dropout_prob=getattr(config, dropout),
         **fields,
@@ -84,7 +84,10 @@ def sliding_window(config):
     return (config.sliding_window, local) if local else (None, ())
 
 
-def _positions(config):
+def num_positions(config):
+    """Tokens of the longest input that a model takes."""
+    if config.model_type in ("camembert", "roberta", "xlm-roberta"):
+        return config.max_position_embeddings - config.pad_token_id - 1  # positions are counted from there
     if hasattr(config, "max_position_embeddings"):
         return config.max_position_embeddings
     return _num_patches(config, *_pair(config.image_size)) + 1

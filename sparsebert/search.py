@@ -4,7 +4,7 @@ Post-hoc search: `python -m sparsebert.search --model DIR --data TEXT --target_s
 Learns the mask of a model that is trained already, and nothing else of it, by matching the dense model on text without
 labels; with `--recover STEPS` trains the weights through the frozen mask after that. Compares with random and manual
 masks at the same sparsity. Writes to `OUT`: the model with its mask (stock files, read back by
-`sparsebert.load`), the tokenizer, `metrics.json`, pictures (with the extra `viz`).
+`sparsebert.load`), the tokenizer, `metrics.json`, `mask_probs.safetensors`, pictures (with the extra `viz`).
 """
 
 import copy
@@ -17,13 +17,15 @@ import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, set_seed
 
-from .architectures import attention_modules, check_architecture
+from .architectures import attention_modules, check_architecture, num_positions
 from .attach import allowed_fields, attach
 from .configuration_sparsebert import SparseBertConfig
 from .data import pretraining_dataset
 from .documents import load_documents
+from .importance import MASK_PROBS_NAME
 from .loading import carries_mask, model_class_of
 from .masks.matched import matched_patterns
 from .masks.search import SEARCHES
@@ -138,10 +140,7 @@ def check(options, given):
         raise ValueError(f"{options.model} reads images: this search is for models of text")
     if carries_mask(options.model):
         raise ValueError(f"{options.model} carries a mask already: the search starts from a dense model")
-    positions = config.max_position_embeddings
-    if config.model_type in ("roberta", "camembert", "xlm-roberta"):
-        positions -= config.pad_token_id + 1
-    if options.max_length > positions:
+    if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
     # Refuses wrong fields, such as a target out of reach, without the weights.
     with torch.device("meta"):
@@ -240,6 +239,7 @@ def main(arguments):
         masks[RECOVERED] = mask
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
     if find_spec("matplotlib"):
         plot_heads(mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")

@@ -7,7 +7,7 @@ import numpy as np
 import transformers
 from transformers import AutoConfig
 
-from .architectures import check_architecture
+from .architectures import check_architecture, num_positions
 from .attach import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, read_mask, with_changes
 from .attention import ATTENTION_NAMES, check_backend
 from .configuration_sparsebert import SparseBertConfig
@@ -34,8 +34,8 @@ def check_model(options, config, max_length):
         OSError: If there is no such model.
     """
     model = AutoConfig.from_pretrained(options.model)
-    positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
+    positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
+    if max_length > positions:
         raise ValueError(
             f"max_length {max_length} is more than the {positions} positions of {options.model}: "
             f"--max_length must be at most {positions}"

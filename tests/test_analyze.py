@@ -9,7 +9,7 @@ from conftest import TINY
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach
 from sparsebert.analyze import analyze, importance, main, read_run, read_runs
 from sparsebert.importance import MASK_PROBS_NAME
 from sparsebert.masks.patterns import build_pattern
@@ -53,6 +53,15 @@ def test_reads_a_searching_checkpoint(tmp_path):
     run = read_run(tmp_path / "run")
     assert run.quantity.startswith("P, probability") and torch.equal(run.probs, probs)
     assert torch.equal(run.mask.to_table(), probs > 0.5)
+
+
+def test_reads_a_search_attached_to_another_model(tmp_path):
+    model = attach(BertModel(BertConfig(**TINY)), "dam_s", mask_length=20)
+    model.sparse_attention.mask_logits.data.normal_()
+    model.save_pretrained(tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert torch.equal(run.probs, model.sparse_attention.mask_probs())
+    assert run.setup["search"] == "dam_s"
 
 
 def test_reads_masks(tmp_path, runs):

@@ -361,7 +361,10 @@ def attend(query, key=None, **arguments):
 
 
 def test_dropout_is_refused():
-    with pytest.raises(ValueError, match="sparse_flex cannot run here.*no attention dropout; set attention_probs_dropout_prob to 0.*sparse_sdpa"):
+    with pytest.raises(
+        ValueError,
+        match="sparse_flex cannot run here.*no attention dropout; set attention_probs_dropout_prob to 0.*sparse_sdpa",
+    ):
         attend(torch.randn(1, HEADS, 8, 8), dropout_p=0.1)
 
 
