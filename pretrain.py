@@ -58,6 +58,7 @@ def main(arguments):
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
         model.set_mask(SparseMask.from_pretrained(data.mask))
+    check_backend(data.attn_implementation, model.config.probability_map)
     model.set_attn_implementation(data.attn_implementation)
     if fixed_length(model.config) not in (None, data.max_length):
         raise ValueError(

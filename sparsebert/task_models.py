@@ -49,7 +49,8 @@ def check_model(options, config, max_length):
         meaningful, why = (), "there is no mask"
     else:
         check_architecture(model.model_type)
-        check_backend(options.attn_implementation or "sparse_auto")
+        probability_map = config.get("probability_map") or getattr(model, "probability_map", "softmax")
+        check_backend(options.attn_implementation or "sparse_auto", probability_map)
         if options.mask in SEARCHES:
             raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask that it found")
         meaningful = allowed_fields(options.mask)

@@ -1,8 +1,11 @@
 """Probability maps: as functions of scores, as the attention of a model, as fields of a configuration."""
 
 import copy
+import importlib.util
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from sparsebert.probability import LEARNED_ALPHA, ProbabilityMap, check_probabil
 from sparsebert.training import SparseBertTrainer
 
 
+ROOT = Path(__file__).parents[1]
 # Every map, with parameters that make the sparse ones sparse on scores of size 1.
 MAPS = {
     "softmax": {},
@@ -496,3 +500,40 @@ def test_another_map_forgets_the_parameters_of_the_last(tiny_config, tmp_path):
 def test_softmax_costs_nothing():
     assert ProbabilityMap("softmax", None, 2, 4)(10) == (None,)
     assert not list(ProbabilityMap("topk", {"k": 3}, 2, 4).parameters())
+
+
+# Scripts
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_finetuning_with_another_map(checkpoints, glue_folder, tmp_path):
+    arguments = ["--task", "rte", "--data", str(glue_folder), "--max_length", "32", "--max_steps", "2"]
+    arguments += ["--report_to", "none", "--seeds", "1", "--output_dir", str(tmp_path / "run")]
+    arguments += ["--probability_map", "topk", "--probability_map_kwargs", "{k: 3}", "--model"]
+    with pytest.raises(ValueError, match="sparse_sdpa does not support probability_map 'topk': use sparse_eager"):
+        script("finetune").main([*arguments, checkpoints["window"], "--attn_implementation", "sparse_sdpa"])
+    with pytest.raises(ValueError, match="model.probability_map has no meaning here"):
+        script("finetune").main([*arguments, checkpoints["stock"], "--mask", checkpoints["window"]])
+    assert not (tmp_path / "run").exists()
+    script("finetune").main([*arguments, checkpoints["window"]])
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert (config["probability_map"], config["probability_map_kwargs"]) == ("topk", {"k": 3})
+
+
+def test_pretraining_on_a_backend_that_lacks_the_map(tmp_path):
+    arguments = [
+        str(ROOT / "recipes/small.yaml"),
+        "--probability_map",
+        "sparsemax",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    with pytest.raises(ValueError, match="sparse_sdpa does not support probability_map 'sparsemax'"):
+        script("pretrain").main([*arguments, "--attn_implementation", "sparse_sdpa"])
+    assert not (tmp_path / "run").exists()

@@ -67,13 +67,18 @@ CHOICES = {"sparse_auto": choice.by_table, "sparse_measure": choice.by_measureme
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 
 
-def check_backend(name):
+def check_backend(name, probability_map="softmax"):
     """
     Raises:
-        ValueError: If `name` is not an attention implementation that applies the mask.
+        ValueError: If `name` is not an attention implementation that applies the mask and the probability map.
     """
     if name not in ATTENTION_NAMES:
         raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
+    able = [other for other, backend in BACKENDS.items() if probability_map in backend.probability_maps]
+    if name in BACKENDS and name not in able:
+        raise ValueError(
+            f"{name} does not support probability_map {probability_map!r}: use {', '.join(able)} or sparse_auto"
+        )
 
 
 # Depends on the mask and the request alone, so a graph compiled around a model may hold the answer.
