@@ -223,7 +223,7 @@ def plot_ratios(options, report, title, panels, xlabel, ylabel):
         return
     from matplotlib.figure import Figure
 
-    columns = min(len(panels), 3)
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns + 0.6, 3.5 * lines + 1.5), layout="constrained", dpi=150)
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()

@@ -6,7 +6,7 @@ every manual mask at the same sparsity. All at one budget of tokens.
 
     python -m benchmarks.search_study --text FILE --validation FILE --output runs/study
 
-Runs `pretrain.py recipes/small.yaml` once for each; what is finished is not run again. Prints a table; writes it, a
+Runs `pretrain.py recipes/demo_dam_s.yaml` for each; what is finished is not run again. Prints a table; writes it, a
 plot of the loss along the searches and `study.json` to the output folder.
 """
 
@@ -15,7 +15,7 @@ import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
-from sparsebert.masks.matched import matched_patterns
+from sparsebert.masks.matched import VARIED, matched_patterns
 from sparsebert.report import Table
 
 from ._pretraining import add_options, folder_name, run
@@ -24,6 +24,7 @@ from ._report import ROOT, STYLES
 
 SPARSITY = 0.92
 LENGTH, HEADS = 128, 4
+MANUAL = ("dense", *VARIED)
 PAPER = {"mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
 ANNEALED = {"mask_form": "log", "hard": "false", "noise_scale": 0, "temperature_end": 0.1}
 BUDGET = {"target_sparsity": SPARSITY, "initial_sparsity": 0.5, "sparsity_warmup": 0, "sparsity_ramp": 0.4}
@@ -31,48 +32,51 @@ BUDGET = {"target_sparsity": SPARSITY, "initial_sparsity": 0.5, "sparsity_warmup
 SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
     "no penalty": PAPER | {"sparsity_weight": 0},
-    "budget, hard samples, additive": PAPER | BUDGET,
-    "budget, hard samples, log": PAPER | BUDGET | {"mask_form": "log"},
-    "budget, hard samples, log, noise to 0.1": PAPER | BUDGET | {"mask_form": "log", "noise_scale_end": 0.1},
-    "budget, annealed, log": ANNEALED | BUDGET,
-    "budget, annealed, log, frozen at 40 %": ANNEALED | BUDGET | {"search_end": 0.4},
-    "budget, annealed, log, frozen at 20 %": ANNEALED | BUDGET | {"search_end": 0.2},
-    "budget, annealed, additive c = 10": ANNEALED | BUDGET | {"mask_form": "additive", "mask_constant": 10},
-    "budget, constant temperature, log": ANNEALED | BUDGET | {"temperature_end": 1},
-    "budget, annealed, log, dense warm-up": ANNEALED | BUDGET | {"initial_sparsity": 0, "sparsity_warmup": 0.1},
-    "budget, annealed, log, sparse at once": ANNEALED | BUDGET | {"initial_sparsity": SPARSITY},
-    "budget, annealed, log, logit scale 30": ANNEALED | BUDGET | {"mask_logit_scale": 30},
-    "budget, annealed, log, mask per layer": ANNEALED | BUDGET | {"share_layers": "false"},
+    "hard samples, additive": PAPER | BUDGET,
+    "hard samples, log, noise to 0.1": PAPER | BUDGET | {"mask_form": "log", "noise_scale_end": 0.1},
+    "annealed": ANNEALED | BUDGET,
+    "annealed, frozen at 40 %": ANNEALED | BUDGET | {"search_end": 0.4},
+    "annealed, frozen at 20 %": ANNEALED | BUDGET | {"search_end": 0.2},
+    "annealed, additive c = 10": ANNEALED | BUDGET | {"mask_form": "additive", "mask_constant": 10},
+    "annealed, constant temperature": ANNEALED | BUDGET | {"temperature_end": 1},
+    "annealed, dense warm-up": ANNEALED | BUDGET | {"initial_sparsity": 0, "sparsity_warmup": 0.1},
+    "annealed, sparse at once": ANNEALED | BUDGET | {"initial_sparsity": SPARSITY},
+    "annealed, slow ramp": ANNEALED | BUDGET | {"sparsity_ramp": 0.8},
+    "annealed, logit scale 3": ANNEALED | BUDGET | {"mask_logit_scale": 3},
+    "annealed, logit scale 30": ANNEALED | BUDGET | {"mask_logit_scale": 30},
+    "annealed, mask per layer": ANNEALED | BUDGET | {"share_layers": "false"},
 }
 
 
 def study(options):
     """All runs: `{(steps, kind, name): [metrics of a seed]}`; kind is `"search"`, `"frozen"` or `"manual"`."""
     cells, output = {}, options.output.absolute()
-    manual = matched_patterns(SPARSITY, LENGTH, HEADS)
-    for name, mask in manual.items():
+    for name, mask in matched_patterns(SPARSITY, LENGTH, HEADS).items():
         mask.save_pretrained(output / "masks" / folder_name(name))
 
+    def common(steps, seed):
+        return {"max_steps": steps, "seed": seed, "max_tokens": options.tokens * steps}
+
     def searched(name, steps, seed):
-        where, flags = output / f"{steps}" / f"{seed}", {"max_steps": steps, "seed": seed}
-        freeze = {} if "target_sparsity" in SETTINGS[name] else {"freeze_sparsity": SPARSITY}
-        search = run(where / folder_name(name), flags | {"search": "dam_s"} | SETTINGS[name] | freeze, options)
+        where, flags = output / f"{steps}" / f"{seed}", common(steps, seed)
+        freeze = {"freeze_sparsity": "null" if "target_sparsity" in SETTINGS[name] else SPARSITY}
+        search = run(where / folder_name(name), flags | {"search": "dam_s"} | freeze | SETTINGS[name], options)
         mask = {"mask": where / folder_name(name)}
         return search, run(where / f"frozen_{folder_name(name)}", flags | mask, options)
 
     def fixed(name, steps, seed):
         mask = {"pattern": "dense"} if name == "dense" else {"mask": output / "masks" / folder_name(name)}
         where = output / f"{steps}" / f"{seed}" / f"manual_{folder_name(name)}"
-        return run(where, {"max_steps": steps, "seed": seed} | mask, options)
+        return run(where, common(steps, seed) | {"search": "null"} | mask, options)
 
-    settings = options.settings or list(SETTINGS)
     with ThreadPoolExecutor(options.jobs) as pool:
         tasks = []
         for steps in options.steps:
             for seed in options.seeds:
-                tasks += [((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in settings]
-                names = () if options.no_manual else ("dense", *manual)
-                tasks += [((steps, "manual", name), pool.submit(fixed, name, steps, seed)) for name in names]
+                tasks += [
+                    ((steps, "search", name), pool.submit(searched, name, steps, seed)) for name in options.settings
+                ]
+                tasks += [((steps, "manual", name), pool.submit(fixed, name, steps, seed)) for name in options.manual]
         for (steps, kind, name), task in tasks:
             results = task.result()
             if kind == "search":
@@ -142,11 +146,14 @@ def plot(cells, options, path):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_study", description=__doc__.split("\n\n")[0])
-    add_options(parser, ROOT / "recipes" / "small.yaml")
-    parser.add_argument("--steps", type=int, nargs="+", default=[500, 1500], help="budgets")
+    add_options(parser, ROOT / "recipes" / "demo_dam_s.yaml")
+    parser.add_argument("--tokens", type=int, default=2100, help="to read per step, so that none is seen twice")
+    parser.add_argument("--steps", type=int, nargs="+", default=[300, 900], help="budgets")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="all by default")
-    parser.add_argument("--no_manual", action="store_true", help="leave out dense and the manual masks")
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS, help="all by default")
+    parser.add_argument(
+        "--manual", nargs="*", choices=MANUAL, default=MANUAL, help="dense and manual masks, all by default"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     options = parser.parse_args(arguments)
     cells = study(options)
