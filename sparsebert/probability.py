@@ -109,7 +109,8 @@ def entmax(scores, *, alpha):
     Args:
         scores (`torch.Tensor` of shape `(..., m)`)
         alpha (`float` or `torch.Tensor`): At least 1, which is softmax; 2 is sparsemax. A tensor, all of it above 1,
-            is broadcast over the rows `(..., 1)` and gets a gradient.
+            is broadcast over the rows `(..., 1)` and gets a gradient. In float32 it is exact to 2e-5 from 1.001 to 2;
+            well above 3, nearly equal scores are told apart by rounding.
 
     Raises:
         ValueError: If `alpha` is less than 1.
@@ -121,7 +122,8 @@ def entmax(scores, *, alpha):
         if alpha == 1:
             return torch.softmax(scores, dim=-1)
         alpha = torch.tensor(alpha, dtype=scores.dtype, device=scores.device)
-    return _entmax_package().entmax_bisect(scores, alpha.to(scores.dtype), dim=-1)
+    halvings = 50 if scores.dtype == torch.float64 else 30  # of an interval that is at most 1 wide
+    return _entmax_package().entmax_bisect(scores, alpha.to(scores.dtype), dim=-1, n_iter=halvings)
 
 
 PROBABILITY_MAPS = {
