@@ -19,6 +19,7 @@ from sparsebert.checkpoints import check_checkpoint
 from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
 from sparsebert.documents import load_documents
 from sparsebert.importance import MASK_PROBS_NAME, position_groups
+from sparsebert.mixers import fixed_length
 from sparsebert.pruning import ProgressivePruning
 from sparsebert.recipes import load_recipe, run_script
 from sparsebert.training import (
@@ -57,7 +58,13 @@ def main(arguments):
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
         model.set_mask(SparseMask.from_pretrained(data.mask))
+    check_backend(data.attn_implementation, model.config.probability_map)
     model.set_attn_implementation(data.attn_implementation)
+    if fixed_length(model.config) not in (None, data.max_length):
+        raise ValueError(
+            f"max_length must be {model.config.max_position_embeddings}, the max_position_embeddings of a model with "
+            f"the token mixer 'bproj', got {data.max_length}"
+        )
     sparse_attention = model.sparse_attention
     if pruning is not None:
         pruning.check(model)

@@ -21,6 +21,7 @@ from .loading import load
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.search import SEARCHES
 from .masks.sparse_mask import MaskFileError, SparseMask
+from .mixers import MIXERS
 from .modeling_sparsebert import (
     SparseBertForMaskedLM,
     SparseBertForMultipleChoice,
@@ -35,6 +36,7 @@ from .modeling_sparsebert import (
 )
 from .plan import Plan, plan
 from .positions import extend_positions
+from .probability import PROBABILITY_MAPS
 from .sparse_attention import SparseAttention
 from .version import __version__
 
@@ -55,7 +57,9 @@ for _auto, _model in (
 
 __all__ = [
     "ARCHITECTURES",
+    "MIXERS",
     "PATTERNS",
+    "PROBABILITY_MAPS",
     "Plan",
     "SEARCHES",
     "MaskFileError",

@@ -28,10 +28,11 @@ logger = logging.get_logger(__name__)
 SEARCH_CONFIG_NAME = "search_config.json"
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
-# Fields of the configuration that say how a fixed mask is used, those that define one by its pattern, and all about
-# a mask.
+# Fields of the configuration that say how a fixed mask is used, those that define one by its pattern, those about the
+# model that a stock one cannot have, and all of our own.
 MASK_FIELDS = ("length_policy", "last_token", "diagonal", "allow_empty_rows")
 PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
+MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
 OWN_FIELDS = tuple(
     field.name
     for field in dataclass_fields(SparseBertConfig)
@@ -43,7 +44,7 @@ def allowed_fields(mask_or_search):
     """Names of the fields that have a meaning for a mask, a pattern or a search, by the name of the latter two."""
     if mask_or_search in SEARCHES:
         refused = ("search", "pattern", "frozen", "pruned", "pattern_kwargs", "head_configuration", "mask_seed")
-        return tuple(name for name in OWN_FIELDS if name not in refused)
+        return tuple(name for name in OWN_FIELDS if name not in (*refused, *MODEL_FIELDS))
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 
 
@@ -195,7 +196,7 @@ def _new_attached(stock_class):
 def make_sparse_attention(model, description):
     """The [`SparseAttention`] that `description`, a [`SparseBertConfig`], asks for in `model`, not yet registered."""
     window, local_layers = sliding_window(model.config)
-    shared = len(attention_modules(model)) < description.num_hidden_layers
+    shared = len(attention_modules(model)) < description.num_attention_layers
     return SparseAttention(description, window=window, local_layers=local_layers, one_layer=shared)
 
 
@@ -207,13 +208,10 @@ def register(model, sparse_attention):
     base = model.base_model
     sparse_attention.argument_names = tuple(inspect.signature(base.forward).parameters)
     base.sparse_attention = sparse_attention
-    sparse_attention.numbered_layers = False
     for index, module in enumerate(attention_modules(model)):
         # Not through Module.__setattr__, which would register it again under every layer.
         module.__dict__["sparse_attention"] = sparse_attention
-        if not hasattr(module, "layer_idx"):
-            module.layer_idx = index
-            sparse_attention.numbered_layers = True
+        module.mask_layer = index
     sparse_attention.handles = (
         base.register_forward_pre_hook(_prepare_forward, with_kwargs=True),
         model.register_forward_hook(_add_sparsity_loss, with_kwargs=True),
@@ -347,9 +345,7 @@ def detach(model):
     for handle in sparse_attention.handles:
         handle.remove()
     for module in attention_modules(inner):
-        del module.__dict__["sparse_attention"]
-        if sparse_attention.numbered_layers:
-            del module.layer_idx
+        del module.__dict__["sparse_attention"], module.mask_layer
     inner.__class__ = inner.stock_class
     del inner.base_model.sparse_attention
     inner.set_attn_implementation(sparse_attention.former_attention)

@@ -16,7 +16,8 @@ from .pruning import stored_settings
 MODE_FIELDS = (
     "search", "pattern", "target_sparsity", "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
     "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "noise_scale_end", "mask_length",
-    "symmetric", "share_layers", "special_tokens", "diagonal",
+    "symmetric", "share_layers", "special_tokens", "diagonal", "probability_map", "probability_map_kwargs",
+    "token_mixers",
 )  # fmt: skip
 
 

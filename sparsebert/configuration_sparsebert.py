@@ -9,6 +9,8 @@ from transformers import BertConfig
 from .masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from .masks.search import SEARCHES
 from .masks.sparse_mask import LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
+from .mixers import MIXERS, check_token_mixers
+from .probability import PROBABILITY_MAPS, check_probability_map
 
 
 # Twice this is still less than what padding and causality subtract, so no mask outweighs them.
@@ -24,6 +26,15 @@ def _choice(allowed):
             raise ValueError(f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
     return one_of
+
+
+def _names(allowed):
+    def all_of(values):
+        for value in values or ():
+            if value not in allowed:
+                raise ValueError(f"must hold names out of {', '.join(map(repr, allowed))}, got {value!r}")
+
+    return all_of
 
 
 def _between(low, high, low_open=False, high_open=False):
@@ -92,6 +103,14 @@ class SparseBertConfig(BertConfig):
         mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
             `"dense"`, or `"error"` (default of tables).
+        probability_map (`str`, *optional*, defaults to `"softmax"`): What turns scores into probabilities, a name of
+            `PROBABILITY_MAPS`: `"softmax"`, `"topk"`, `"sparsegen_lin"`, `"sparsemax"`, `"entmax15"`, `"entmax"`.
+            Cross-attention keeps softmax.
+        probability_map_kwargs (`dict`, *optional*): Its parameters: `{"k": 8}` of topk, `{"lam": 0.5}` of
+            sparsegen_lin, `{"alpha": 1.3}` or `{"alpha": "learned"}` (per layer and head) of entmax.
+        token_mixers (`list`, *optional*): What stands in each layer, a name of `MIXERS` for each: `"attention"`,
+            `"sepconv"`, `"bproj"` or `"average"`; attention everywhere by default. The mask is that of the layers
+            with attention: layer l of a mask per layer is the l-th of them. Without any, the pattern is `"dense"`.
 
     Raises:
         StrictDataclassFieldValidationError: A field of the wrong type or out of its range.
@@ -130,16 +149,27 @@ class SparseBertConfig(BertConfig):
     sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
     mask_length: int | None = validated_field(_between(1, 2**20), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
+    probability_map: str = validated_field(_choice(tuple(PROBABILITY_MAPS)), default="softmax")
+    probability_map_kwargs: dict | None = None
+    token_mixers: list | None = validated_field(_names(tuple(MIXERS)), default=None)
 
     def __post_init__(self, **kwargs):
         if self.pattern is None and self.search is None and not self.frozen:
-            self.search = "dam_s"
+            if self.num_attention_layers:
+                self.search = "dam_s"
+            else:
+                self.pattern = "dense"
         if self.mask_length is None:
             self.mask_length = min(self.max_position_embeddings, 512)
         # Not stored in config.json, so a reloaded model would otherwise run the host's default and be refused.
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = "sparse_auto"
         super().__post_init__(**kwargs)
+
+    @property
+    def num_attention_layers(self):
+        """Layers with attention, which the mask is for."""
+        return self.num_hidden_layers if self.token_mixers is None else self.token_mixers.count("attention")
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -153,6 +183,8 @@ class SparseBertConfig(BertConfig):
                 | {"frozen": False, "pruned": False, "diagonal": "learned"}
                 | own
             )
+        if own.get("probability_map"):
+            own = {"probability_map_kwargs": None} | own
         return super().from_dict({**config_dict, **own}, **kwargs)
 
     def validate_sparse_attention(self):
@@ -178,6 +210,13 @@ class SparseBertConfig(BertConfig):
             )
         if self.mask_length < 3:
             raise ValueError(f"mask_length must be at least 3 (special tokens and one more), got {self.mask_length}")
+        check_probability_map(self.probability_map, self.probability_map_kwargs or {}, self.max_position_embeddings)
+        if self.mask_form == "multiplicative" and self.probability_map != "softmax":
+            raise ValueError(
+                f"mask_form 'multiplicative' is defined for softmax, got probability_map {self.probability_map!r}: "
+                "use 'additive' or 'log', which change the scores"
+            )
+        check_token_mixers(self)
 
 
 def pattern_mask(config):
@@ -186,7 +225,7 @@ def pattern_mask(config):
         config.pattern,
         config.mask_length,
         config.num_attention_heads,
-        num_layers=config.num_hidden_layers,
+        num_layers=max(config.num_attention_layers, 1),
         seed=config.mask_seed,
         head_configuration=config.head_configuration,
         **(config.pattern_kwargs or {}),

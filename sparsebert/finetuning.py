@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.utils import logging
 
+from .mixers import fixed_length
 from .pruning import ProgressivePruning
 from .recipes import nearest
 from .task_models import check_model, load_model, mask_metrics
@@ -286,7 +287,7 @@ def train(data, recipe, output_dir):
         training,
         train_dataset=data.features[data.train_split],
         eval_dataset=data.features[first],
-        data_collator=task.collator(data.tokenizer),
+        data_collator=task.collator(data.tokenizer, fixed_length(model.config)),
         processing_class=data.tokenizer,
         compute_metrics=lambda prediction: evaluate(first, prediction.predictions)[1],
         callbacks=None if pruning is None else [pruning],

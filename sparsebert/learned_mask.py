@@ -88,7 +88,7 @@ class LearnedMask(nn.Module):
             size = num_parameters(
                 self.search.form, config.mask_length, config.symmetric, self.special_tokens, config.block_size
             )
-            num_layers = 1 if config.share_layers else config.num_hidden_layers
+            num_layers = 1 if config.share_layers else config.num_attention_layers
             self.mask_logits = nn.Parameter(torch.empty(num_layers, config.num_attention_heads, size))
             self.reset_parameters()
             self._check_target()

@@ -16,6 +16,7 @@ from transformers import (
 from .attach import SparseModelMixin, make_sparse_attention, register
 from .configuration_sparsebert import DIAGONALS, SparseBertConfig
 from .masks.sparse_mask import HUB_ARGUMENTS, SparseMask
+from .mixers import put_mixers
 
 
 class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
@@ -27,18 +28,20 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
     config: SparseBertConfig
     config_class = SparseBertConfig
     # A step of the optimiser is smaller than what bfloat16 resolves at the logits' size.
-    _keep_in_fp32_modules_strict = {"mask_logits"}
+    _keep_in_fp32_modules_strict = {"mask_logits", "alpha_logits"}
 
     def post_init(self):
         # Heads are built around a stock base model; either way the mask is attached once, before weights are made.
         if "sparse_attention" not in self.base_model._modules:
+            put_mixers(self)
             register(self, make_sparse_attention(self, self.config))
         super().post_init()
 
     def initialize_weights(self):
-        # A head's base model is a stock class, whose _init_weights does not know the mask logits.
+        # A head's base model is a stock class, whose _init_weights does not know these parameters.
         super().initialize_weights()
         self.sparse_attention.reset_parameters()
+        self.sparse_attention.probability_map.reset_parameters()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

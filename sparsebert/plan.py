@@ -60,13 +60,13 @@ def plan(model_or_mask, length=None, device=None, dtype=None, head_size=64):
     Raises:
         ValueError: If the model's mask is still being searched, or is undefined at this length.
     """
-    mask, causal = model_or_mask, False
+    mask, causal, probability_map = model_or_mask, False, "softmax"
     if not isinstance(mask, SparseMask):
         sparse_attention = get_sparse_attention(model_or_mask)
         if sparse_attention.mask is None:
             raise ValueError("plan needs a frozen mask, this model's is being searched or not loaded: freeze it first")
         mask, causal = sparse_attention.mask, bool(sparse_attention.config.is_decoder)
-        head_size = sparse_attention.head_size
+        head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length
     device, dtype = torch.device(device or "cpu").type, dtype or torch.float32
@@ -74,8 +74,9 @@ def plan(model_or_mask, length=None, device=None, dtype=None, head_size=64):
     base = base_table(mask, length, causal)[0]
     choices = {}
     for phase, dropout in (("inference", 0.0), ("training", 0.0), ("training with dropout", 0.1)):
+        shape = (1, mask.num_heads, length, length, head_size)
         request = choice.Request(
-            device, dtype, 1, mask.num_heads, length, length, head_size, dropout, phase != "inference", causal=causal
+            device, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
         )
         choices[phase] = choice.by_table(BACKENDS, mask, request)
     result = Plan(

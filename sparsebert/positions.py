@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .masks.sparse_mask import check_choice
+from .mixers import fixed_length
 
 
 METHODS = ("interpolate", "tile")
@@ -42,13 +43,16 @@ def extend_positions(model, length, method="interpolate"):
     Returns:
         `model`, changed in place.
     Raises:
-        ValueError: If the model has no such embeddings, `length` is not more than it has, or `method` is unknown.
+        ValueError: If the model has no such embeddings, its inputs have a fixed length (the token mixer bproj),
+            `length` is not more than it has, or `method` is unknown.
 
     Source: An Image is Worth 16x16 Words (arXiv 2010.11929), Section 3.2 (interpolate, there in two dimensions);
     Longformer (arXiv 2004.05150), Section 5 (tile).
     """
     check_choice("method", method, METHODS)
     embeddings, table, offset = _position_embeddings(model)
+    if fixed_length(model.config) is not None:
+        raise ValueError("the token mixer 'bproj' has one length for all inputs: its positions cannot be extended")
     old = table.weight.detach()
     known = len(old) - offset
     if isinstance(length, bool) or not isinstance(length, int) or length <= known:

@@ -1,7 +1,7 @@
 """
 The one home of a model's attention mask: learned while searching, frozen afterwards.
 
-Letters: B batch, L layers (1 when shared), H heads, n queries, m keys, K learned parameters per head.
+Letters: B batch, L layers with attention (1 when shared), H heads, n queries, m keys, K learned parameters per head.
 """
 
 import operator
@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 from transformers.utils import logging
 
-from .attention import BACKENDS, choose_backend
+from .attention import BACKENDS, check_backend, choose_backend
 from .attention.mask_inputs import MaskInputs
 from .attention.windows import local_inputs
 from .configuration_sparsebert import DIAGONALS, pattern_mask
 from .learned_mask import LearnedMask
 from .masks.compiled import windowed
+from .probability import ProbabilityMap
 
 
 logger = logging.get_logger(__name__)
@@ -27,8 +28,8 @@ class SparseAttention(LearnedMask):
     """
     Owns everything about a model's mask: the learned logits while searching, the frozen [`SparseMask`] afterwards.
 
-    Registered once on the base model as `sparse_attention`; its only parameter is `mask_logits`, see [`LearnedMask`],
-    and a frozen one has none.
+    Registered once on the base model as `sparse_attention`; its parameters are `mask_logits` while searching, see
+    [`LearnedMask`], and that of a learned probability map, see [`ProbabilityMap`].
 
     Args:
         config ([`SparseBertConfig`]): Says what is searched, or which pattern is fixed.
@@ -49,6 +50,10 @@ class SparseAttention(LearnedMask):
         # What an observer of the attention asks of the backend: keys of `WANTED`.
         self.needs = frozenset()
         self.head_size = config.hidden_size // config.num_attention_heads
+        self.num_layers = config.num_attention_layers
+        self.probability_map = ProbabilityMap(
+            config.probability_map, config.probability_map_kwargs, self.num_layers, config.num_attention_heads
+        )
         self._mask = None
         if config.pattern is not None:
             # The host builds models on the meta device; a mask is data, not a weight.
@@ -80,8 +85,10 @@ class SparseAttention(LearnedMask):
 
         Raises:
             ValueError: If it is for other heads or layers, has a row that keeps nothing (unless the configuration's
-                `allow_empty_rows`), or is undefined in a decoder.
+                `allow_empty_rows`), or is undefined in a decoder; and if no layer of the model has attention.
         """
+        if not self.num_layers:
+            raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
         self._set_mask(mask)
         config = self.config
         config.frozen = True
@@ -95,11 +102,11 @@ class SparseAttention(LearnedMask):
 
     def _set_mask(self, mask):
         config = self.config
-        expected = (config.num_hidden_layers, config.num_attention_heads)
+        expected = (self.num_layers, config.num_attention_heads)
         if mask.num_layers not in (1, expected[0]) or mask.num_heads != expected[1]:
             raise ValueError(
                 f"the mask is for {mask.num_layers} layer(s) and {mask.num_heads} heads of length {mask.length}; "
-                f"the model has {expected[0]} layers (or 1 mask for all) and {expected[1]} heads"
+                f"the model has {expected[0]} layers with attention (or 1 mask for all) and {expected[1]} heads"
             )
         if self.one_layer and mask.num_layers > 1:
             raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
@@ -210,10 +217,14 @@ class SparseAttention(LearnedMask):
         # Only a measurement depends on these; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" else 1
         dropout = dropout if name == "sparse_measure" or not dropout else 0.5
+        if not self.num_layers:
+            check_backend(name)
+            return MaskInputs(name, num_queries, num_keys, device, mask, padding)
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
         request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
-        backend = choose_backend(name, mask, *request, frozenset(needs))
-        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal)
+        backend = choose_backend(name, mask, *request, frozenset(needs), config.probability_map)
+        maps = self.probability_map(num_keys)
+        inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         if learning:
             prepared = self._drawn_inputs(inputs, merged=merged or backend != "sparse_sdpa")
         else:

@@ -8,12 +8,16 @@ import transformers
 from transformers import AutoConfig
 
 from .architectures import check_architecture, num_positions
-from .attach import OWN_FIELDS, allowed_fields, attach, read_mask, with_changes
+from .attach import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, read_mask, with_changes
 from .attention import ATTENTION_NAMES, check_backend
 from .configuration_sparsebert import SparseBertConfig
 from .loading import carries_mask, load
 from .masks.patterns import PATTERNS
 from .masks.search import SEARCHES
+
+
+# Of a SparseBERT, what may be another than in pre-training.
+PROBABILITY_FIELDS = ("probability_map", "probability_map_kwargs")
 
 
 def check_model(options, config, max_length):
@@ -45,10 +49,13 @@ def check_model(options, config, max_length):
         meaningful, why = (), "there is no mask"
     else:
         check_architecture(model.model_type)
-        check_backend(options.attn_implementation or "sparse_auto")
+        probability_map = config.get("probability_map") or getattr(model, "probability_map", "softmax")
+        check_backend(options.attn_implementation or "sparse_auto", probability_map)
         if options.mask in SEARCHES:
             raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask that it found")
         meaningful = allowed_fields(options.mask)
+        if model.model_type == SparseBertConfig.model_type:
+            meaningful += PROBABILITY_FIELDS
         why = f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
     if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
         raise ValueError(f"model.{refused[0]} has no meaning here: {why}; another mask is given by --mask")
@@ -69,8 +76,9 @@ def load_model(data, config):
         OSError: If there is no such model or mask.
     """
     options, model_class = data.options, getattr(transformers, data.task.head)
-    fields = {name: value for name, value in config.items() if name in OWN_FIELDS}
-    arguments = {name: value for name, value in config.items() if name not in OWN_FIELDS}
+    of_mask = set(OWN_FIELDS) - set(MODEL_FIELDS)
+    fields = {name: value for name, value in config.items() if name in of_mask}
+    arguments = {name: value for name, value in config.items() if name not in of_mask}
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
     arguments["ignore_mismatched_sizes"] = True  # a model that was fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"

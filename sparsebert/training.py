@@ -109,10 +109,10 @@ class SearchSchedule(TrainerCallback):
 
 class SparseBertTrainer(Trainer):
     """
-    The stock Trainer, except that mask logits get no weight decay, logs show sparsity and empty rows of the mask being
-    learned, losses are averaged over accumulated batches for every model, a run goes on from a checkpoint of the same
-    search only, and evaluation keeps the examples' order, masks the same tokens each time and leaves the training's
-    random state alone.
+    The stock Trainer, except that the logits of masks and of entmax's alpha get no weight decay, logs show sparsity
+    and empty rows of the mask being learned, losses are averaged over accumulated batches for every model, a run goes
+    on from a checkpoint of the same search only, and evaluation keeps the examples' order, masks the same tokens each
+    time and leaves the training's random state alone.
     """
 
     def __init__(self, *args, **kwargs):
@@ -139,7 +139,8 @@ class SparseBertTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def get_decay_parameter_names(self, model):
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("mask_logits")]
+        names = super().get_decay_parameter_names(model)
+        return [name for name in names if not name.endswith(("mask_logits", "alpha_logits"))]
 
     def log(self, logs, *args, **kwargs):
         # A dense stock model has none.

@@ -15,6 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
+from ..probability import PROBABILITY_MAPS, ProbabilityMap, check_probability_map
 from . import choice, cpu, flex, triton
 from .eager import eager_attention
 from .mask_inputs import MaskInputs, prepare_bias
@@ -40,16 +41,23 @@ class Backend:
             mask of a search, 4-D masks of the caller), `"learned"` (masks that are being learned), `"gate"`
             (multiplicative masks), `"weights"` (returns the attention probabilities), `"window"` (a window that
             differs by sequence).
+        probability_maps (`tuple`): Names of the `PROBABILITY_MAPS` that it can apply.
     """
 
     function: Callable
     prepare: Callable
     refuse: Callable = lambda request: None
     supports: frozenset = frozenset()
+    probability_maps: tuple = ("softmax",)
 
 
 BACKENDS = {
-    "sparse_eager": Backend(eager_attention, prepare_bias, supports=frozenset(choice.WANTED)),
+    "sparse_eager": Backend(
+        eager_attention,
+        prepare_bias,
+        supports=frozenset(choice.WANTED),
+        probability_maps=tuple(PROBABILITY_MAPS),
+    ),
     "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive", "learned", "window"})),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
@@ -59,13 +67,18 @@ CHOICES = {"sparse_auto": choice.by_table, "sparse_measure": choice.by_measureme
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 
 
-def check_backend(name):
+def check_backend(name, probability_map="softmax"):
     """
     Raises:
-        ValueError: If `name` is not an attention implementation that applies the mask.
+        ValueError: If `name` is not an attention implementation that applies the mask and the probability map.
     """
     if name not in ATTENTION_NAMES:
         raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
+    able = [other for other, backend in BACKENDS.items() if probability_map in backend.probability_maps]
+    if name in BACKENDS and name not in able:
+        raise ValueError(
+            f"{name} does not support probability_map {probability_map!r}: use {', '.join(able)} or sparse_auto"
+        )
 
 
 # Depends on the mask and the request alone, so a graph compiled around a model may hold the answer.
@@ -138,7 +151,7 @@ def sparse_attention_forward(
                 f"sparse attention expects {mask_inputs.num_keys} keys, got {key.shape[2]}: static key/value caches "
                 "are not supported, use a DynamicCache or use_cache=False"
             )
-        mask_inputs = mask_inputs.for_layer(module.layer_idx, attention_mask)
+        mask_inputs = mask_inputs.for_layer(module.mask_layer, attention_mask)
     if key.shape[1] != query.shape[1]:
         # Several query heads share a key head.
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
@@ -146,7 +159,18 @@ def sparse_attention_forward(
 
 
 def sparse_dot_product_attention(
-    query, key, value, mask, padding=None, layer=0, dropout_p=0.0, is_causal=False, scale=None, backend="sparse_auto"
+    query,
+    key,
+    value,
+    mask,
+    padding=None,
+    layer=0,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    backend="sparse_auto",
+    probability_map="softmax",
+    probability_map_kwargs=None,
 ):
     """
     `scaled_dot_product_attention` under a [`SparseMask`], for use outside a model.
@@ -161,6 +185,8 @@ def sparse_dot_product_attention(
         is_causal (`bool`): Cut keys after the query.
         scale (`float`, *optional*): Factor of the scores; `d ** -0.5` by default.
         backend (`str`): One of `BACKENDS`, `"sparse_auto"` or `"sparse_measure"`.
+        probability_map (`str`): A name of `PROBABILITY_MAPS`.
+        probability_map_kwargs (`dict`, *optional*): Its parameters.
 
     Returns:
         `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded or have no key.
@@ -200,12 +226,17 @@ def sparse_dot_product_attention(
         )
     if is_causal and mask.special_tokens == "first_last":
         raise ValueError("is_causal needs a mask with special_tokens 'first' or 'none', got 'first_last'")
+    check_probability_map(probability_map, probability_map_kwargs or {}, num_keys)
+    maps = ProbabilityMap(probability_map, probability_map_kwargs, 1, num_heads)
+    if maps.alpha_logits is not None:
+        raise ValueError("alpha of entmax must be a number here: there is no model that could learn it")
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     shape = (batch, num_heads, num_queries, num_keys, head_size)
-    name = choose_backend(
-        backend, mask, query.device.type, query.dtype, *shape, dropout_p, gradients, padding is not None, is_causal
+    request = (query.device.type, query.dtype, *shape, dropout_p, gradients, padding is not None, is_causal)
+    name = choose_backend(backend, mask, *request, frozenset(), probability_map)
+    inputs = MaskInputs(
+        name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
     )
-    inputs = MaskInputs(name, num_queries, num_keys, query.device, mask, padding, is_causal)
     inputs = replace(inputs, **BACKENDS[name].prepare(mask, inputs)).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -41,6 +41,7 @@ class Request:
         padded (`bool`): Whether there are padded positions.
         causal (`bool`): Whether future keys are cut.
         needs (`frozenset`): Keys of `WANTED`.
+        probability_map (`str`): A name of `PROBABILITY_MAPS`.
     """
 
     device: str
@@ -55,12 +56,15 @@ class Request:
     padded: bool = False
     causal: bool = False
     needs: frozenset = frozenset()
+    probability_map: str = "softmax"
 
 
 def refusal(backends, name, request):
     """Why backend `name` cannot serve `request`, or `None`."""
     if lacking := request.needs - backends[name].supports:
         return f"it does not support {WANTED[min(lacking)]}"
+    if request.probability_map not in backends[name].probability_maps:
+        return f"it does not support probability_map {request.probability_map!r}"
     return backends[name].refuse(request)
 
 
@@ -91,6 +95,8 @@ def by_table(backends, mask, request):
     Returns:
         `tuple` of `str`: Name and reason.
     """
+    if request.probability_map != "softmax":
+        return "sparse_eager", f"it alone supports probability_map {request.probability_map!r}"
     short = request.num_keys <= 128
     if request.needs & {"gate", "weights"}:
         return "sparse_eager", "attention probabilities or a multiplicative mask are asked for"

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from .mask_inputs import REMOVED_BELOW
+
 
 def eager_attention(query, key, value, inputs, scaling, dropout):
     """
@@ -12,9 +14,12 @@ def eager_attention(query, key, value, inputs, scaling, dropout):
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query, key.transpose(2, 3)).to(dtype) * scaling  # (B, H, n, m)
+    probability_map = inputs.probability_map[0]
     if inputs.bias[0] is not None:
         scores = scores + inputs.bias[0].to(dtype)
-    weights = torch.softmax(scores, dim=-1)
+        if probability_map is not None:
+            scores = scores.masked_fill(inputs.bias[0] <= REMOVED_BELOW, -torch.inf)
+    weights = torch.softmax(scores, dim=-1) if probability_map is None else probability_map(scores)
     if inputs.gate[0] is not None:
         weights = weights * inputs.gate[0].to(dtype)
     if inputs.live[0] is not None:

@@ -51,6 +51,8 @@ class MaskInputs:
             do, where `last_token` is given, the row and column of each sequence's last token, which have no bias.
         last_token (`torch.Tensor` of shape `(B,)`, *optional*): int64.
         learned_diagonal (`bool`): Whether that row and column contain their diagonal entry.
+        probability_map (`tuple`, *optional*): Per layer, or one for all: a function of the scores, see
+            [`ProbabilityMap`]; `None` for softmax.
     """
 
     backend: str
@@ -70,6 +72,7 @@ class MaskInputs:
     learned: tuple = (None,)
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
+    probability_map: tuple = (None,)
 
     @classmethod
     def dense(cls, attention_mask, backend):
@@ -87,9 +90,9 @@ class MaskInputs:
         """
         if layer in self.local_layers:
             return self.local.for_layer(layer, attention_mask)
-        bias, live, gate, compiled, learned = (
+        bias, live, gate, compiled, learned, maps = (
             values if len(values) == 1 else (values[layer],)
-            for values in (self.bias, self.live, self.gate, self.compiled, self.learned)
+            for values in (self.bias, self.live, self.gate, self.compiled, self.learned, self.probability_map)
         )
         if attention_mask is not None and attention_mask.dim() == 4:
             if compiled[0] is not None:
@@ -102,7 +105,8 @@ class MaskInputs:
             # Clamped, so that two removals stay finite.
             bias = ((_additive_4d(attention_mask) + (0.0 if bias[0] is None else bias[0])).clamp(min=REMOVED),)
             live = ((bias[0] > REMOVED_BELOW).any(-1, keepdim=True),)
-        return replace(self, bias=bias, live=live, gate=gate, compiled=compiled, learned=learned)
+        changes = {"bias": bias, "live": live, "gate": gate, "compiled": compiled, "learned": learned}
+        return replace(self, probability_map=maps, **changes)
 
     def last(self):
         """

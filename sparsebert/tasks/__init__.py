@@ -37,7 +37,7 @@ class Task:
         encode (`Callable[..., datasets.Dataset]`):
             `encode(examples, tokenizer, options)`: inputs and labels of the model, one row or more per example.
         collator (`Callable`):
-            `collator(tokenizer)`: makes batches of the encoded rows.
+            `collator(tokenizer, pad_to_multiple_of=None)`: makes batches of the encoded rows.
         decode (`Callable[..., list[dict]]`):
             `decode(outputs, features, examples, options)`: one dict per example with its `"id"` and `"prediction"`.
         metrics (`Callable[[list, list], dict[str, float]]`):

@@ -35,19 +35,20 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
     return examples.map(tokenize, batched=True, remove_columns=examples.column_names)
 
 
-def collator(tokenizer: "PreTrainedTokenizerBase") -> "DataCollatorWithPadding":
+def collator(tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None) -> "DataCollatorWithPadding":
     """
     Collator that pads the features to the longest of the batch.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        pad_to_multiple_of (`int`, *optional*): To a multiple of this length.
 
     Returns:
         [`~transformers.DataCollatorWithPadding`]: The collator.
     """
     from transformers import DataCollatorWithPadding
 
-    return DataCollatorWithPadding(tokenizer)
+    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=pad_to_multiple_of)
 
 
 def decode(

@@ -221,12 +221,15 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
     return examples.map(tokenize, batched=True, remove_columns=examples.column_names)
 
 
-def collator(tokenizer: "PreTrainedTokenizerBase") -> "Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]":
+def collator(
+    tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None
+) -> "Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]":
     """
     Collator that pads the features to the longest of the batch.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        pad_to_multiple_of (`int`, *optional*): To a multiple of this length.
 
     Returns:
         `Callable`: Takes features and returns tensors of shape `(batch_size, num_endings, length)`, and `labels` of
@@ -234,7 +237,8 @@ def collator(tokenizer: "PreTrainedTokenizerBase") -> "Callable[[list[dict[str, 
     """
     from transformers import DataCollatorForMultipleChoice
 
-    return functools.partial(_collate, DataCollatorForMultipleChoice(tokenizer))
+    collate = DataCollatorForMultipleChoice(tokenizer, pad_to_multiple_of=pad_to_multiple_of)
+    return functools.partial(_collate, collate)
 
 
 def _collate(collate: "DataCollatorForMultipleChoice", features: list[dict[str, Any]]) -> "dict[str, torch.Tensor]":

@@ -1,0 +1,162 @@
+"""
+Token mixers: what may stand in a layer instead of self-attention.
+
+A mixer is a module that takes the place of the host's `attention.self`; the linear layer W_O, dropout, residual and
+layer norm after it stay. It is a row of `MIXERS`. Padded positions contribute nothing to any other.
+
+Letters: B batch, n length, D hidden size, F filters, k length of a filter.
+"""
+
+from torch import nn
+from transformers.models.bert.modeling_bert import BertSelfAttention
+
+
+NUM_FILTERS = 16
+FILTER_LENGTH = 128
+
+
+def real_positions(hidden_states, attention_mask, mask_inputs):
+    """
+    Which positions a mixer may read.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `(B, n, D)`)
+        attention_mask (`torch.Tensor`, *optional*): What the host hands to every layer.
+        mask_inputs ([`MaskInputs`]): What [`SparseAttention`] prepared for this forward.
+
+    Returns:
+        `torch.Tensor` of shape `(B or 1, n, 1)`, of the dtype of `hidden_states`: 1 for a real token.
+    Raises:
+        ValueError: For a 4-D mask, which only attention can apply.
+    """
+    if attention_mask is not None and attention_mask.dim() == 4:
+        raise ValueError(
+            "token_mixers other than 'attention' do not support a 4-D attention_mask, got one of shape "
+            f"{tuple(attention_mask.shape)}: use a 2-D padding mask"
+        )
+    if mask_inputs is None:
+        raise RuntimeError("a token mixer was called without its base model, which prepares the padding")
+    if mask_inputs.padding is None:
+        return hidden_states.new_ones(1, hidden_states.shape[1], 1)
+    return mask_inputs.padding[..., None].to(hidden_states.dtype)
+
+
+class AverageAttention(nn.Module):
+    """
+    The mean of all real tokens, at every position: attention with the weights 1/n. It has no parameters: a value
+    projection before the mean would only multiply W_O.
+
+    Source: Are Transformers Universal Approximators (arXiv 1912.10077), Section D.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, hidden_states, attention_mask=None, mask_inputs=None, **kwargs):
+        """`hidden_states` of shape `(B, n, D)`; returns the same shape, and `None` for the probabilities."""
+        real = real_positions(hidden_states, attention_mask, mask_inputs)
+        mean = (hidden_states * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+        return mean.expand_as(hidden_states), None
+
+
+class BProj(nn.Module):
+    """
+    `X W_P`, which with W_O and the residual is the bi-linear projection `X + W_O X W_P`. W_P is n x n, n the model's
+    `max_position_embeddings`: the inputs are of exactly this length.
+
+    Source: arXiv 1912.10077, Section 5.1.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.positions = nn.Linear(config.max_position_embeddings, config.max_position_embeddings, bias=False)
+
+    def forward(self, hidden_states, attention_mask=None, mask_inputs=None, **kwargs):
+        """
+        `hidden_states` of shape `(B, n, D)`; returns the same shape, and `None` for the probabilities.
+
+        Raises:
+            ValueError: For inputs of another length.
+        """
+        expected = self.positions.in_features
+        if hidden_states.shape[1] != expected:
+            raise ValueError(
+                f"the token mixer 'bproj' takes inputs of exactly {expected} tokens (max_position_embeddings), got "
+                f"{hidden_states.shape[1]}: pad them to that length"
+            )
+        real = real_positions(hidden_states, attention_mask, mask_inputs)
+        return self.positions((hidden_states * real).transpose(1, 2)).transpose(1, 2), None
+
+
+class SepConv(nn.Module):
+    """
+    A gated linear unit and a depth-wise convolution along the text, whose 16 filters of length 128 serve D / 16
+    neighbouring channels each; together with W_O a separable convolution. Position i reads the positions i - 64 to
+    i + 63.
+
+    Source: arXiv 1912.10077, Sections 5.2 and D; the unit and the sharing of filters: Pay Less Attention (arXiv
+    1901.10430), Section 3.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.gated = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        self.filters = nn.Conv1d(NUM_FILTERS, NUM_FILTERS, FILTER_LENGTH, groups=NUM_FILTERS, bias=False)  # (F, 1, k)
+
+    def forward(self, hidden_states, attention_mask=None, mask_inputs=None, **kwargs):
+        """`hidden_states` of shape `(B, n, D)`; returns the same shape, and `None` for the probabilities."""
+        real = real_positions(hidden_states, attention_mask, mask_inputs)
+        # After the unit, which has a bias.
+        values = nn.functional.glu(self.gated(hidden_states), dim=-1) * real  # (B, n, D)
+        batch, length, size = values.shape
+        rows = values.view(batch, length, NUM_FILTERS, -1).permute(0, 3, 2, 1)  # (B, D / F, F, n)
+        rows = nn.functional.pad(rows.flatten(0, 1), (FILTER_LENGTH // 2, (FILTER_LENGTH - 1) // 2))
+        mixed = self.filters(rows).view(batch, -1, NUM_FILTERS, length)
+        return mixed.permute(0, 3, 2, 1).reshape(batch, length, size), None
+
+
+MIXERS = {"attention": BertSelfAttention, "sepconv": SepConv, "bproj": BProj, "average": AverageAttention}
+
+
+def check_token_mixers(config):
+    """
+    Whether the mixers of a [`SparseBertConfig`] fit the model.
+
+    Raises:
+        ValueError: If there is not one per layer, or the model cannot have one of them.
+    """
+    names = config.token_mixers
+    if names is None:
+        return
+    if len(names) != config.num_hidden_layers:
+        raise ValueError(
+            f"token_mixers must have one name per layer, got {len(names)} names for num_hidden_layers "
+            f"{config.num_hidden_layers}"
+        )
+    others = sorted(set(names) - {"attention"})
+    if others and config.is_decoder:
+        raise ValueError(f"token_mixers must all be 'attention' in a decoder: {others[0]!r} reads future tokens")
+    if "sepconv" in others and config.hidden_size % NUM_FILTERS:
+        raise ValueError(
+            f"token_mixers 'sepconv' shares {NUM_FILTERS} filters between the channels: hidden_size must be a "
+            f"multiple of {NUM_FILTERS}, got {config.hidden_size}"
+        )
+    if config.num_attention_layers == 0 and (config.search is not None or config.frozen or config.pattern != "dense"):
+        raise ValueError(
+            "token_mixers leave no layer with attention, so a mask has no meaning: set pattern 'dense' and no search"
+        )
+
+
+def put_mixers(model):
+    """Replace the self-attention of a BERT's layers by what `token_mixers` of its configuration names."""
+    config = model.config
+    if config.token_mixers is None:
+        return
+    for layer, name in zip(model.base_model.encoder.layer, config.token_mixers, strict=True):
+        if not isinstance(layer.attention.self, MIXERS[name]):
+            layer.attention.self = MIXERS[name](config)
+
+
+def fixed_length(config):
+    """The one length of a model's inputs, or `None` when they may differ."""
+    return config.max_position_embeddings if "bproj" in (getattr(config, "token_mixers", None) or ()) else None
