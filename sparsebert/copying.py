@@ -40,6 +40,7 @@ class CopyingSizes:
         learning_rate (`float`): Of AdamW, after the warm-up.
         warmup_steps (`int`): Steps of linear growth; linear decay follows.
         weight_decay (`float`): Of AdamW.
+        predict_first_half (`bool`): Train on the first half too, which is random but for its 0.
         bf16 (`bool`): Autocast to bfloat16.
         attn_implementation (`str`): Backend.
         seed (`int`): Of weights, data and random patterns.
@@ -58,6 +59,7 @@ class CopyingSizes:
     learning_rate: float = 1e-4
     warmup_steps: int = 3000
     weight_decay: float = 0.01
+    predict_first_half: bool = False
     bf16: bool = False
     attn_implementation: str = "sparse_auto"
     seed: int = 0
@@ -184,6 +186,8 @@ class CopyingModel(nn.Module):
     def __init__(self, arguments):
         super().__init__()
         mask, size = arguments.mask(), arguments.hidden_size
+        # The last symbol before what is to be predicted is the second 0.
+        self.first = 0 if arguments.predict_first_half else arguments.source_length + 1
         self.symbols = nn.Embedding(arguments.num_symbols, size)
         self.positions = nn.Embedding(arguments.length, size)
         self.attention = nn.ModuleList(CopyingAttention(arguments, mask, layer) for layer in range(arguments.depth))
@@ -202,7 +206,7 @@ class CopyingModel(nn.Module):
             labels (`torch.Tensor` of shape `(B, n)`, *optional*): The same; shifted here.
 
         Returns:
-            `dict`: `"logits"` `(B, n, V)` and, with labels, the mean `"loss"` over all tokens but the first.
+            `dict`: `"logits"` `(B, n, V)` and, with labels, the mean `"loss"` over what is to be predicted.
         """
         states = self.symbols(input_ids) + self.positions.weight[: input_ids.shape[1]]
         for layer in self.attention:
@@ -210,7 +214,9 @@ class CopyingModel(nn.Module):
         logits = self.head(states + self.feed_forward(states))
         if labels is None:
             return {"logits": logits}
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            logits[:, self.first : -1].flatten(0, 1), labels[:, self.first + 1 :].flatten()
+        )
         return {"loss": loss, "logits": logits}
 
 

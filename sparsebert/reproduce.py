@@ -7,13 +7,14 @@ EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, wit
 """
 
 import fnmatch
+import inspect
 import json
 import os
 import platform
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -225,14 +226,22 @@ def _write_report(experiment, scale, finished, path):
     return found
 
 
+def _help(experiment=None):
+    texts = [__doc__.strip(), f"experiments: {', '.join(EXPERIMENTS)}"]
+    kinds = (ReproductionArguments,) if experiment is None else (ReproductionArguments, *experiment.arguments.__mro__)
+    return "\n\n".join([*texts, *(inspect.getdoc(kind) for kind in kinds if is_dataclass(kind))])
+
+
 def main(arguments):
-    names = ", ".join(EXPERIMENTS)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"{__doc__.strip()}\n\nexperiments: {names}\n\n{ReproductionArguments.__doc__.strip()}")
+        print(_help())
         return
     name, *flags = arguments
     if name not in EXPERIMENTS:
         raise nearest("experiment", name, list(EXPERIMENTS))
+    if {"-h", "--help"} & set(flags):
+        print(_help(EXPERIMENTS[name]))
+        return
     sections = {"run": ReproductionArguments, "settings": EXPERIMENTS[name].arguments}
     recipe = load_recipe(flags, sections) if flags else {"run": {}, "settings": {}}
     options = ReproductionArguments(**recipe["run"])

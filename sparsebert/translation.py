@@ -179,9 +179,22 @@ def build_model(model, tokenizer, max_length, num_beams=4):
     for name, value in special.items():
         setattr(result.config, name, value)
     result.generation_config = GenerationConfig(
-        **special, max_length=max_length, num_beams=num_beams, do_sample=False, early_stopping=True
+        **special, max_length=max_length, num_beams=num_beams, do_sample=False, early_stopping=num_beams > 1
     )
     return result
+
+
+def load_model(folder):
+    """
+    A model that was saved: its masks come back with it, but the host would run it with attention that ignores them.
+
+    Args:
+        folder (`str` or `os.PathLike`): Folder or Hub id.
+
+    Returns:
+        [`~transformers.EncoderDecoderModel`]
+    """
+    return EncoderDecoderModel.from_pretrained(folder, attn_implementation="sparse_auto")
 
 
 def encode(pairs, tokenizer, max_length):

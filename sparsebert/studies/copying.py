@@ -59,9 +59,9 @@ EXPERIMENT = {
     "arguments": CopyingStudy,
     "scales": {
         "tiny": {
-            "source_length": 31, "num_symbols": 32, "stride": 8, "window_size": 4, "hidden_size": 64,
-            "head_size": 16, "intermediate_size": 128, "train_size": 20_000, "test_size": 1000, "max_steps": 1000,
-            "batch_size": 64, "learning_rate": 3e-3, "warmup_steps": 50,
+            "source_length": 15, "num_symbols": 16, "stride": 4, "window_size": 2, "hidden_size": 64,
+            "head_size": 16, "intermediate_size": 128, "train_size": 20_000, "test_size": 1000, "max_steps": 800,
+            "batch_size": 64, "learning_rate": 4e-3, "warmup_steps": 50,
         },
         "paper": {},
     },
