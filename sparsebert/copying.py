@@ -39,7 +39,7 @@ class CopyingSizes:
         batch_size (`int`): Sequences per step and device.
         learning_rate (`float`): Of AdamW, after the warm-up.
         warmup_steps (`int`): Steps of linear growth; linear decay follows.
-        weight_decay (`float`): Of AdamW.
+        weight_decay, adam_beta2 (`float`): Of AdamW.
         predict_first_half (`bool`): Train on the first half too, which is random but for its 0.
         bf16 (`bool`): Autocast to bfloat16.
         attn_implementation (`str`): Backend.
@@ -59,6 +59,7 @@ class CopyingSizes:
     learning_rate: float = 1e-4
     warmup_steps: int = 3000
     weight_decay: float = 0.01
+    adam_beta2: float = 0.999
     predict_first_half: bool = False
     bf16: bool = False
     attn_implementation: str = "sparse_auto"
@@ -270,6 +271,7 @@ def run_copying(arguments, output_dir):
         learning_rate=arguments.learning_rate,
         warmup_steps=arguments.warmup_steps,
         weight_decay=arguments.weight_decay,
+        adam_beta2=arguments.adam_beta2,
         bf16=arguments.bf16,
         seed=arguments.seed,
         logging_steps=max(arguments.max_steps // 20, 1),

@@ -139,9 +139,9 @@ def run_experiment(name, options, settings):
         logger.warning(f"{name}: {cell} ({number} of {len(todo)})")
         folder = Path(options.runs) / f"{name}_{options.scale}" / cell
         shutil.rmtree(folder, ignore_errors=True)  # of a cell that was interrupted
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         metrics = experiment.run(cells[cell], folder)
-        metrics["seconds"] = time.perf_counter() - start
+        metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         finished[cell] = {"settings": cells[cell], "metrics": metrics, "made_with": _versions()}
         content = {"experiment": name, "scale": options.scale, "cells": finished}
         _write(path, json.dumps(content, indent=1) + "\n")

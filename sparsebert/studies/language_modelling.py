@@ -54,9 +54,9 @@ EXPERIMENT = {
     "arguments": LanguageModellingStudy,
     "scales": {
         "tiny": {
-            "vocab_size": 2048, "max_length": 64, "max_validation_tokens": 60_000, "hidden_size": 96,
-            "num_layers": 2, "num_heads": 4, "intermediate_size": 384, "dropout": 0.0, "max_steps": 600,
-            "batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 50,
+            "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,
+            "num_layers": 2, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 600,
+            "batch_size": 32, "learning_rate": 5e-3, "warmup_steps": 50,
             "strides": [4, 8], "windows": [2, 8], "sparsities": [0.75, 0.9],
         },
         # Appendix G.2. Tensor2Tensor counts a batch in tokens per core: 4096 on each of 8 are 128 sequences.

@@ -77,9 +77,9 @@ EXPERIMENT = {
     "arguments": MixersStudy,
     "scales": {
         "tiny": {
-            "vocab_size": 2048, "max_length": 64, "max_validation_tokens": 60_000, "hidden_size": 96,
-            "num_layers": 4, "num_heads": 4, "intermediate_size": 384, "dropout": 0.0, "max_steps": 900,
-            "batch_size": 32, "learning_rate": 2e-3, "warmup_steps": 50,
+            "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,
+            "num_layers": 4, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 1400,
+            "batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 50,
         },
         "paper": {
             "dropout": 0.01, "nsp": True, "max_steps": 250_000, "batch_size": 64, "gradient_accumulation_steps": 16,

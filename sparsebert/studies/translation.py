@@ -118,8 +118,8 @@ EXPERIMENT = {
     "arguments": TranslationStudy,
     "scales": {
         "tiny": {
-            "max_length": 32, "max_test_pairs": 200, "num_beams": 2, "vocab_size": 4000, "hidden_size": 128,
-            "num_layers": 2, "num_heads": 4, "intermediate_size": 512, "dropout": 0.0, "max_steps": 1000,
+            "max_length": 32, "max_test_pairs": 200, "num_beams": 2, "vocab_size": 3000, "hidden_size": 128,
+            "num_layers": 2, "num_heads": 4, "intermediate_size": 512, "dropout": 0.0, "max_steps": 650,
             "batch_size": 48, "learning_rate": 2e-3, "warmup_steps": 100, "optim": "adamw_torch_fused",
             "strides": [4], "windows": [1], "sparsities": [0.85],
         },
