@@ -55,7 +55,7 @@ EXPERIMENT = {
     "scales": {
         "tiny": {
             "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,
-            "num_layers": 2, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 600,
+            "num_layers": 2, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 500,
             "batch_size": 32, "learning_rate": 5e-3, "warmup_steps": 50,
             "strides": [4, 8], "windows": [2, 8], "sparsities": [0.75, 0.9],
         },
