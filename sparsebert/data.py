@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 if TYPE_CHECKING:
     import datasets
+    import torch
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 
@@ -375,3 +376,22 @@ def pretraining_collator(
     return DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of, seed=seed
     )
+
+
+def causal_collator(rows: "list[dict]") -> "dict[str, torch.Tensor]":
+    """
+    Collate packed rows of [`pretraining_dataset`] to predict the next token.
+
+    Args:
+        rows (`list[dict]`): With `input_ids`, all of one length.
+
+    Returns:
+        `dict`: `input_ids` and `labels` of shape `(batch_size, sequence_length)`; the row's last token, a `[SEP]` that
+        its position gives away, is not to be predicted (-100). The model shifts the labels.
+    """
+    import torch
+
+    input_ids = torch.tensor([row["input_ids"] for row in rows])
+    labels = input_ids.clone()
+    labels[:, -1] = -100
+    return {"input_ids": input_ids, "labels": labels}

@@ -133,8 +133,9 @@ def _pretraining_row(name, metrics):
     row |= {title: _number(metrics["positions"].get(group), 2) for group, title in POSITIONS.items()}
     return row | {
         "P special": _number(metrics["positions"].get("special_tokens"), 2),
-        "MLM loss": _number(metrics["mlm_loss"], 3),
-        "MLM acc.": _percent(metrics["mlm_accuracy"]),
+        "MLM loss": _number(metrics.get("mlm_loss"), 3),
+        "MLM acc.": _percent(metrics.get("mlm_accuracy")),
+        "perplexity": _number(metrics.get("perplexity"), 2),
         "NSP acc.": _percent(metrics.get("nsp_accuracy")),
         "seconds": _number(metrics["seconds"], 0),
     }

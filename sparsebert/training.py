@@ -1,6 +1,7 @@
 """What the scripts share: the Trainer, the arguments of pre-training, output folders, metrics files."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ class PretrainingArguments:
         tokenizer (`str`, *optional*): Folder or Hub id; by default a WordPiece of `model.vocab_size` is trained.
         base_model (`str`, *optional*): Folder or Hub id of weights to start from.
         mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train through.
-        nsp (`bool`): Next-sentence pairs and loss (BERT); otherwise packed text and MLM only.
+        nsp (`bool`): Next-sentence pairs and loss (BERT); otherwise packed text and MLM only, or with
+            `model.is_decoder` the prediction of the next token.
         max_length (`int`): Tokens per example.
         max_tokens (`int`, *optional*): Stop reading the training text here.
         max_validation_tokens (`int`): Stop reading the held-out text here.
@@ -41,6 +43,7 @@ class PretrainingArguments:
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`: the mask
             is pruned by a schedule and frozen within the training.
         attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
+        pictures (`bool`): Draw the mask in the end, where matplotlib is installed.
         overwrite (`bool`): Accept an output folder that is not empty.
     """
 
@@ -59,6 +62,7 @@ class PretrainingArguments:
     search_end: float = 1.0
     pruning: dict | None = None
     attn_implementation: str = "sparse_auto"
+    pictures: bool = True
     overwrite: bool = False
 
 
@@ -217,3 +221,18 @@ def pretraining_metrics(prediction):
     if pairs:
         metrics["nsp_accuracy"] = float((pairs[0] == labels[1].reshape(-1)).mean())
     return metrics
+
+
+def reduce_causal_logits(logits, labels):
+    """[`reduce_logits`] of a causal model: the negative log-likelihoods of tokens 1 to n - 1, `(B, n - 1)`."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none"
+    )
+    return losses.view(labels.shape[0], -1)
+
+
+def causal_metrics(prediction):
+    """`compute_metrics` of a causal model: loss (nats per token) and perplexity."""
+    loss = float(prediction.predictions[prediction.label_ids[:, 1:] != -100].mean())
+    return {"lm_loss": loss, "perplexity": math.exp(loss)}

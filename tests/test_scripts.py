@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/demo_finetune.yaml"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PRETRAIN_RECIPES = [path for path in RECIPES if "text" in yaml.safe_load(path.read_text())["data"]]
-FINETUNE_RECIPES = [path for path in RECIPES if path not in PRETRAIN_RECIPES]
+FINETUNE_RECIPES = [path for path in RECIPES if path not in PRETRAIN_RECIPES and path.stem != "translation"]
 TINY = (
     "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --hidden_size 32 "
     "--intermediate_size 32 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 600 --bf16 false"
@@ -69,7 +69,10 @@ def test_pretraining_recipe(recipe, text, tmp_path):
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["steps"] == 2
     assert 0 <= metrics["sparsity"] < 1
-    assert 4 < metrics["mlm_loss"] < 9 and 0 <= metrics["mlm_accuracy"] <= 1
+    if "lm_loss" in metrics:
+        assert 4 < metrics["lm_loss"] < 9
+    else:
+        assert 4 < metrics["mlm_loss"] < 9 and 0 <= metrics["mlm_accuracy"] <= 1
     assert (metrics["nsp_accuracy"] is None) != yaml.safe_load(recipe.read_text())["data"]["nsp"]
     assert {"diagonal", "offset_1", "special_tokens"} <= set(metrics["positions"])
     files = {path.name for path in folder.iterdir()}

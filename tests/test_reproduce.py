@@ -1,0 +1,305 @@
+"""The runner of the papers' tables and figures: what is run, what is taken over, what is refused, what is written."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sparsebert.masks.patterns import build_pattern
+from sparsebert.reproduce import ReproductionArguments, main, plan_cells, run_experiment
+from sparsebert.studies import EXPERIMENTS, Experiment
+
+
+ROOT = Path(__file__).parents[1]
+SMALL_COPYING = (
+    "--source_length 7 --num_symbols 8 --hidden_size 16 --head_size 4 --intermediate_size 16 --train_size 200 "
+    "--test_size 20 --max_steps 2 --batch_size 8 --stride 4 --window_size 2"
+).split()
+SMALL_TEXT = (
+    "--vocab_size 150 --max_length 16 --hidden_size 16 --num_layers 2 --num_heads 4 --intermediate_size 16 "
+    "--max_steps 2 --batch_size 4"
+).split()
+
+
+@dataclass
+class Settings:
+    """Settings of the experiment below."""
+
+    factor: int = 2
+    names: list = ("a", "b")
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    """An experiment named "products" that counts how often each of its cells was run."""
+    ran = []
+
+    def run(cell, folder):
+        ran.append(cell["name"])
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("")
+        if cell["name"] == "broken":
+            raise RuntimeError("no result")
+        return {"product": cell["factor"] * len(cell["name"]), "secret": 1}
+
+    def check(cell):
+        if cell["factor"] < 0:
+            raise ValueError(f"factor must be at least 0, got {cell['factor']}")
+
+    row = Experiment(
+        title="Products",
+        arguments=Settings,
+        scales={"tiny": {"factor": 3}, "paper": {}},
+        cells=lambda settings: {n: {"name": n, "factor": settings.factor} for n in settings.names},
+        check=check,
+        run=run,
+        columns={"product": ("product", "{:.1f}"), "share": ("share", "{:.1%}"), "seconds": ("seconds", "{:.0f}")},
+        plot=("factor", "product", "name"),
+        published={"a": {"product": 7.0}},
+        layout=("name", "factor", "product"),
+        notes=("a note",),
+    )
+    monkeypatch.setitem(EXPERIMENTS, "products", row)
+    return ran
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """`run(*arguments)`: the command, with its folders in `tmp_path`; what it printed."""
+
+    def command(*arguments):
+        folders = ["--output", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+        main([*map(str, arguments), *folders])
+        return capsys.readouterr().out
+
+    return command
+
+
+def read(path):
+    return json.loads(path.read_text())["cells"]
+
+
+def test_results_table_and_plot(experiment, run, tmp_path):
+    run("products")
+    results = tmp_path / "results"
+    assert {path.name for path in results.iterdir()} == {f"products_tiny.{kind}" for kind in ("json", "md", "png")}
+    cells = read(results / "products_tiny.json")
+    assert cells["a"]["settings"] == {"name": "a", "factor": 3}
+    assert cells["a"]["metrics"]["product"] == 3 and cells["a"]["metrics"]["seconds"] >= 0
+    assert {"sparsebert", "torch", "device", "threads"} == set(cells["a"]["made_with"])
+    text = (results / "products_tiny.md").read_text()
+    assert "| a | 3.0 | 7.0 | 0 |" in text and "| b | 3.0 |  | 0 |" in text and "a note" in text
+    assert "| a | 3.0 / 7.0 |" in text and "share" not in text
+
+
+def test_finished_cells_are_not_run_again(experiment, run, tmp_path):
+    run("products", "--only", "a")
+    assert experiment == ["a"]
+    printed = run("products")
+    assert experiment == ["a", "b"] and "3.0 / 7.0" in printed
+    run("products", "--names", "[c]")
+    assert experiment == ["a", "b", "c"] and set(read(tmp_path / "results/products_tiny.json")) == {"a", "b", "c"}
+    run("products", "--only", "[a, c]", "--names", "[a, c]", "--overwrite")
+    assert experiment[3:] == ["a", "c"] and set(read(tmp_path / "results/products_tiny.json")) == {"a", "b", "c"}
+
+
+def test_scales_have_files_of_their_own(experiment, run, tmp_path):
+    run("products")
+    run("products", "--scale", "paper")
+    assert read(tmp_path / "results/products_paper.json")["a"]["metrics"]["product"] == 2
+    assert read(tmp_path / "results/products_tiny.json")["a"]["metrics"]["product"] == 3
+
+
+def test_cells_of_other_settings_are_refused_or_made_anew(experiment, run, tmp_path):
+    run("products")
+    with pytest.raises(ValueError, match="cell a made with factor 3, not 4: .*--overwrite"):
+        run("products", "--factor", "4", "--names", "[a, c]")
+    assert experiment == ["a", "b"]
+    run("products", "--factor", "4", "--names", "[a, c]", "--overwrite")
+    cells = read(tmp_path / "results/products_tiny.json")
+    assert experiment[2:] == ["a", "c"] and cells["a"]["metrics"]["product"] == 4
+    assert cells["b"]["settings"]["factor"] == 3
+
+
+def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
+    with pytest.raises(RuntimeError):
+        run("products", "--names", "[a, broken, b]")
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
+    assert (tmp_path / "runs/products_tiny/broken/file").is_file()
+    run("products")
+    assert experiment == ["a", "broken", "b"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["product"], "unknown experiment 'product'; did you mean 'products'"),
+        (["products", "--scale", "tinny"], "unknown scale 'tinny'; did you mean 'tiny'"),
+        (["products", "--only", "z*"], "unknown cell in --only 'z\\*'; allowed: a, b"),
+        (["products", "--fctor", "1"], "unknown field '--fctor'; did you mean '--factor'"),
+        (["products", "--factor", "x"], "--factor must be a whole number, got 'x'"),
+        (["products", "--factor", "-1"], "factor must be at least 0, got -1"),
+    ],
+)
+def test_bad_input(experiment, run, tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(*arguments)
+    assert experiment == [] and not (tmp_path / "results").exists()
+
+
+def test_a_file_of_something_else_is_not_overwritten(experiment, run, tmp_path):
+    path = tmp_path / "results/products_tiny.json"
+    path.parent.mkdir()
+    path.write_text('{"other": 1}')
+    with pytest.raises(ValueError, match="holds no results of this command"):
+        run("products")
+    assert path.read_text() == '{"other": 1}' and experiment == []
+
+
+def test_cells_are_listed(experiment, run, tmp_path):
+    assert run("products", "--list_cells").split() == ["a", "b"]
+    assert experiment == [] and not (tmp_path / "results").exists()
+
+
+def test_help_explains_fields(capsys):
+    main([])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in EXPERIMENTS) and "overwrite (`bool`)" in printed
+    main(["copying", "--help"])
+    printed = capsys.readouterr().out
+    assert "scale (`str`)" in printed and "source_length (`int`)" in printed and "window_size (`int`)" in printed
+
+
+def test_command_line_error_is_one_line():
+    command = [sys.executable, "-m", "sparsebert.reproduce", "copyng"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "reproduce.py: unknown experiment 'copyng'; did you mean 'copying'?"
+
+
+# The experiments
+
+
+def cells_of(name, scale="tiny", **settings):
+    return plan_cells(EXPERIMENTS[name], ReproductionArguments(scale=scale), settings)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"The house is red {i}.\tDům je červený {i}.\n" for i in range(40)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(f"here is sentence {i} of a very short text about nothing" for i in range(80)))
+    return str(path)
+
+
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+def test_copying_has_the_cells_of_the_table(scale):
+    cells = cells_of("copying", scale)
+    assert len(cells) == 32 and cells.keys() == EXPERIMENTS["copying"].published.keys()
+    assert len({json.dumps(cell) for cell in cells.values()}) == 32
+
+
+def test_copying_at_the_papers_size_removes_what_the_paper_removes():
+    """Percentages in the head of [O] Table 1."""
+    expected = {"union": 87, "multihead": 93, "sequential": 93, "star": 87, "random": 90}
+    for cell in cells_of("copying", "paper").values():
+        mask = build_pattern(
+            cell["pattern"], 256, 4, 4, head_configuration=cell["head_configuration"], **cell["pattern_kwargs"]
+        )
+        assert 100 * mask.sparsity == pytest.approx(expected[cell["series"].split("_")[-1]], abs=1)
+
+
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+@pytest.mark.parametrize("name", ["language_modelling", "translation"])
+def test_sweeps_have_every_pattern(name, scale, pairs):
+    cells = cells_of(name, scale, **({"train": pairs, "test": pairs} if name == "translation" else {}))
+    families = {
+        f"{pattern}_{layout}" for pattern in ("strided", "fixed") for layout in ("union", "multihead", "sequential")
+    }
+    assert {cell["series"] for cell in cells.values()} == families | {"dense", "star", "random"}
+    assert len({json.dumps(cell) for cell in cells.values()}) == len(cells)
+
+
+def test_mixers_are_the_tables_and_the_figures():
+    pytest.importorskip("sparsebert.mixers")
+    tiny, paper = cells_of("mixers"), cells_of("mixers", "paper")
+    assert {"attention", "sepconv", "bproj", "average", "hybrid_1", "hybrid_3"} <= tiny.keys()
+    assert {f"hybrid_{k}" for k in range(13)} <= paper.keys()
+    assert paper["hybrid_2"]["token_mixers"] == ["sepconv"] * 2 + ["attention"] * 10
+    assert paper["attention"]["max_steps"] == 60_000 and paper["hybrid_0"]["max_steps"] == 250_000
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("copying", {"stride": 0}, "stride must be an integer of at least 1, got 0"),
+        ("copying", {"sparsity": 2}, "sparsity must be a number from 0 to 1, got 2"),
+        ("copying", {"depths": [0]}, "depth must be an integer of at least 1, got 0"),
+        ("language_modelling", {"windows": [0]}, "window_size must be an integer of at least 1, got 0"),
+        ("language_modelling", {"hidden_size": 30}, "hidden_size must be a multiple of num_heads 4, got 30"),
+        ("language_modelling", {"text": "none.txt"}, "no such file: 'none.txt'"),
+        ("translation", {}, "--train must name"),
+        ("translation", {"train": ["a", "b"]}, "there is no file 'a'"),
+    ],
+)
+def test_cells_that_cannot_run(name, settings, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        cells_of(name, **settings)
+
+
+def test_copying_runs(run, tmp_path):
+    printed = run("copying", *SMALL_COPYING, "--only", "[fixed_union_depth_*, random_depth_1]")
+    cells = read(tmp_path / "results/copying_tiny.json")
+    assert len(cells) == 5 and all(0 <= cell["metrics"]["reachable"] <= 1 for cell in cells.values())
+    assert "/ 7.0%" in printed and "/ 33.1%" in printed
+
+
+def test_language_modelling_runs(run, tmp_path, text):
+    sizes = ("--strides", "[4]", "--windows", "[2]", "--sparsities", "[0.5]")
+    run(
+        "language_modelling",
+        *SMALL_TEXT,
+        *sizes,
+        "--text",
+        text,
+        "--validation",
+        text,
+        "--only",
+        "[dense, random_0.5]",
+    )
+    cells = read(tmp_path / "results/language_modelling_tiny.json")
+    assert 100 < cells["dense"]["metrics"]["perplexity"] < 200
+    assert cells["dense"]["metrics"]["causal_sparsity"] == 0 < cells["random_0.5"]["metrics"]["causal_sparsity"]
+
+
+def test_translation_runs(run, tmp_path, pairs):
+    sizes = "--max_length 12 --vocab_size 150 --hidden_size 16 --intermediate_size 16 --max_steps 2 --batch_size 4"
+    run("translation", *sizes.split(), "--train", pairs, "--test", pairs, "--max_test_pairs", 4, "--only", "star_1")
+    (cell,) = read(tmp_path / "results/translation_tiny.json").values()
+    assert cell["metrics"]["bleu"] >= 0 and "case:mixed" in cell["metrics"]["bleu_signature"]
+
+
+def test_mixers_run(run, tmp_path, text):
+    pytest.importorskip("sparsebert.mixers")
+    run("mixers", *SMALL_TEXT, "--text", text, "--validation", text, "--only", "[average, hybrid_1]")
+    cells = read(tmp_path / "results/mixers_tiny.json")
+    assert {name: cell["settings"]["token_mixers"] for name, cell in cells.items()} == {
+        "average": ["average", "average"],
+        "hybrid_1": ["sepconv", "attention"],
+    }
+    assert all(0 <= cell["metrics"]["mlm_accuracy"] <= 1 for cell in cells.values())
+
+
+def test_run_experiment_returns_the_tables(experiment, tmp_path):
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    pivot, table = run_experiment("products", options, {})
+    assert pivot.columns == ["name", "factor 3"] and table.columns == ["cell", "product", "product, paper", "seconds"]
