@@ -154,19 +154,25 @@ def plot(cells, options, path):
     figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
     axis = figure.subplots()
     names = [f"manual_{name}" for name in ("dense", "window", "bigbird")]
-    names += [name for at, kind, name in cells if at == steps and kind == "search"]
+    # A loss with a penalty in it is no loss to compare.
+    names += [name for at, _, name in cells if at == steps and "target_sparsity" in SETTINGS.get(name, ())]
+    highest = None
     for index, name in enumerate(names):
         state = options.output / f"{steps}" / f"{options.seeds[0]}" / folder_name(name) / "trainer_state.json"
         if not state.is_file():
             continue
         logs = [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+        if highest is None:  # after the first tenth all are alike
+            highest = next((entry["loss"] for entry in logs if entry["step"] >= steps / 10), None)
         color, marker = STYLES[index % len(STYLES)]
         axis.plot(
             [entry["step"] for entry in logs], [entry["loss"] for entry in logs],
             "--" if index >= len(STYLES) else "-", color=color, marker=marker, ms=3, lw=1.2,
             label=name.removeprefix("manual_"),
         )  # fmt: skip
-    axis.set_title(f"MLM loss while the mask is learned ({SPARSITY:.0%} removed in the end, {steps} steps, seed 0)")
+    axis.set_ylim(top=highest)
+    subject = f"{SPARSITY:.0%} removed in the end, {steps} steps, seed {options.seeds[0]}"
+    axis.set_title(f"MLM loss while the mask is learned ({subject})")
     axis.set_xlabel("step")
     axis.set_ylabel("training loss (nats per masked token)")
     axis.grid(alpha=0.3)

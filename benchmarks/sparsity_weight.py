@@ -119,7 +119,7 @@ def plot(results, path):
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlabel("lambda, weight of the penalty (dotted: its gradient is as large as the task's)")
     axis.set_ylabel("fraction of entries removed (P > 1/2 kept)")
-    axis.set_title("The raw penalty prunes nothing of its own accord, or everything")
+    axis.set_title("Sparsity of the mask against the weight of the penalty")
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(path)
