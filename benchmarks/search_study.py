@@ -24,7 +24,7 @@ from ._report import ROOT, STYLES
 
 SPARSITY = 0.92
 LENGTH, HEADS = 128, 4
-MANUAL = ("dense", *VARIED)
+MANUAL = ("dense", *VARIED, "window without diagonal")
 PAPER = {"initial_decay": 0, "mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
 TARGET = {
     "target_sparsity": SPARSITY,
@@ -72,7 +72,9 @@ def study(options):
     `"mask"` are fresh models through the mask.
     """
     cells, output = {}, options.output.absolute()
-    for name, mask in matched_patterns(SPARSITY, LENGTH, HEADS).items():
+    masks = matched_patterns(SPARSITY, LENGTH, HEADS)
+    masks["window without diagonal"] = masks["window"].without_diagonal()
+    for name, mask in masks.items():
         mask.save_pretrained(output / "masks" / folder_name(name))
 
     def common(steps, seed):
