@@ -24,47 +24,45 @@ from ._report import ROOT, STYLES
 
 SPARSITY = 0.92
 LENGTH, HEADS = 128, 4
-MANUAL = ("dense", *VARIED)
+MANUAL = ("dense", *VARIED, "window without diagonal")
 PAPER = {"initial_decay": 0, "mask_form": "additive", "hard": "true", "noise_scale": 1, "temperature_end": 1}
-ANNEALED = {"mask_form": "log", "hard": "false", "noise_scale": 0, "temperature_end": 0.1}
-LOCAL = {"initial_decay": 2, "initial_sparsity": SPARSITY}
-BUDGET = {
+TARGET = {
     "target_sparsity": SPARSITY,
     "initial_decay": 0,
     "initial_sparsity": 0.5,
     "sparsity_warmup": 0,
     "sparsity_ramp": 0.4,
 }
+ANNEALED = TARGET | {"mask_form": "log", "hard": "false", "noise_scale": 0, "temperature_end": 0.1}
+SOFT = ANNEALED | {"mask_form": "additive", "mask_constant": 10}
+LOCAL = ANNEALED | {"initial_decay": 2, "initial_sparsity": SPARSITY}
+EARLY = {"search_end": 0.4}
 # Name to the flags of pretrain.py. Those without a target are frozen at the same sparsity.
 SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
     "no penalty": PAPER | {"sparsity_weight": 0},
-    "hard samples, additive": PAPER | BUDGET,
-    "hard samples, log, noise to 0.1": PAPER | BUDGET | {"mask_form": "log", "noise_scale_end": 0.1},
-    "annealed": ANNEALED | BUDGET,
-    "annealed, frozen at 40 %": ANNEALED | BUDGET | {"search_end": 0.4},
-    "annealed, frozen at 20 %": ANNEALED | BUDGET | {"search_end": 0.2},
-    "annealed, additive c = 10": ANNEALED | BUDGET | {"mask_form": "additive", "mask_constant": 10},
-    "annealed, constant temperature": ANNEALED | BUDGET | {"temperature_end": 1},
-    "annealed, dense warm-up": ANNEALED | BUDGET | {"initial_sparsity": 0, "sparsity_warmup": 0.1},
-    "annealed, sparse at once": ANNEALED | BUDGET | {"initial_sparsity": SPARSITY},
-    "annealed, slow ramp": ANNEALED | BUDGET | {"sparsity_ramp": 0.8},
-    "annealed, logit scale 3": ANNEALED | BUDGET | {"mask_logit_scale": 3},
-    "annealed, logit scale 30": ANNEALED | BUDGET | {"mask_logit_scale": 30},
-    "local start": ANNEALED | BUDGET | LOCAL,
-    "local start, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.4},
-    "local start, frozen at 70 %": ANNEALED | BUDGET | LOCAL | {"search_end": 0.7},
-    "local start, decay 3, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"initial_decay": 3, "search_end": 0.4},
-    "local start, decay 5, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"initial_decay": 5, "search_end": 0.4},
-    "local start, no diagonal, frozen at 40 %": ANNEALED | BUDGET | LOCAL | {"diagonal": "remove", "search_end": 0.4},
-    "local start, logit scale 30, frozen at 40 %": ANNEALED
-    | BUDGET
-    | LOCAL
-    | {"mask_logit_scale": 30, "search_end": 0.4},
-    "local start, mask per layer, frozen at 40 %": ANNEALED
-    | BUDGET
-    | LOCAL
-    | {"share_layers": "false", "search_end": 0.4},
+    "hard samples, additive": PAPER | TARGET,
+    "hard samples, log, noise to 0.1": PAPER | TARGET | {"mask_form": "log", "noise_scale_end": 0.1},
+    "annealed": ANNEALED,
+    "annealed, frozen at 40 %": ANNEALED | EARLY,
+    "annealed, frozen at 20 %": ANNEALED | {"search_end": 0.2},
+    "annealed, additive c = 10": SOFT,
+    "annealed, additive c = 10, frozen at 40 %": SOFT | EARLY,
+    "annealed, additive c = 10, frozen at 70 %": SOFT | {"search_end": 0.7},
+    "annealed, constant temperature": ANNEALED | {"temperature_end": 1},
+    "annealed, dense warm-up": ANNEALED | {"initial_sparsity": 0, "sparsity_warmup": 0.1},
+    "annealed, sparse at once": ANNEALED | {"initial_sparsity": SPARSITY},
+    "annealed, slow ramp": ANNEALED | {"sparsity_ramp": 0.8},
+    "annealed, logit scale 3": ANNEALED | {"mask_logit_scale": 3},
+    "annealed, logit scale 30": ANNEALED | {"mask_logit_scale": 30},
+    "local start": LOCAL,
+    "local start, frozen at 40 %": LOCAL | EARLY,
+    "local start, frozen at 70 %": LOCAL | {"search_end": 0.7},
+    "local start, decay 3, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 3},
+    "local start, decay 5, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 5},
+    "local start, no diagonal, frozen at 40 %": LOCAL | EARLY | {"diagonal": "remove"},
+    "local start, logit scale 30, frozen at 40 %": LOCAL | EARLY | {"mask_logit_scale": 30},
+    "local start, mask per layer, frozen at 40 %": LOCAL | EARLY | {"share_layers": "false"},
 }
 
 
@@ -74,7 +72,9 @@ def study(options):
     `"mask"` are fresh models through the mask.
     """
     cells, output = {}, options.output.absolute()
-    for name, mask in matched_patterns(SPARSITY, LENGTH, HEADS).items():
+    masks = matched_patterns(SPARSITY, LENGTH, HEADS)
+    masks["window without diagonal"] = masks["window"].without_diagonal()
+    for name, mask in masks.items():
         mask.save_pretrained(output / "masks" / folder_name(name))
 
     def common(steps, seed):

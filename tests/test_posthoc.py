@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_attach import base_model, head_model, real_bert
+from test_attach import base_model, head_model
 from transformers import AutoModel, AutoTokenizer
 
 import sparsebert.search
@@ -267,12 +267,12 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
 
 
 @pytest.mark.slow
-def test_real_weights(tmp_path):
+def test_real_weights(tmp_path, real_bert):
     """At 0.8 the mask of a real sentence encoder is nearer to it than a window."""
-    folder, text = real_bert(), tmp_path / "text.txt"
+    text = tmp_path / "text.txt"
     licences = [path.read_text() for d in importlib.metadata.distributions() for path in _licences(d)]
     text.write_text("\n\n".join(" ".join(licence.split()) for licence in licences))
-    command(folder, text, tmp_path / "out", "--max_length", 128, "--steps", 5, "--target_sparsity", 0.8)
+    command(real_bert, text, tmp_path / "out", "--max_length", 128, "--steps", 5, "--target_sparsity", 0.8)
     report = json.loads((tmp_path / "out/metrics.json").read_text())["agreement"]
     assert report["learned"]["cosine"] > report["window"]["cosine"]
 
