@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,10 @@ logger = logging.get_logger(__name__)
 
 SPLITS = ("train", "validation", "all")
 
-_FORMATS = (".txt", ".jsonl")
+_WIKITEXT = (".tokens", ".raw")
+_FORMATS = (".txt", ".jsonl", *_WIKITEXT)
+# Of a WikiText article; its sections have more signs.
+_TITLE = re.compile("= [^=].* =")
 _OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -80,8 +84,9 @@ def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> It
     Stream documents from files, without holding a file in memory.
 
     `.txt` files have one paragraph a line and a blank line between documents; `.jsonl` files have one object a line,
-    whose field `text` is a document with one paragraph a line. Both may be compressed (`.txt.gz`, `.jsonl.xz`, ...).
-    The text is UTF-8, with or without a byte order mark. Whitespace is folded and NUL characters are removed.
+    whose field `text` is a document with one paragraph a line; in WikiText's `.tokens` and `.raw` files an article is
+    a document. All may be compressed (`.txt.gz`, `.jsonl.xz`, ...). The text is UTF-8, with or without a byte order
+    mark. Whitespace is folded and NUL characters are removed.
 
     Args:
         paths (`str`, `os.PathLike` or an iterable of them): The files, read in this order.
@@ -106,7 +111,7 @@ def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> It
 
 
 def _file_format(file: Path) -> tuple[str, str]:
-    """Return the format (`.txt` or `.jsonl`) and the compression (`""`, `.gz` or `.xz`) of a file, from its name."""
+    """Return the format (one of `_FORMATS`) and the compression (`""`, `.gz` or `.xz`) of a file, from its name."""
     compression = file.suffix if file.suffix in _OPENERS else ""
     kind = Path(file.name.removesuffix(compression)).suffix
     if kind not in _FORMATS or file.is_dir():
@@ -119,7 +124,7 @@ def _read_files(files: list[Path]) -> Iterator[list[str]]:
     documents = empty = 0
     for file in files:
         kind, _ = _file_format(file)
-        for document in _text_documents(file) if kind == ".txt" else _jsonl_documents(file):
+        for document in _jsonl_documents(file) if kind == ".jsonl" else _text_documents(file, kind in _WIKITEXT):
             if document:
                 documents += 1
                 yield document
@@ -148,15 +153,16 @@ def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{file}: corrupt {compression} file after line {number} ({error})") from error
 
 
-def _text_documents(file: Path) -> Iterator[list[str]]:
+def _text_documents(file: Path, wikitext: bool) -> Iterator[list[str]]:
     document: list[str] = []
     for _, line in _decoded_lines(file):
         paragraph = " ".join(line.split())
-        if paragraph:
-            document.append(paragraph)
-        elif document:
+        ends = _TITLE.fullmatch(paragraph) if wikitext else not paragraph
+        if ends and document:
             yield document
             document = []
+        if paragraph:
+            document.append(paragraph)
     if document:
         yield document
 

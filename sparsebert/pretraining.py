@@ -121,7 +121,7 @@ def pretrain(recipe):
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
     output.mkdir(parents=True, exist_ok=True)
-    metrics = {"search": model.config.search, "pattern": model.config.pattern}
+    metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
     searched = sparse_attention.searching or schedule.probs is not None
     probs = sparse_attention.mask_probs() if schedule.probs is None else schedule.probs  # (L, H, n, n)
     if searched:

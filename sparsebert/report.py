@@ -7,6 +7,7 @@ Reads the `metrics.json` of pre-training and fine-tuning runs.
 import json
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import rich.table
@@ -129,7 +130,10 @@ def tables(runs):
 
 
 def _pretraining_row(name, metrics):
-    row = {"run": name, "removed": _percent(metrics["sparsity"])}
+    row = {"run": name, "map": metrics.get("probability_map", "softmax").replace("softmax", "")}
+    mixers = [(mixer, len(list(layers))) for mixer, layers in groupby(metrics.get("token_mixers") or ())]
+    row["mixers"] = ", ".join(f"{count} {mixer}" for mixer, count in mixers)
+    row["removed"] = _percent(metrics["sparsity"])
     row |= {title: _number(metrics["positions"].get(group), 2) for group, title in POSITIONS.items()}
     return row | {
         "P special": _number(metrics["positions"].get("special_tokens"), 2),

@@ -57,6 +57,12 @@ class TestReadDocuments:
         file = write(tmp_path / f"a{ending}", "\n".join(map(json.dumps, rows)) + "\n\n")
         assert list(read_documents(str(file))) == [["One", "two x"], ["\u017elu\u0165"]]
 
+    @pytest.mark.parametrize("ending", [".tokens", ".raw.gz"])
+    def test_wikitext(self, tmp_path, ending):
+        text = " \n = One = \n \n a b . \n c \n \n = = Part = = \n \n x = y \n \n = Two ( 2 ) = \n \n d \n"
+        articles = [["= One =", "a b .", "c", "= = Part = =", "x = y"], ["= Two ( 2 ) =", "d"]]
+        assert list(read_documents(write(tmp_path / f"a{ending}", text))) == articles
+
     def test_several_files_in_order(self, tmp_path):
         files = [write(tmp_path / name, f"{name}\n") for name in ("b.txt", "a.txt")]
         assert list(read_documents(files)) == [["b.txt"], ["a.txt"]]

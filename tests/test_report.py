@@ -87,6 +87,17 @@ def test_pretraining_and_finetuning_are_two_tables(folders):
     )
 
 
+def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
+    plain = {"probability_map": "softmax", "token_mixers": None}
+    other = {"probability_map": "topk", "token_mixers": ["sepconv", "sepconv", "attention"]}
+    for name, more in (("plain", plain), ("other", other)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.json", PRETRAINED | more)
+    (table,) = tables(read_runs([tmp_path / "plain", tmp_path / "other"]))
+    found = [(row["map"], row["mixers"]) for row in (cells(table, 0), cells(table, 1))]
+    assert found == [("", ""), ("topk", "2 sepconv, 1 attention")]
+
+
 def test_markdown():
     table = Table.of("Title", [{"run": "a", "x": "1", "empty": ""}, {"run": "b", "y": "2"}], ["note"])
     assert table.markdown() == (
