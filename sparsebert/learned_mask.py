@@ -62,8 +62,9 @@ class LearnedMask(nn.Module):
         super().__init__()
         self.config = config
         self.diagonal = DIAGONALS[config.diagonal]
-        # How much of the search is done: a tensor, so that compiled steps need no new graph; set by the Trainer.
+        # How much of the search is done: a tensor, so that compiled steps need no new graph.
         self.progress = torch.ones((), device="cpu")
+        self._is_scheduled = False
         self._drawn = None
         self._cache = {}
         self.register_parameter("mask_logits", None)
@@ -106,6 +107,16 @@ class LearnedMask(nn.Module):
             decay = self.initial_decay / config.mask_logit_scale * distance.clamp(min=1).log()
             with torch.no_grad():
                 self.mask_logits.sub_(decay.to(self.mask_logits))
+
+    def set_progress(self, done):
+        """
+        Say how much of the search is done, which all schedules of temperature, noise and sparsity follow.
+
+        Args:
+            done (`float`): In [0, 1]. Where nobody says it, the search is as at its end.
+        """
+        self.progress.fill_(done)
+        self._is_scheduled = True
 
     def alpha(self):
         """Mask logits `(L, H, K)`, float32. Raises `ValueError` on a frozen model."""

@@ -179,7 +179,7 @@ def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=Fal
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.1))
     for step, ids in enumerate(batches):
-        sparse_attention.progress.fill_((step + 1) / steps)
+        sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
             targets = hidden_states(model, ids)
         loss = squared_errors(hidden_states(model, ids), targets).mean()
@@ -189,7 +189,7 @@ def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=Fal
         schedule.step()
         if log is not None:
             log(step, loss.item())
-    sparse_attention.progress.fill_(1.0)
+    sparse_attention.set_progress(1.0)
     model.eval()
 
 

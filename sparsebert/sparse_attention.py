@@ -226,6 +226,12 @@ class SparseAttention(LearnedMask):
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         if learning:
+            if config.target_sparsity is not None and not self._is_scheduled and not torch.compiler.is_compiling():
+                logger.warning_once(
+                    "target_sparsity: nothing tells the mask how far the training is, so its search is as at the end "
+                    "from the first step on; pass callbacks=[SearchSchedule()] to the Trainer, or call "
+                    "sparse_attention.set_progress in a loop of your own"
+                )
             prepared = self._drawn_inputs(inputs, merged=merged or backend != "sparse_sdpa")
         else:
             self._drawn = None

@@ -92,7 +92,7 @@ class SearchSchedule(TrainerCallback):
         if sparse_attention is None or not sparse_attention.searching:
             return
         done = state.global_step / max(self.end * state.max_steps, 1)
-        sparse_attention.progress.fill_(min(done, 1.0))
+        sparse_attention.set_progress(min(done, 1.0))
         if self.end < 1 and done >= 1 and self._refused is None:
             try:
                 self.freeze(sparse_attention, optimizer)

@@ -1,12 +1,16 @@
 """Searches that keep a given share of the entries: the multiplier, schedules, the outcome."""
 
+import logging
+
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
 
 
+logger = transformers_logging.get_logger("sparsebert")
 SEARCHED = ["soft", "dam_u", "dam_s", "dam_b"]
 
 
@@ -94,7 +98,7 @@ def test_training_reaches_the_target_and_decides_it(tiny_config):
         optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         ids = torch.randint(5, 100, (4, 32))
         for step in range(30):
-            model.sparse_attention.progress.fill_(step / 30)
+            model.sparse_attention.set_progress(step / 30)
             loss = model(ids, labels=ids).loss
             loss.backward()
             optimizer.step()
@@ -109,7 +113,7 @@ def test_search_starts_local_and_sparse(tiny_config, search):
     def start(**fields):
         fields |= {"search": search, "mask_length": 40, "block_size": 16, "target_sparsity": 0.6}
         sparse_attention = SparseBertModel(tiny_config(**fields)).sparse_attention
-        sparse_attention.progress.fill_(0.0)
+        sparse_attention.set_progress(0.0)
         return sparse_attention.mask_probs()[0, 0], sparse_attention
 
     probs, sparse_attention = start()
@@ -127,7 +131,7 @@ def test_sparsity_grows_on_schedule(tiny_config):
     ).sparse_attention
     found = []
     for progress in (0.0, 0.25, 0.5, 0.75, 1.0):
-        attention.progress.fill_(progress)
+        attention.set_progress(progress)
         assert 1 - attention.mask_probs().mean().item() == pytest.approx(attention.current_sparsity().item(), abs=0.01)
         found.append(attention.thresholded_mask().sparsity)
     assert found[0] == found[1] < found[2] < found[3] == found[4]
@@ -184,6 +188,18 @@ def test_progress_comes_from_the_trainer_and_survives_copies(tiny_config):
     import copy
 
     model = searching(tiny_config, 0.8)
-    model.sparse_attention.progress.fill_(0.3)
+    model.sparse_attention.set_progress(0.3)
     assert copy.deepcopy(model).sparse_attention.progress.item() == pytest.approx(0.3)
     assert "progress" not in " ".join(model.state_dict())
+
+
+def test_a_target_without_a_schedule_is_warned_of(tiny_config, caplog):
+    logger.warning_once.cache_clear()
+    model = searching(tiny_config, 0.8).train()
+    ids = torch.randint(5, 100, (2, 40))
+    with caplog.at_level(logging.WARNING, logger="sparsebert"):
+        model.sparse_attention.set_progress(0.0)
+        model(ids)
+        assert "SearchSchedule" not in caplog.text
+        searching(tiny_config, 0.8).train()(ids)
+    assert "target_sparsity: nothing tells the mask" in caplog.text and "SearchSchedule" in caplog.text
