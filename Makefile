@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python -m sparsebert.report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
