@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # threads beyond the cores stand in each other's way
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # more threads than cores slow all down
     os.environ.setdefault("OMP_NUM_THREADS", str(max(os.cpu_count() // workers, 1)))
 
 import pytest  # noqa: E402
