@@ -2,26 +2,13 @@
 
 from dataclasses import dataclass
 
-from .sparse_patterns import pattern_cells
+from .sparse_patterns import PatternLevels, pattern_cells
 from .text import TextSettings, check_text, fixed_mask, run_text, text_fields
 
 
 @dataclass
-class LanguageModellingStudy(TextSettings):
-    """
-    Every pattern at several sparsity levels.
-
-    Args:
-        strides (`list` of `int`): w of the strided and fixed cycles.
-        windows (`list` of `int`): w of the star.
-        sparsities (`list` of `float`): Of the random pattern.
-
-    The others are as of [`TextSettings`].
-    """
-
-    strides: list = (8, 16, 32)
-    windows: list = (4, 16, 32)
-    sparsities: list = (0.75, 0.875, 0.95)
+class LanguageModellingStudy(PatternLevels, TextSettings):
+    """Levels of the patterns, then what all cells share."""
 
 
 def cells(settings):

@@ -1,6 +1,24 @@
 """The patterns that [O] compares, at one or several sparsity levels."""
 
+from dataclasses import dataclass
+
 from ..masks.patterns import HEAD_CONFIGURATIONS
+
+
+@dataclass
+class PatternLevels:
+    """
+    Every pattern at several sparsity levels.
+
+    Args:
+        strides (`list` of `int`): w of the strided and fixed cycles.
+        windows (`list` of `int`): w of the star.
+        sparsities (`list` of `float`): Of the random pattern.
+    """
+
+    strides: list = (8, 16, 32)
+    windows: list = (4, 16, 32)
+    sparsities: list = (0.75, 0.875, 0.95)
 
 
 def pattern_cells(strides, windows, sparsities, star="star_cycle", dense=True):

@@ -6,7 +6,7 @@ import torch
 
 from ..configuration_sparsebert import pattern_mask
 from ..translation import TranslationArguments, check_data, check_model, translate
-from .sparse_patterns import pattern_cells
+from .sparse_patterns import PatternLevels, pattern_cells
 
 
 @dataclass
@@ -47,21 +47,8 @@ class TranslationSettings:
 
 
 @dataclass
-class TranslationStudy(TranslationSettings):
-    """
-    Every pattern at several sparsity levels.
-
-    Args:
-        strides (`list` of `int`): w of the strided and fixed cycles.
-        windows (`list` of `int`): w of the star.
-        sparsities (`list` of `float`): Of the random pattern.
-
-    The others are as of [`TranslationSettings`].
-    """
-
-    strides: list = (8, 16, 32)
-    windows: list = (4, 16, 32)
-    sparsities: list = (0.75, 0.875, 0.95)
+class TranslationStudy(PatternLevels, TranslationSettings):
+    """Levels of the patterns, then what all cells share."""
 
 
 def cells(settings):
