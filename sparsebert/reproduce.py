@@ -220,9 +220,10 @@ def _write_report(experiment, scale, finished, path):
             values = cell["settings"] | cell["metrics"]
             paper = experiment.published.get(name, {}).get(y)
             lines.setdefault(values[line], []).append((values[x], values[y], paper))
-        heading = experiment.columns[y][0]
-        xlabel = experiment.columns[x][0] if x in experiment.columns else x
-        plot_lines(lines, path.with_suffix(".png"), f"{experiment.title}, scale {scale}", xlabel, heading)
+        heading, form = experiment.columns[y]
+        xlabel = experiment.columns[x][0] if x in experiment.columns else x.replace("_", " ")
+        title = f"{experiment.title}, scale {scale}"
+        plot_lines(lines, path.with_suffix(".png"), title, xlabel, heading, percent="%" in form)
     return found
 
 
