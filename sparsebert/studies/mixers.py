@@ -115,6 +115,7 @@ EXPERIMENT = {
     "notes": (
         "hybrid_k: convolutions in the first k layers, attention in the others; in the paper the hybrids with 1 or 2 "
         "of 12 are better than attention alone, those with more are worse",
+        "The paper's models have 12 layers; its figures for one mixer stand at the last of ours",
         "task: in the paper MNLI; BERT-base on Wikipedia and BooksCorpus",
     ),
 }  # fmt: skip
