@@ -60,7 +60,7 @@ EXPERIMENT = {
     "scales": {
         "tiny": {
             "source_length": 15, "num_symbols": 16, "stride": 4, "window_size": 2, "hidden_size": 64,
-            "head_size": 16, "intermediate_size": 128, "train_size": 20_000, "test_size": 1000, "max_steps": 1000,
+            "head_size": 16, "intermediate_size": 128, "train_size": 20_000, "test_size": 1000, "max_steps": 4000,
             "batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 50, "weight_decay": 0.1, "adam_beta2": 0.95,
         },
         "paper": {},
