@@ -220,10 +220,12 @@ def _write_report(experiment, scale, finished, path):
             values = cell["settings"] | cell["metrics"]
             paper = experiment.published.get(name, {}).get(y)
             lines.setdefault(values[line], []).append((values[x], values[y], paper))
-        heading, form = experiment.columns[y]
-        xlabel = experiment.columns[x][0] if x in experiment.columns else x.replace("_", " ")
-        title = f"{experiment.title}, scale {scale}"
-        plot_lines(lines, path.with_suffix(".png"), title, xlabel, heading, percent="%" in form)
+        labels, percent = [], ""
+        for axis, value in (("x", x), ("y", y)):
+            heading, form = experiment.columns.get(value, (value.replace("_", " "), ""))
+            labels.append(heading)
+            percent += axis * ("%" in form)
+        plot_lines(lines, path.with_suffix(".png"), f"{experiment.title}, scale {scale}", *labels, percent)
     return found
 
 

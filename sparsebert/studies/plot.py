@@ -7,19 +7,19 @@ from ..visualization import DPI
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart; markers serve print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-_MARKERS = "osD^vPX*"
+_MARKERS = "osD^vPX"  # another number than that of the colours, so that each line has a pair of its own
 
 
-def plot_lines(lines, path, title, xlabel, ylabel, percent=False):
+def plot_lines(lines, path, title, xlabel, ylabel, percent=""):
     """
     Draw an experiment, beside it what the paper found, where it gives figures. The paper's points are joined where it
-    has all of a line's.
+    has all of a line's. What is dense is drawn across, to compare with.
 
     Args:
         lines (`dict[str, list]`): By name `(x, y, the paper's y or None)`, in any order.
         path (`str` or `os.PathLike`): Image to write, its folder is created.
         title, xlabel, ylabel (`str`): Texts.
-        percent (`bool`): Whether y are fractions, to be shown in percent.
+        percent (`str`): Of `"x"` and `"y"`, which are fractions, to be shown in percent.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -27,7 +27,10 @@ def plot_lines(lines, path, title, xlabel, ylabel, percent=False):
     published = any(paper is not None for points in lines.values() for _, _, paper in points)
     figure = Figure(figsize=(11 if published else 8, 4.8), layout="constrained", dpi=DPI)
     axes = figure.subplots(1, 2 if published else 1, sharey=True, squeeze=False)[0]
-    for index, (name, points) in enumerate(sorted(lines.items())):
+    lines = dict(sorted(lines.items()))
+    for _, y, _ in lines.pop("dense", ()):
+        axes[0].axhline(y, color="black", ls="--", lw=1.2, label="dense")
+    for index, (name, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda point: point[0])
         style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "ms": 5}
         axes[0].plot([x for x, _, _ in points], [y for _, y, _ in points], "-", lw=1.4, label=name, **style)
@@ -40,10 +43,10 @@ def plot_lines(lines, path, title, xlabel, ylabel, percent=False):
     if published:
         axes[0].set_title("ours")
         axes[1].set(title="the paper's", xlim=axes[0].get_xlim())
-    if percent:
-        axes[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     for axis in axes:
         axis.set_xlabel(xlabel)
+        for name in percent:
+            getattr(axis, f"{name}axis").set_major_formatter(PercentFormatter(1, decimals=0))
         if all(isinstance(x, int) for points in lines.values() for x, _, _ in points):
             axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
