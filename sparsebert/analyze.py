@@ -61,6 +61,7 @@ class Run:
         probs (`torch.Tensor`): `(L, H, n, n)`, float32.
         mask ([`SparseMask`]): Frozen, or as it would now be.
         setup (`dict`): What it has in common with other seeds.
+        config ([`SparseBertConfig`], *optional*): Of the model; `None` for a mask alone, or beside another model.
     """
 
     source: str
@@ -68,6 +69,7 @@ class Run:
     probs: torch.Tensor
     mask: SparseMask
     setup: dict
+    config: SparseBertConfig | None = None
 
 
 def _find(source, name):
@@ -172,7 +174,7 @@ def read_run(source):
         name: getattr(mask, name)
         for name in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
     }
-    return Run(source, quantity, probs, mask, setup)
+    return Run(source, quantity, probs, mask, setup, config)
 
 
 def read_runs(sources):

@@ -223,7 +223,7 @@ def plot_shifts(path):
     Args:
         path (`str` or `os.PathLike`): Image to write, its folder is created.
     """
-    from .visualization import _figure, _save
+    from .visualization import new_figure, save_figure
 
     window = pattern_tables("window", 3, window_size=1)
     facts = check_patterns(window)
@@ -237,7 +237,7 @@ def plot_shifts(path):
             start + positional_embedding(chain, 1, 4),
         ),
     }
-    figure = _figure(11, 4.2)
+    figure = new_figure(11, 4.2)
     axes = figure.subplots(1, 3, gridspec_kw={"width_ratios": [len(layers) + 2 for layers, _ in panels.values()]})
     for axis, (title, (layers, hidden)) in zip(axes, panels.items(), strict=True):
         steps = [hidden]
@@ -258,7 +258,7 @@ def plot_shifts(path):
     axes[0].set_ylabel("u . Z of the token (symlog)")
     axes[0].legend(loc="upper left")
     figure.suptitle("Selective shifts lift one token after the other above all that it attends to")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _sequence(columns):

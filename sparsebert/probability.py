@@ -20,6 +20,8 @@ from transformers import initialization as init
 
 
 LEARNED = "learned"
+# Between 1 and this, float32 cannot tell the terms of entmax apart.
+LEAST_ALPHA = 1.001
 # A learned alpha stays in this interval: at 1 the gradient is undefined, from 2 on few keys are left to learn from.
 LEARNED_ALPHA = (1.01, 2.0)
 
@@ -108,12 +110,12 @@ def entmax(scores, *, alpha):
 
     Args:
         scores (`torch.Tensor` of shape `(..., m)`)
-        alpha (`float` or `torch.Tensor`): At least 1, which is softmax; 2 is sparsemax. A tensor, all of it above 1,
-            is broadcast over the rows `(..., 1)` and gets a gradient. In float32 it is exact to 2e-5 from 1.001 to 2;
-            well above 3, nearly equal scores are told apart by rounding.
+        alpha (`float` or `torch.Tensor`): 1, which is softmax, or at least `LEAST_ALPHA`; 2 is sparsemax. A tensor,
+            all of it above 1, is broadcast over the rows `(..., 1)` and gets a gradient. In float32 it is exact to
+            2e-5 up to 2; well above 3, nearly equal scores are told apart by rounding.
 
     Raises:
-        ValueError: If `alpha` is less than 1.
+        ValueError: If `alpha` is out of its range.
 
     Source: arXiv 2006.04862, Section B.3.
     """
@@ -146,8 +148,8 @@ def _check_lam(lam):
 
 
 def _check_alpha(alpha):
-    if not (_is_number(alpha) and alpha >= 1):
-        raise ValueError(f"alpha of entmax must be at least 1 (softmax), got {alpha!r}")
+    if not (_is_number(alpha) and (alpha == 1 or alpha >= LEAST_ALPHA)):
+        raise ValueError(f"alpha of entmax must be 1 (softmax) or at least {LEAST_ALPHA}, got {alpha!r}")
 
 
 _CHECKS = {"lam": _check_lam, "alpha": _check_alpha}

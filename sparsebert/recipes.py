@@ -148,6 +148,8 @@ def convert(what, value, annotation):
         ValueError: If it is not of that type; `what` names the field.
     """
     allowed = _types(annotation)
+    if allowed == {list} and not isinstance(value, list):
+        raise ValueError(f"{what} must be a list, such as [1, 2], got {value!r}")
     if value is None or type(value) in allowed or str in allowed or not allowed & {bool, int, float}:
         return value
     try:

@@ -1,7 +1,8 @@
 """
 A table or figure of a paper: `python -m sparsebert.reproduce EXPERIMENT [--scale tiny|paper] [--field value ...]`.
 
-Runs the experiment's cells one by one; those that are finished are not run again. Writes after each cell
+Runs the experiment's cells one by one; those that are finished are not run again, one that was interrupted begins
+anew. Writes after each cell
 EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to
 `output`. Every setting of the experiment is a flag too; `--help` lists them.
 """
@@ -14,7 +15,7 @@ import platform
 import shutil
 import sys
 import time
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from .version import __version__
 
 logger = logging.get_logger(__name__)
 
+FINISHED_NAME = "cell.json"
+
 
 @dataclass
 class ReproductionArguments:
@@ -43,7 +46,8 @@ class ReproductionArguments:
         runs (`str`): Folder of what the cells write, such as weights.
         only (`str` or `list`, *optional*): Names of cells, `*` stands for anything: run these only.
         list_cells (`bool`): Print the names of the cells, and run none.
-        overwrite (`bool`): Run cells anew that are there, or were made with other settings.
+        overwrite (`bool`): Run cells anew that are there, were made with other settings, or whose folder in `runs`
+            belongs to other results.
     """
 
     scale: str = "tiny"
@@ -73,7 +77,7 @@ def plan_cells(experiment, options, settings):
     cells = experiment.cells(experiment.arguments(**experiment.scales[options.scale] | settings))
     # As a reader of the file gets them.
     cells = json.loads(json.dumps(cells))
-    asked = [options.only] if isinstance(options.only, str) else options.only
+    asked = options.only if isinstance(options.only, list | None) else [options.only]
     for pattern in asked or ():
         if not fnmatch.filter(cells, str(pattern)):
             raise nearest("cell in --only", str(pattern), list(cells))
@@ -128,23 +132,32 @@ def run_experiment(name, options, settings):
         `list[Table]`: The tables of all cells that there are.
     Raises:
         ValueError: As [`plan_cells`] and [`read_results`], before anything is run or written.
+        FileExistsError: If the folder of a cell holds one that is finished, of other results.
     """
     experiment = EXPERIMENTS[name]
     cells = plan_cells(experiment, options, settings)
     path = Path(options.output) / f"{name}_{options.scale}.json"
     finished = read_results(path, cells, options.overwrite)
+    todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
+    for folder in todo.values():
+        if (folder / FINISHED_NAME).is_file() and not options.overwrite:
+            raise FileExistsError(
+                f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
-    todo = [cell for cell in cells if cell not in finished]
-    for number, cell in enumerate(todo, start=1):
+    for number, (cell, folder) in enumerate(todo.items(), start=1):
         logger.warning(f"{name}: {cell} ({number} of {len(todo)})")
-        folder = Path(options.runs) / f"{name}_{options.scale}" / cell
         shutil.rmtree(folder, ignore_errors=True)  # of a cell that was interrupted
         start, cpu = time.perf_counter(), time.process_time()
         metrics = experiment.run(cells[cell], folder)
         metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-        finished[cell] = {"settings": cells[cell], "metrics": metrics, "made_with": _versions()}
+        made = {"settings": cells[cell], "metrics": metrics, "made_with": _versions()}
+        # Another process may have added cells.
+        finished = read_results(path, {}) | {cell: made}
         content = {"experiment": name, "scale": options.scale, "cells": finished}
         _write(path, json.dumps(content, indent=1) + "\n")
+        _write(folder / FINISHED_NAME, json.dumps(made, indent=1) + "\n")
+        _write_report(experiment, options.scale, finished, path)
     return _write_report(experiment, options.scale, finished, path)
 
 
@@ -179,10 +192,21 @@ def tables(experiment, scale, finished):
             if any(metric in values for values in experiment.published.values()):
                 row[f"{heading}, paper"] = _text(form, experiment.published.get(name, {}).get(metric))
         rows.append(row)
-    result = [Table.of(title, rows, experiment.notes)]
+    result = [Table.of(title, rows, (*_differences(experiment, finished), *experiment.notes))]
     if experiment.layout is not None:
         result.insert(0, _pivot(experiment, title, finished))
     return result
+
+
+def _differences(experiment, finished):
+    """Settings of the experiment that its cells were not all made with."""
+    for field in fields(experiment.arguments):
+        cells = {}
+        for name, cell in finished.items():
+            if field.name in cell["settings"]:
+                cells.setdefault(json.dumps(cell["settings"][field.name]), []).append(name)
+        if len(cells) > 1:
+            yield f"{field.name}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in cells.items())
 
 
 def _pivot(experiment, title, finished):
@@ -254,7 +278,7 @@ def main(arguments):
     console = Console(width=None if sys.stdout.isatty() else 200)
     for table in run_experiment(name, options, recipe["settings"]):
         console.print(table.rich())
-    print(f"written to {Path(options.output) / f'{name}_{options.scale}'}.json, .md, .png")
+    print("written:", *sorted(map(str, Path(options.output).glob(f"{name}_{options.scale}.*"))))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Which assumptions of the universality theorems a pattern, a cycle of patterns or
 import argparse
 import difflib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -16,7 +16,7 @@ from rich.console import Console
 from .analyze import read_run
 from .masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from .masks.sparse_mask import SparseMask
-from .masks.theory import Growth, check_universality, fit_growth
+from .masks.theory import NO_THEOREM, Growth, check_universality, fit_growth
 from .recipes import run_script
 from .report import Table
 from .training import write_metrics
@@ -49,6 +49,8 @@ class Case:
         length (`int`): n.
         setup (`dict`): Parameters, head configuration, diagonal.
         growth ([`Growth`], *optional*): `None` where the mask is defined at few lengths only.
+        causal (`bool`): Whether it is the mask of a decoder.
+        mixers (`tuple[str]`): What the model has in layers instead of attention.
     """
 
     name: str
@@ -56,6 +58,16 @@ class Case:
     length: int
     setup: dict
     growth: Growth | None
+    causal: bool = False
+    mixers: tuple = ()
+
+    def check(self):
+        """The [`Universality`] of the mask in this model."""
+        found = check_universality(self.mask, self.length, causal=self.causal)
+        if not self.mixers:
+            return found
+        reason = f"the theorems have attention in every layer, some of this model have {', '.join(self.mixers)}"
+        return replace(found, universal=NO_THEOREM, reason=reason)
 
 
 def pattern_case(name, length, num_heads=DEFAULT_HEADS, parameters=None, **arguments):
@@ -111,15 +123,20 @@ def saved_case(source, length=None):
         ValueError: If there is no mask, it is damaged, or it is undefined at this length.
         OSError: If the Hub has no such repository.
     """
-    mask = read_run(source).mask
+    run = read_run(source)
+    mask, config = run.mask, run.config
     length = mask.length if length is None else length
     mask.structure(length)
     connections = {}
     if mask.length_policy != "error":
-        for quarter in range(4, 9):
-            other = mask.length * quarter // 4
-            connections[other] = mask.to_table(other).float().mean().item() * other**2
-    return Case(str(source), mask, length, {}, _growth(connections))
+        # Within twice the length n^2 looks like n sqrt n.
+        for halves in (2, 3, 4, 6, 8):
+            other = mask.length * halves // 2
+            table = mask.to_table(other)
+            connections[other] = table.count_nonzero().item() / table.numel() * other**2
+    causal = config is not None and config.is_decoder
+    mixers = () if config is None else tuple(sorted(set(config.token_mixers or ()) - {"attention"}))
+    return Case(str(source), mask, length, {"causal": True} if causal else {}, _growth(connections), causal, mixers)
 
 
 def _growth(connections):
@@ -279,7 +296,7 @@ def main(arguments):
     if options.output and options.output.exists():
         raise FileExistsError(f"--output {options.output} exists: choose another")
     cases = _cases(options)
-    found = [check_universality(case.mask, case.length) for case in cases]
+    found = [case.check() for case in cases]
     pairs = list(zip(cases, found, strict=True))
     table = Table.of("Universality", [row for pair in pairs for row in _rows(*pair)], NOTES)
     Console(width=119).print(table.rich())

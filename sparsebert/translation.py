@@ -293,7 +293,7 @@ def translate(recipe):
         training,
         train_dataset=train_set,
         eval_dataset=test_set,
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # label smoothing takes the labels away
         processing_class=tokenizer,
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

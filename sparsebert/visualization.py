@@ -43,14 +43,15 @@ GROUP_STYLES = {
 }
 
 
-def _figure(width, height):
+def new_figure(width, height):
     """A figure that belongs to no window system and to no global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="compressed", dpi=DPI)
 
 
-def _save(figure, path):
+def save_figure(figure, path):
+    """Write a figure, as PNG and SVG where the path has no ending; its folder is created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
@@ -79,7 +80,7 @@ def _panels(probs, width, height):
     num_columns = min(len(parts), 4)
     num_rows = math.ceil(len(parts) / num_columns)
     scale = 1 if num_layers == 1 else 0.62
-    figure = _figure(scale * width * num_columns, scale * height * num_rows + 0.5)
+    figure = new_figure(scale * width * num_columns, scale * height * num_rows + 0.5)
     axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axis in axes[len(parts) :]:
         axis.set_axis_off()
@@ -137,7 +138,7 @@ def plot_heads(mask_or_table, path, name=None):
     num_rows = num_layers if num_layers > 1 else math.ceil(num_heads / num_columns)
     # Small enough for a dozen layers; never narrower than the title.
     panel = 1.3 if num_layers > 1 else 1.9
-    figure = _figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 3.2))
+    figure = new_figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 3.2))
     axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axis in axes[num_layers * num_heads :]:
         axis.set_axis_off()
@@ -153,7 +154,7 @@ def plot_heads(mask_or_table, path, name=None):
     )
     figure.supxlabel("key position j", fontsize=9)
     figure.supylabel("query position i", fontsize=9)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_heat_maps(probs, path, title, quantity, ticks=None):
@@ -177,7 +178,7 @@ def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     normalised.set_ylabel("normalised: 0 lowest, 1 highest")
     figure.suptitle(title, fontsize=11)
     _label_panels(axes, "key position j", "query position i")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_mean_probs(probs, path, quantity=KEPT):
@@ -245,7 +246,7 @@ def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEP
     num_runs, num_layers, num_heads = probs.shape[:3]
     groups = head_groups(probs, special_tokens)
     names = {name: name.replace("_", " ") + (" (fixed)" if name in fixed else "") for name in groups}
-    figure = _figure(7.4, 5.2)
+    figure = new_figure(7.4, 5.2)
     axis = figure.subplots()
     if num_layers == 1:
         for place, values in enumerate(groups.values()):
@@ -282,7 +283,7 @@ def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEP
     axis.set_ylabel(f"mean of\n{quantity}")
     axis.set_ylim(-0.03, 1.03)
     axis.grid(axis="y", alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT):
@@ -329,7 +330,7 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     figure.suptitle(f"What is kept by distance\n({title})", fontsize=11)
     _label_panels(axes, "offset |i - j| between query and key\n(0 is the diagonal)", y)
     _legend(figure, axes[0])
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_scores(curves, path, metric, title, dense=None):
@@ -343,7 +344,7 @@ def plot_scores(curves, path, metric, title, dense=None):
         dense (`float`, *optional*): Score without a mask.
     Source: SparseBERT (arXiv 2102.12871), Figure 7.
     """
-    figure = _figure(6.6, 4.4)
+    figure = new_figure(6.6, 4.4)
     axis = figure.subplots()
     styles = ((BLUE, "o-"), (VERMILION, "s--"))
     for (name, (x, y, deviations)), (colour, style) in zip(curves.items(), styles, strict=False):
@@ -354,7 +355,7 @@ def plot_scores(curves, path, metric, title, dense=None):
     axis.set(title=title, xlabel="sparsity (fraction of attention entries removed)", ylabel=metric)
     axis.grid(alpha=0.3)
     axis.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_gallery(path, length=16):
@@ -369,7 +370,7 @@ def plot_gallery(path, length=16):
     """
     num_columns = 5
     num_rows = math.ceil(len(PATTERNS) / num_columns)
-    figure = _figure(2.1 * num_columns + 0.5, 2.85 * num_rows + 0.6)
+    figure = new_figure(2.1 * num_columns + 0.5, 2.85 * num_rows + 0.6)
     axes = figure.subplots(num_rows, num_columns).ravel()
     for axis in axes[len(PATTERNS) :]:
         axis.set_axis_off()
@@ -383,7 +384,7 @@ def plot_gallery(path, length=16):
     figure.suptitle(f"Attention patterns at {length} tokens ({WHITE_ATTENDS})", fontsize=12)
     figure.supxlabel("key position j", fontsize=9)
     figure.supylabel("query position i", fontsize=9)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def main(arguments=None):

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +122,32 @@ def test_cells_of_other_settings_are_refused_or_made_anew(experiment, run, tmp_p
     cells = read(tmp_path / "results/products_tiny.json")
     assert experiment[2:] == ["a", "c"] and cells["a"]["metrics"]["product"] == 4
     assert cells["b"]["settings"]["factor"] == 3
+    assert "factor: 3 in b; 4 in a, c" in (tmp_path / "results/products_tiny.md").read_text()
+
+
+def test_folders_of_other_results_are_kept(experiment, run, tmp_path):
+    run("products")
+    kept = tmp_path / "runs/products_tiny/a/file"
+    kept.write_text("mine")
+    with pytest.raises(FileExistsError, match="choose another --runs, or pass --overwrite"):
+        main(["products", "--output", str(tmp_path / "others"), "--runs", str(tmp_path / "runs")])
+    assert kept.read_text() == "mine" and experiment == ["a", "b"] and not (tmp_path / "others").exists()
+    main(["products", "--output", str(tmp_path / "others"), "--runs", str(tmp_path / "runs"), "--overwrite"])
+    assert experiment == ["a", "b", "a", "b"]
+
+
+def test_cells_of_two_processes_are_all_kept(experiment, run, tmp_path, monkeypatch):
+    own = EXPERIMENTS["products"]
+
+    def run_beside(cell, folder):
+        if cell["name"] == "a":
+            monkeypatch.setitem(EXPERIMENTS, "products", own)
+            run("products", "--only", "b")
+        return own.run(cell, folder)
+
+    monkeypatch.setitem(EXPERIMENTS, "products", replace(own, run=run_beside))
+    run("products", "--only", "a")
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b"}
 
 
 def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
@@ -129,6 +155,7 @@ def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
         run("products", "--names", "[a, broken, b]")
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
     assert (tmp_path / "runs/products_tiny/broken/file").is_file()
+    assert "| a | 3.0 |" in (tmp_path / "results/products_tiny.md").read_text()
     run("products")
     assert experiment == ["a", "broken", "b"]
 
@@ -141,6 +168,8 @@ def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
         (["products", "--only", "z*"], "unknown cell in --only 'z\\*'; allowed: a, b"),
         (["products", "--fctor", "1"], "unknown field '--fctor'; did you mean '--factor'"),
         (["products", "--factor", "x"], "--factor must be a whole number, got 'x'"),
+        (["products", "--names", "a"], "--names must be a list, such as .*, got 'a'"),
+        (["products", "--only", "5"], "unknown cell in --only '5'"),
         (["products", "--factor", "-1"], "factor must be at least 0, got -1"),
     ],
 )
@@ -230,7 +259,6 @@ def test_sweeps_have_every_pattern(name, scale, pairs):
 
 
 def test_mixers_are_the_tables_and_the_figures():
-    pytest.importorskip("sparsebert.mixers")
     tiny, paper = cells_of("mixers"), cells_of("mixers", "paper")
     assert {"attention", "sepconv", "bproj", "average", "hybrid_1", "hybrid_3"} <= tiny.keys()
     assert {f"hybrid_{k}" for k in range(13)} <= paper.keys()
@@ -249,6 +277,10 @@ def test_mixers_are_the_tables_and_the_figures():
         ("language_modelling", {"text": "none.txt"}, "no such file: 'none.txt'"),
         ("translation", {}, "--train must name"),
         ("translation", {"train": ["a", "b"]}, "there is no file 'a'"),
+        ("language_modelling", {"max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
+        ("mixers", {"table_max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
+        ("mixers", {"task": "mnl"}, "unknown task 'mnl'; did you mean 'mnli'"),
+        ("mixers", {"task": "mnli", "data": "nowhere"}, "nowhere"),
     ],
 )
 def test_cells_that_cannot_run(name, settings, message):
@@ -283,13 +315,19 @@ def test_language_modelling_runs(run, tmp_path, text):
 
 def test_translation_runs(run, tmp_path, pairs):
     sizes = "--max_length 12 --vocab_size 150 --hidden_size 16 --intermediate_size 16 --max_steps 2 --batch_size 4"
+    sizes += " --label_smoothing_factor 0.1"
     run("translation", *sizes.split(), "--train", pairs, "--test", pairs, "--max_test_pairs", 4, "--only", "star_1")
     (cell,) = read(tmp_path / "results/translation_tiny.json").values()
     assert cell["metrics"]["bleu"] >= 0 and "case:mixed" in cell["metrics"]["bleu_signature"]
+    (tmp_path / "short.cs").write_text("Dům.\n")
+    (tmp_path / "long.en").write_text("House.\nRed.\n")
+    unequal = f"[{tmp_path / 'long.en'}, {tmp_path / 'short.cs'}]"
+    with pytest.raises(ValueError, match="has 2 lines and .* has 1"):
+        run("translation", *sizes.split(), "--train", unequal, "--test", pairs, "--only", "star_1", "--overwrite")
+    assert (tmp_path / "runs/translation_tiny/star_1/model.safetensors").is_file()
 
 
 def test_mixers_run(run, tmp_path, text):
-    pytest.importorskip("sparsebert.mixers")
     run("mixers", *SMALL_TEXT, "--text", text, "--validation", text, "--only", "[average, hybrid_1]")
     cells = read(tmp_path / "results/mixers_tiny.json")
     assert {name: cell["settings"]["token_mixers"] for name, cell in cells.items()} == {
@@ -297,6 +335,14 @@ def test_mixers_run(run, tmp_path, text):
         "hybrid_1": ["sepconv", "attention"],
     }
     assert all(0 <= cell["metrics"]["mlm_accuracy"] <= 1 for cell in cells.values())
+
+
+def test_mixers_are_fine_tuned(run, tmp_path, text, glue_folder):
+    flags = [*SMALL_TEXT, "--text", text, "--validation", text, "--task", "rte", "--data", glue_folder]
+    run("mixers", *flags, "--only", "[average, bproj]")
+    for cell in read(tmp_path / "results/mixers_tiny.json").values():
+        assert 0 <= cell["metrics"]["task_score"] <= 1
+    assert len(list((tmp_path / "runs/mixers_tiny").glob("tokenizer_*"))) == 1  # for all cells
 
 
 def test_run_experiment_returns_the_tables(experiment, tmp_path):

@@ -12,7 +12,7 @@ from sparsebert.masks.chains import Chain, find_chain, is_chain
 from sparsebert.masks.patterns import PATTERNS, build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.masks.theory import check_universality, find_reach, fit_growth
-from sparsebert.theory import main, pattern_case
+from sparsebert.theory import main, pattern_case, saved_case
 
 
 def offsets(length, kept):
@@ -343,6 +343,25 @@ def test_command(capsys, tmp_path, checkpoints):
     assert saved[0]["setup"] == {"window_size": 1} and saved[0]["num_heads"] == 3
     assert saved[0]["growth"]["order"] == saved[2]["growth"]["order"] == "O(n)"
     assert saved[1]["growth"] is None  # a table is defined at its own length
+
+
+def test_saved_models_that_no_theorem_speaks_of(tiny_config, tmp_path):
+    from sparsebert import SparseBertForMaskedLM, SparseBertLMHeadModel
+
+    window = {"pattern": "window", "mask_length": 24}
+    decoder = SparseBertLMHeadModel(tiny_config(is_decoder=True, **window))
+    mixed = SparseBertForMaskedLM(tiny_config(token_mixers=["average", "attention"], **window))
+    for name, model in (("decoder", decoder), ("mixed", mixed)):
+        model.save_pretrained(tmp_path / name)
+    found = [saved_case(str(tmp_path / name)).check() for name in ("decoder", "mixed")]
+    assert [case.universal for case in found] == ["no theorem applies"] * 2
+    assert "1.3 fails" in found[0].reason and "average" in found[1].reason
+
+
+@pytest.mark.parametrize("name, order", [("dense", "O(n^2)"), ("no_diag", "O(n^2)"), ("window", "O(n)")])
+def test_growth_of_saved_masks(tmp_path, name, order):
+    build_pattern(name, 32, 2).save_pretrained(tmp_path / name)
+    assert saved_case(str(tmp_path / name)).growth.order == order
 
 
 def test_command_with_parameters(capsys):

@@ -102,7 +102,7 @@ class Universality:
     facts: dict
 
 
-def check_universality(mask, length=None, seed=0):
+def check_universality(mask, length=None, seed=0, causal=False):
     """
     Check the assumptions of the theorems for a mask.
 
@@ -111,6 +111,7 @@ def check_universality(mask, length=None, seed=0):
             share has p = 1.
         length (`int`, *optional*): n, at least 2; the mask's own by default. Inputs are taken to be unpadded.
         seed (`int`, *optional*, defaults to 0): Of the heuristic search for a chain.
+        causal (`bool`, *optional*, defaults to `False`): Cut the keys after the query, as a decoder does.
 
     Returns:
         [`Universality`]
@@ -128,6 +129,8 @@ def check_universality(mask, length=None, seed=0):
         keep = keep[:, :1]
     keep = keep[: _period(keep)]
     tables = mask.replace(keep=keep).to_table(length).numpy()  # (p, H or 1, n, n)
+    if causal:
+        tables = np.tril(tables)
     sparsity = 1.0 - float(np.count_nonzero(tables)) / tables.size
     tables = tables[: _period(tables)]
     if (tables == tables[:, :1]).all():

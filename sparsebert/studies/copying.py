@@ -87,5 +87,7 @@ EXPERIMENT = {
         "other figure, though it writes of all tokens",
         "reachable: share of the second half whose first occurrence is connected with the position that predicts it; "
         "accuracy is at most this share plus chance on the rest",
+        "At the paper's size strided patterns at depth 2 and the star reach nothing; its figures above chance there "
+        "must come from a reading of patterns or causality that it does not state",
     ),
 }  # fmt: skip

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 
 from ..experiments import run as finetune
+from ..recipes import nearest
+from ..tasks import TASKS
 from .text import TextSettings, check_text, run_text, text_fields
 
 
@@ -35,7 +37,8 @@ def cells(settings):
     base = text_fields(settings) | {name: getattr(settings, name) for name in ("nsp", "task", "data")}
     table = dict(base)
     for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
-        table[name] = getattr(settings, f"table_{name}") or base[name]
+        own = getattr(settings, f"table_{name}")
+        table[name] = base[name] if own is None else own
     num_layers = settings.num_layers
 
     def cell(sizes, series, num_replaced, mixer):
@@ -65,15 +68,20 @@ def check(cell):
         ValueError, OSError: If the cell cannot run.
     """
     check_text(cell, _model(cell))
+    if cell["task"] is not None:
+        if cell["task"] not in TASKS:
+            raise nearest("task", str(cell["task"]), list(TASKS))
+        TASKS[cell["task"]].splits(cell["data"])
 
 
 def run(cell, folder):
     """Pre-train a model, and fine-tune it where a task is given."""
-    metrics = run_text(cell, folder / "pretrained", _model(cell), cell["nsp"])
+    metrics = run_text(cell, folder, _model(cell), cell["nsp"])
     names = ("mlm_accuracy", "mlm_loss", "num_parameters", "steps", "train_seconds")
     metrics = {name: metrics[name] for name in names}
     if cell["task"] is not None:
-        data = {"task": cell["task"], "data": cell["data"], "model": str(folder / "pretrained")}
+        data = {"task": cell["task"], "data": cell["data"], "model": str(folder)}
+        data["max_length"] = min(TASKS[cell["task"]].max_length, cell["max_length"])
         training = {"output_dir": str(folder / "finetuned"), "seed": cell["seed"], "bf16": cell["bf16"]}
         output = finetune({"data": data, "model": {}, "training": training})
         metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]

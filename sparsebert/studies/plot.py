@@ -1,8 +1,6 @@
 """The plot of an experiment: a line for each series, and the paper's."""
 
-from pathlib import Path
-
-from ..visualization import DPI
+from ..visualization import DPI, save_figure
 
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart; markers serve print.
@@ -51,6 +49,4 @@ def plot_lines(lines, path, title, xlabel, ylabel, percent=""):
             axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)

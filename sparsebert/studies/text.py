@@ -8,6 +8,7 @@ import torch
 from ..configuration_sparsebert import SparseBertConfig, pattern_mask
 from ..data import train_tokenizer
 from ..documents import load_documents
+from ..masks.patterns import check_range
 from ..pretraining import pretrain
 
 
@@ -99,8 +100,10 @@ def fixed_mask(cell, model):
 def check_text(cell, model):
     """
     Raises:
-        ValueError, OSError: If there is no such model, or no such file of text.
+        ValueError, OSError: If a field is out of its range, there is no such model, or no such file of text.
     """
+    for name in ("max_steps", "batch_size", "gradient_accumulation_steps", "max_validation_tokens"):
+        check_range(name, cell[name], 1)
     fixed_mask(cell, model)
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):

@@ -1,11 +1,14 @@
 """[O] Figure 1b: BLEU of translation models against sparsity."""
 
+import functools
+import json
 from dataclasses import dataclass, fields
 
 import torch
 
 from ..configuration_sparsebert import pattern_mask
-from ..translation import TranslationArguments, check_data, check_model, translate
+from ..masks.patterns import check_range
+from ..translation import TranslationArguments, check_data, check_model, read_pairs, translate
 from .sparse_patterns import PatternLevels, pattern_cells
 
 
@@ -95,9 +98,19 @@ def check(cell):
     """
     recipe = _recipe(cell, "unused")
     data = TranslationArguments(**recipe["data"])
+    for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
+        check_range(name, cell[name], 1)
     check_data(data)
+    for source in (data.train, data.test):
+        _check_pairs(json.dumps(source))
     for config in check_model(recipe["model"], data.max_length):
         pattern_mask(config)
+
+
+@functools.cache
+def _check_pairs(source):
+    """Once for all cells."""
+    read_pairs(json.loads(source))
 
 
 EXPERIMENT = {
