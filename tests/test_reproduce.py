@@ -122,7 +122,7 @@ def test_cells_of_other_settings_are_refused_or_made_anew(experiment, run, tmp_p
     cells = read(tmp_path / "results/products_tiny.json")
     assert experiment[2:] == ["a", "c"] and cells["a"]["metrics"]["product"] == 4
     assert cells["b"]["settings"]["factor"] == 3
-    assert "factor: 3 in b; 4 in a, c" in (tmp_path / "results/products_tiny.md").read_text()
+    assert "factor: 4 in a, c; 3 in b" in (tmp_path / "results/products_tiny.md").read_text()
 
 
 def test_folders_of_other_results_are_kept(experiment, run, tmp_path):

@@ -70,7 +70,7 @@ EXPERIMENT = {
     "run": lambda cell, folder: run_copying(_arguments(cell), folder),
     "columns": {
         "sparsity": ("removed", "{:.1%}"),
-        "second_half_accuracy": ("second half", "{:.1%}"),
+        "second_half_accuracy": ("accuracy, second half", "{:.1%}"),
         "reachable": ("reachable", "{:.1%}"),
         "accuracy": ("all tokens", "{:.1%}"),
         "seconds": ("seconds", "{:.0f}"),
