@@ -37,6 +37,7 @@ ANNEALED = TARGET | {"mask_form": "log", "hard": "false", "noise_scale": 0, "tem
 SOFT = ANNEALED | {"mask_form": "additive", "mask_constant": 10}
 LOCAL = ANNEALED | {"initial_decay": 2, "initial_sparsity": SPARSITY}
 EARLY = {"search_end": 0.4}
+NO_DIAGONAL_30 = {"diagonal": "remove", "mask_logit_scale": 30}
 # Name to the flags of pretrain.py. Those without a target are frozen at the same sparsity.
 SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
@@ -60,8 +61,14 @@ SETTINGS = {
     "local start, frozen at 70 %": LOCAL | {"search_end": 0.7},
     "local start, decay 3, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 3},
     "local start, decay 5, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 5},
+    "local start, decay 8, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 8},
     "local start, no diagonal, frozen at 40 %": LOCAL | EARLY | {"diagonal": "remove"},
     "local start, logit scale 30, frozen at 40 %": LOCAL | EARLY | {"mask_logit_scale": 30},
+    "local start, no diagonal, logit scale 30, frozen at 40 %": LOCAL | EARLY | NO_DIAGONAL_30,
+    "local start, decay 1, no diagonal, logit scale 30, frozen at 40 %": LOCAL
+    | EARLY
+    | NO_DIAGONAL_30
+    | {"initial_decay": 1},
     "local start, mask per layer, frozen at 40 %": LOCAL | EARLY | {"share_layers": "false"},
 }
 
