@@ -158,9 +158,9 @@ def plot(cells, options, path):
     from matplotlib.figure import Figure
 
     steps = max(options.steps)
-    figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(10, 5), layout="constrained", dpi=150)
     axis = figure.subplots()
-    names = [f"manual_{name}" for name in ("dense", "window", "bigbird")]
+    names = [f"manual_{name}" for name in ("dense", "window", "bigbird", "longformer")]
     # A loss with a penalty in it is no loss to compare.
     names += [name for at, _, name in cells if at == steps and "target_sparsity" in SETTINGS.get(name, ())]
     highest = None
@@ -183,7 +183,7 @@ def plot(cells, options, path):
     axis.set_xlabel("step")
     axis.set_ylabel("training loss (nats per masked token)")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path)
 
 
