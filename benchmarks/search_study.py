@@ -37,6 +37,7 @@ ANNEALED = TARGET | {"mask_form": "log", "hard": "false", "noise_scale": 0, "tem
 SOFT = ANNEALED | {"mask_form": "additive", "mask_constant": 10}
 LOCAL = ANNEALED | {"initial_decay": 2, "initial_sparsity": SPARSITY}
 EARLY = {"search_end": 0.4}
+NO_DIAGONAL_30 = {"diagonal": "remove", "mask_logit_scale": 30}
 # Name to the flags of pretrain.py. Those without a target are frozen at the same sparsity.
 SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
@@ -60,8 +61,14 @@ SETTINGS = {
     "local start, frozen at 70 %": LOCAL | {"search_end": 0.7},
     "local start, decay 3, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 3},
     "local start, decay 5, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 5},
+    "local start, decay 8, frozen at 40 %": LOCAL | EARLY | {"initial_decay": 8},
     "local start, no diagonal, frozen at 40 %": LOCAL | EARLY | {"diagonal": "remove"},
     "local start, logit scale 30, frozen at 40 %": LOCAL | EARLY | {"mask_logit_scale": 30},
+    "local start, no diagonal, logit scale 30, frozen at 40 %": LOCAL | EARLY | NO_DIAGONAL_30,
+    "local start, decay 1, no diagonal, logit scale 30, frozen at 40 %": LOCAL
+    | EARLY
+    | NO_DIAGONAL_30
+    | {"initial_decay": 1},
     "local start, mask per layer, frozen at 40 %": LOCAL | EARLY | {"share_layers": "false"},
 }
 
@@ -151,9 +158,9 @@ def plot(cells, options, path):
     from matplotlib.figure import Figure
 
     steps = max(options.steps)
-    figure = Figure(figsize=(8, 6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(10, 5), layout="constrained", dpi=150)
     axis = figure.subplots()
-    names = [f"manual_{name}" for name in ("dense", "window", "bigbird")]
+    names = [f"manual_{name}" for name in ("dense", "window", "bigbird", "longformer")]
     # A loss with a penalty in it is no loss to compare.
     names += [name for at, _, name in cells if at == steps and "target_sparsity" in SETTINGS.get(name, ())]
     highest = None
@@ -176,7 +183,7 @@ def plot(cells, options, path):
     axis.set_xlabel("step")
     axis.set_ylabel("training loss (nats per masked token)")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path)
 
 
