@@ -92,6 +92,7 @@ class TestOpenText:
             ("a.tsv.gz", gzip.compress(TABLE.encode() * 99)[:-20]),
             ("a.tsv.xz", lzma.compress(TABLE.encode() * 99)[:-20]),
         ],
+        ids=["gz, text", "xz, text", "gz, cut", "xz, cut"],
     )
     def test_damaged(self, tmp_path, name, data):
         (tmp_path / name).write_bytes(data)
