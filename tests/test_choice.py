@@ -68,19 +68,20 @@ def test_auto_serves_every_need(need):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"needs": frozenset({"learned"}), "dropout": 0.1}, "sparse_sdpa"),
-        ({"needs": frozenset({"learned"}), "num_keys": 512}, "sparse_sdpa"),
-        ({"needs": frozenset({"learned"})}, "sparse_eager"),
-        ({"needs": frozenset({"learned"}), "dropout": 0.1, "num_keys": 512, "padded": True}, "sparse_sdpa"),
-        ({"dropout": 0.1, "needs": frozenset({"learned", "additive"})}, "sparse_eager"),
-        ({"dropout": 0.1, "needs": frozenset({"learned", "gate"})}, "sparse_eager"),
-        ({"dropout": 0.1, "needs": frozenset({"learned"}), "gradients": False}, "sparse_eager"),
-        ({"dropout": 0.1, "needs": frozenset({"learned"}), "device": "cuda"}, "sparse_eager"),
-        ({"needs": frozenset({"additive"}), "gradients": False}, "sparse_eager"),
+        ({"needs": ["learned"], "dropout": 0.1}, "sparse_sdpa"),
+        ({"needs": ["learned"], "num_keys": 512}, "sparse_sdpa"),
+        ({"needs": ["learned"]}, "sparse_eager"),
+        ({"needs": ["learned"], "dropout": 0.1, "num_keys": 512, "padded": True}, "sparse_sdpa"),
+        ({"dropout": 0.1, "needs": ["learned", "additive"]}, "sparse_eager"),
+        ({"dropout": 0.1, "needs": ["learned", "gate"]}, "sparse_eager"),
+        ({"dropout": 0.1, "needs": ["learned"], "gradients": False}, "sparse_eager"),
+        ({"dropout": 0.1, "needs": ["learned"], "device": "cuda"}, "sparse_eager"),
+        ({"needs": ["additive"], "gradients": False}, "sparse_eager"),
     ],
     ids=str,
 )
 def test_auto_while_searching(fields, expected):
+    fields = fields | {"needs": frozenset(fields["needs"])}
     assert by_table(BACKENDS, None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
 
 
