@@ -3,13 +3,12 @@
 import zlib
 from dataclasses import dataclass, fields
 
-import torch
-
 from ..configuration_sparsebert import SparseBertConfig, pattern_mask
 from ..data import train_tokenizer
 from ..documents import load_documents
 from ..masks.patterns import check_range
 from ..pretraining import pretrain
+from .sections import check_training, model_section, training_section
 
 
 TOKENIZER_CHARACTERS = 5_000_000
@@ -62,22 +61,6 @@ def text_fields(settings):
     return {field.name: getattr(settings, field.name) for field in fields(TextSettings)}
 
 
-def _fields(cell, model):
-    return {
-        "vocab_size": cell["vocab_size"],
-        "hidden_size": cell["hidden_size"],
-        "num_hidden_layers": cell["num_layers"],
-        "num_attention_heads": cell["num_heads"],
-        "intermediate_size": cell["intermediate_size"],
-        "max_position_embeddings": cell["max_length"],
-        "mask_length": cell["max_length"],
-        "hidden_dropout_prob": cell["dropout"],
-        "attention_probs_dropout_prob": cell["dropout"],
-        "allow_empty_rows": True,  # of a random pattern
-        **model,
-    }
-
-
 def fixed_mask(cell, model):
     """
     The mask of a cell with a pattern.
@@ -91,7 +74,7 @@ def fixed_mask(cell, model):
     Raises:
         ValueError: If there is no such model.
     """
-    config = SparseBertConfig(**_fields(cell, model))
+    config = SparseBertConfig(**model_section(cell, model))
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(f"hidden_size must be a multiple of num_heads {cell['num_heads']}, got {cell['hidden_size']}")
     return pattern_mask(config)
@@ -102,8 +85,8 @@ def check_text(cell, model):
     Raises:
         ValueError, OSError: If a field is out of its range, there is no such model, or no such file of text.
     """
-    for name in ("max_steps", "batch_size", "gradient_accumulation_steps", "max_validation_tokens"):
-        check_range(name, cell[name], 1)
+    check_training(cell)
+    check_range("max_validation_tokens", cell["max_validation_tokens"], 1)
     fixed_mask(cell, model)
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
@@ -135,14 +118,4 @@ def run_text(cell, folder, model, nsp=False):
     sequences = cell["max_steps"] * cell["batch_size"] * cell["gradient_accumulation_steps"]
     data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
     data |= {"tokenizer": str(tokenizer), "nsp": nsp, "max_tokens": sequences * cell["max_length"], "pictures": False}
-    names = ("max_steps", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "weight_decay", "optim")
-    training = {name: cell[name] for name in (*names, "bf16", "seed")} | {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": cell["batch_size"],
-        "per_device_eval_batch_size": cell["batch_size"],
-        "logging_steps": max(cell["max_steps"] // 20, 1),
-        "save_strategy": "no",
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "disable_tqdm": True,
-    }
-    return pretrain({"data": data, "model": _fields(cell, model), "training": training})
+    return pretrain({"data": data, "model": model_section(cell, model), "training": training_section(cell, folder)})

@@ -4,11 +4,9 @@ import functools
 import json
 from dataclasses import dataclass, fields
 
-import torch
-
 from ..configuration_sparsebert import pattern_mask
-from ..masks.patterns import check_range
 from ..translation import TranslationArguments, check_data, check_model, read_pairs, translate
+from .sections import check_training, model_section, training_section
 from .sparse_patterns import PatternLevels, pattern_cells
 
 
@@ -64,31 +62,12 @@ def cells(settings):
 
 def _recipe(cell, output_dir):
     data = {name: cell[name] for name in (field.name for field in fields(TranslationArguments)) if name in cell}
-    model = {name: cell[name] for name in ("pattern", "pattern_kwargs", "head_configuration", "vocab_size")} | {
-        "hidden_size": cell["hidden_size"],
-        "num_hidden_layers": cell["num_layers"],
-        "num_attention_heads": cell["num_heads"],
-        "intermediate_size": cell["intermediate_size"],
-        "max_position_embeddings": cell["max_length"],
-        "mask_length": cell["max_length"],
-        "mask_seed": cell["seed"],
-        # A row of a random pattern may have no key, or none in a sentence shorter than the mask.
-        "allow_empty_rows": True,
-        "hidden_dropout_prob": cell["dropout"],
-        "attention_probs_dropout_prob": cell["dropout"],
+    pattern = {name: cell[name] for name in ("pattern", "pattern_kwargs", "head_configuration")}
+    return {
+        "data": data,
+        "model": model_section(cell, pattern | {"mask_seed": cell["seed"]}),
+        "training": training_section(cell, output_dir) | {"train_sampling_strategy": "group_by_length"},
     }
-    names = ("max_steps", "gradient_accumulation_steps", "learning_rate", "warmup_steps", "label_smoothing_factor")
-    training = {name: cell[name] for name in (*names, "optim", "bf16", "seed")} | {
-        "output_dir": str(output_dir),
-        "per_device_train_batch_size": cell["batch_size"],
-        "per_device_eval_batch_size": cell["batch_size"],
-        "logging_steps": max(cell["max_steps"] // 20, 1),
-        "save_strategy": "no",
-        "train_sampling_strategy": "group_by_length",
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "disable_tqdm": True,
-    }
-    return {"data": data, "model": model, "training": training}
 
 
 def check(cell):
@@ -98,8 +77,7 @@ def check(cell):
     """
     recipe = _recipe(cell, "unused")
     data = TranslationArguments(**recipe["data"])
-    for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
-        check_range(name, cell[name], 1)
+    check_training(cell)
     check_data(data)
     for source in (data.train, data.test):
         _check_pairs(json.dumps(source))
