@@ -11,10 +11,10 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig
-from sparsebert.experiments import run
-from sparsebert.finetuning import FinetuningArguments
-from sparsebert.recipes import load_recipe, run_script
-from sparsebert.report import print_tables, read_runs, tables
+from sparsebert.analysis.tables import print_tables, read_runs, tables
+from sparsebert.training.finetuning import FinetuningArguments
+from sparsebert.training.recipes import load_recipe, run_script
+from sparsebert.training.repetitions import run
 
 
 SECTIONS = {"data": FinetuningArguments, "model": SparseBertConfig, "training": TrainingArguments}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from sparsebert.pretraining import SECTIONS, pretrain
-from sparsebert.recipes import load_recipe, run_script
+from sparsebert.training.pretraining import SECTIONS, pretrain
+from sparsebert.training.recipes import load_recipe, run_script
 
 
 def main(arguments):

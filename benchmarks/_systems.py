@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from sparsebert import SparseMask
-from sparsebert.attention import ATTENTION_NAMES, BACKENDS, choice, choose_backend, run_backend
+from sparsebert.attention import choice
+from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
 from sparsebert.attention.mask_inputs import MaskInputs
 
 from ._masks import build_mask, kept

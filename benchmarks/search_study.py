@@ -15,8 +15,8 @@ import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
+from sparsebert.analysis.tables import Table
 from sparsebert.masks.matched import VARIED, matched_patterns
-from sparsebert.report import Table
 
 from ._pretraining import add_options, folder_name, run
 from ._report import ROOT, STYLES

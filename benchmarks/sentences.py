@@ -23,13 +23,13 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import CONFIG_NAME
 
 from sparsebert import attach, load
-from sparsebert.attach import read_mask
-from sparsebert.loading import find_file
+from sparsebert.data.tasks import glue
+from sparsebert.files import write_metrics
 from sparsebert.masks.matched import matched_patterns
-from sparsebert.recipes import run_script
-from sparsebert.task_models import input_sparsity
-from sparsebert.tasks import glue
-from sparsebert.training import write_metrics
+from sparsebert.models.attaching import read_mask
+from sparsebert.models.loading import find_file
+from sparsebert.training.recipes import run_script
+from sparsebert.training.task_models import input_sparsity
 
 
 COLUMNS = ("mask", "removed", "on sentences", "cosine to dense", "5 % quantile", "STS-B Spearman")

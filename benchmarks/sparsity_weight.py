@@ -16,11 +16,13 @@ import torch
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
-from sparsebert.data import pretraining_collator, pretraining_dataset, train_tokenizer
-from sparsebert.documents import load_documents
-from sparsebert.recipes import load_recipe
-from sparsebert.report import Table
-from sparsebert.training import PretrainingArguments, SparseBertTrainer
+from sparsebert.analysis.tables import Table
+from sparsebert.data.documents import load_documents
+from sparsebert.data.examples import pretraining_collator, pretraining_dataset
+from sparsebert.data.tokenization import train_tokenizer
+from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.recipes import load_recipe
+from sparsebert.training.trainer import SparseBertTrainer
 
 from ._pretraining import add_options, folder_name, run
 from ._report import ROOT, STYLES

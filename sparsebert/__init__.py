@@ -13,16 +13,16 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .architectures import ARCHITECTURES
-from .attach import attach, detach, sparsity, sparsity_loss
-from .attention import sparse_dot_product_attention
-from .configuration_sparsebert import SparseBertConfig
-from .loading import load
+from .analysis.plans import Plan, plan
+from .attention.dot_product import sparse_dot_product_attention
+from .attention.probability_maps import PROBABILITY_MAPS
 from .masks.patterns import PATTERNS, build_pattern
-from .masks.search import SEARCHES
 from .masks.sparse_mask import MaskFileError, SparseMask
-from .mixers import MIXERS
-from .modeling_sparsebert import (
+from .models.architectures import ARCHITECTURES
+from .models.attaching import attach, detach, sparsity, sparsity_loss
+from .models.configuration_sparsebert import SparseBertConfig
+from .models.loading import load
+from .models.modeling_sparsebert import (
     SparseBertForMaskedLM,
     SparseBertForMultipleChoice,
     SparseBertForNextSentencePrediction,
@@ -34,10 +34,10 @@ from .modeling_sparsebert import (
     SparseBertModel,
     SparseBertPreTrainedModel,
 )
-from .plan import Plan, plan
-from .positions import extend_positions
-from .probability import PROBABILITY_MAPS
-from .sparse_attention import SparseAttention
+from .models.positions import extend_positions
+from .models.sparse_attention import SparseAttention
+from .models.token_mixers import MIXERS
+from .search.searches import SEARCHES
 from .version import __version__
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach
-from sparsebert.analyze import analyze, importance, main, read_run, read_runs
-from sparsebert.importance import MASK_PROBS_NAME
+from sparsebert.analysis.runs import analyze, importance, main, read_run, read_runs
 from sparsebert.masks.patterns import build_pattern
+from sparsebert.search.learned_mask import MASK_PROBS_NAME
 
 
 def search(folder, seed=0, probs=False, **fields):

@@ -21,7 +21,7 @@ from sparsebert import (
     build_pattern,
     sparse_dot_product_attention,
 )
-from sparsebert.attention import ATTENTION_NAMES, BACKENDS
+from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS
 
 
 # What serves a frozen mask on any machine, gradients and dropout included.

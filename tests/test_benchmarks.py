@@ -20,8 +20,8 @@ from sparsebert import SparseBertConfig
 from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.masks.tiles import live_tiles
-from sparsebert.recipes import load_recipe
-from sparsebert.training import PretrainingArguments
+from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.recipes import load_recipe
 
 
 REPORT_FIELDS = {"command", "commit", "date", "hardware", "quick", "tokens", "cells"}

@@ -7,7 +7,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.masks.budget import budget_shift, collapsed, disagreement, geometric, scheduled
+from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, scheduled
 
 
 logger = transformers_logging.get_logger("sparsebert")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
-from sparsebert.attention import BACKENDS, choice, logger
+from sparsebert.attention import choice
+from sparsebert.attention.backends import BACKENDS, logger
 from sparsebert.attention.choice import Request, _has_amx, by_measurement, by_table, check, measure
 
 

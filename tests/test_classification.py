@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BertTokenizerFast
 
-from sparsebert.tasks.classification import (
+from sparsebert.data.tasks.classification import (
     accuracy,
     accuracy_and_f1,
     collator,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsebert.comparison import paired_bootstrap, summarize
+from sparsebert.analysis.statistics import paired_bootstrap, summarize
 
 
 def accuracy(predictions, references):

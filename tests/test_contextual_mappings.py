@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsebert import contextual_mappings, theory
-from sparsebert.contextual_layers import (
+from sparsebert.theory import contextual_mappings
+from sparsebert.theory import verdicts as theory
+from sparsebert.theory.contextual_layers import (
     Head,
     Layer,
     dense_mapping,
@@ -23,7 +24,7 @@ from sparsebert.contextual_layers import (
     selective_shift,
     sparse_mapping,
 )
-from sparsebert.contextual_mappings import (
+from sparsebert.theory.contextual_mappings import (
     COUNTER_EXAMPLES,
     as_fractions,
     check_dense,

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from sparsebert import SparseMask
-from sparsebert.copying import (
+from sparsebert.experiments.copying_task import (
     CopyingArguments,
     CopyingModel,
     copying_metrics,

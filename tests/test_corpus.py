@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from sparsebert.corpus import Document, builtin_documents, prose_paragraphs
+from sparsebert.data.builtin_corpus import Document, builtin_documents, prose_paragraphs
 
 
 PACKAGES = ("email", "json")

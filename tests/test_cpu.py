@@ -12,13 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsebert import (
-    SparseBertForMaskedLM,
-    SparseBertModel,
-    SparseMask,
-    build_pattern,
-    sparse_dot_product_attention,
-)
+from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.cpu import compressed_rows, unavailable
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from sparsebert.data import check_tokenizer, pretraining_collator, pretraining_dataset, train_tokenizer
-from sparsebert.documents import load_documents, read_documents
+from sparsebert.data.documents import load_documents, read_documents
+from sparsebert.data.examples import pretraining_collator, pretraining_dataset
+from sparsebert.data.tokenization import check_tokenizer, train_tokenizer
 
 
 WORDS = "the of red blue house walks sees tree river quickly under small world cat dog bird sings".split()
@@ -120,7 +121,7 @@ class TestLoadDocuments:
         assert list(load_documents([backwards], "validation", holdout_every=10)) == validation[::-1]
 
     def test_builtin(self, tmp_path, monkeypatch):
-        from sparsebert import corpus
+        from sparsebert.data import builtin_corpus as corpus
 
         small = corpus.builtin_documents(("json", "email"))
         monkeypatch.setattr(corpus, "builtin_documents", lambda: small)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparsebert.experiments import PAPER_GRID, compare, run
+from sparsebert.analysis.tables import read_runs, tables
 from sparsebert.masks.patterns import build_pattern
-from sparsebert.report import read_runs, tables
+from sparsebert.training.repetitions import PAPER_GRID, compare, run
 
 
 TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}

@@ -15,18 +15,17 @@ from transformers import (
 )
 
 from sparsebert import SparseBertForSequenceClassification, SparseMask
-from sparsebert.finetuning import (
+from sparsebert.masks.patterns import build_pattern
+from sparsebert.training.finetuning import (
     FinetuningArguments,
     MissingSplitError,
     check,
     choose_splits,
-    load_model,
-    mask_metrics,
     prepare,
     read_predictions,
     train,
 )
-from sparsebert.masks.patterns import build_pattern
+from sparsebert.training.task_models import load_model, mask_metrics
 
 
 TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}

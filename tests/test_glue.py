@@ -6,8 +6,8 @@ import lzma
 import datasets
 import pytest
 
-from sparsebert.tasks import glue
-from sparsebert.tasks.glue import GLUE, GLUE_COLUMNS, averages, normalize, write_submission
+from sparsebert.data.tasks import glue
+from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, averages, normalize, write_submission
 
 
 # Train files in the layout of GLUE's download: the name of the task, its folder, the file, texts and label.

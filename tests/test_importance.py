@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sparsebert.importance import as_runs, estimate, head_groups, offset_profile, position_groups, sketch
+from sparsebert.analysis.importance import as_runs, estimate, head_groups, offset_profile, position_groups, sketch
 from sparsebert.masks.sparse_mask import toeplitz_index
 
 

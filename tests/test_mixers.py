@@ -21,7 +21,7 @@ from sparsebert import (
     load,
 )
 from sparsebert.attention.mask_inputs import MaskInputs
-from sparsebert.mixers import FILTER_LENGTH, NUM_FILTERS, AverageAttention, BProj, SepConv
+from sparsebert.models.token_mixers import FILTER_LENGTH, NUM_FILTERS, AverageAttention, BProj, SepConv
 
 
 ROOT = Path(__file__).parents[1]

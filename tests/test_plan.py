@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, plan
-from sparsebert.attention import BACKENDS
+from sparsebert.attention.backends import BACKENDS
 
 
 HEADS = 3

@@ -7,7 +7,7 @@ from test_attach import MODELS, TEXT, config_of, head_model
 from transformers import AutoTokenizer
 
 from sparsebert import SparseBertForMaskedLM, SparseMask, attach, extend_positions, load
-from sparsebert.lengthen import main
+from sparsebert.commands.lengthen import main
 
 
 LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert")

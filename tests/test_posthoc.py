@@ -11,9 +11,9 @@ import transformers
 from test_attach import base_model, head_model
 from transformers import AutoModel, AutoTokenizer
 
-import sparsebert.search
+import sparsebert.training.post_hoc
 from sparsebert import attach, build_pattern, load
-from sparsebert.posthoc import (
+from sparsebert.training.matching import (
     agreement,
     carrier,
     hidden_states,
@@ -28,7 +28,7 @@ from sparsebert.posthoc import (
 
 LENGTH, HEADS = 16, 4
 ROWS = torch.randint(5, 100, (24, LENGTH), generator=torch.Generator().manual_seed(7))
-FIELDS = sparsebert.search.FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6}
+FIELDS = sparsebert.training.post_hoc.FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6}
 
 
 def searching(name, model=None, **fields):
@@ -180,7 +180,7 @@ def command(model, text, output, *arguments):
         *arguments,
     )
     given = ("--model", model, "--data", text, "--validation", text, "--output_dir", output)
-    sparsebert.search.main([str(argument) for argument in (*given, *arguments)])
+    sparsebert.training.post_hoc.main([str(argument) for argument in (*given, *arguments)])
 
 
 def test_command(model_folder, text, tmp_path, capsys):
@@ -260,7 +260,7 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
     with pytest.raises(ValueError, match="'gpt2' cannot carry a mask"):
         command(tmp_path / "gpt2", text, tmp_path / "new")
     with pytest.raises(ValueError, match="--data is needed"):
-        sparsebert.search.main(["--model", str(model_folder)])
+        sparsebert.training.post_hoc.main(["--model", str(model_folder)])
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     with pytest.raises(ValueError, match="too few for one row"):
         command(model_folder, tmp_path / "short.txt", tmp_path / "new")

@@ -24,10 +24,10 @@ from sparsebert import (
     plan,
     sparse_dot_product_attention,
 )
-from sparsebert.attention import BACKENDS
+from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.choice import Request, by_measurement, by_table, check
-from sparsebert.probability import LEARNED_ALPHA, ProbabilityMap, check_probability_map, hardmax_scale
-from sparsebert.training import SparseBertTrainer
+from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map, hardmax_scale
+from sparsebert.training.trainer import SparseBertTrainer
 
 
 ROOT = Path(__file__).parents[1]

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from test_training import LENGTH, history, make_trainer, rows, weights
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
-from sparsebert.experiments import run
-from sparsebert.importance import MASK_PROBS_NAME
-from sparsebert.masks.search import best_of_rows, parameter_index, prune
 from sparsebert.masks.sparse_mask import special_entries
-from sparsebert.pruning import SCHEDULES, ProgressivePruning
+from sparsebert.search.learned_mask import MASK_PROBS_NAME
+from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
+from sparsebert.search.searches import best_of_rows, parameter_index, prune
+from sparsebert.training.repetitions import run
 
 
 def model_of(search="dam_s", **fields):

@@ -7,8 +7,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig
-from sparsebert.recipes import load_recipe
-from sparsebert.training import PretrainingArguments
+from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.recipes import load_recipe
 
 
 SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}

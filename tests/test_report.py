@@ -2,8 +2,8 @@
 
 import pytest
 
-from sparsebert.report import Table, main, read_runs, tables
-from sparsebert.training import write_metrics
+from sparsebert.analysis.tables import Table, main, read_runs, tables
+from sparsebert.files import write_metrics
 
 
 PRETRAINED = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sparsebert.experiments import EXPERIMENTS, Experiment
+from sparsebert.experiments.reproduction import ReproductionArguments, main, plan_cells, run_experiment
 from sparsebert.masks.patterns import build_pattern
-from sparsebert.reproduce import ReproductionArguments, main, plan_cells, run_experiment
-from sparsebert.studies import EXPERIMENTS, Experiment
 
 
 ROOT = Path(__file__).parents[1]

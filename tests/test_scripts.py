@@ -11,8 +11,8 @@ import pytest
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 
-from sparsebert.recipes import load_recipe
-from sparsebert.tasks import TASKS
+from sparsebert.data.tasks import TASKS
+from sparsebert.training.recipes import load_recipe
 
 
 ROOT = Path(__file__).parents[1]

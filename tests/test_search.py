@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparsebert import SEARCHES, SparseAttention, SparseBertModel
-from sparsebert.masks.search import (
+from sparsebert.masks.sparse_mask import special_entries
+from sparsebert.search.searches import (
     gumbel_noise,
     mask_bias,
     num_parameters,
@@ -15,7 +16,6 @@ from sparsebert.masks.search import (
     select,
     to_sparse_mask,
 )
-from sparsebert.masks.sparse_mask import special_entries
 
 
 SPECIAL = ("none", "first", "first_last")

@@ -11,15 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BertTokenizerFast, CanineTokenizer, PreTrainedTokenizerFast
 
-from sparsebert.tasks.squad import (
-    decode,
-    encode,
-    from_hub,
-    load,
-    splits,
-    write_submission,
-)
-from sparsebert.tasks.squad_metrics import metrics
+from sparsebert.data.tasks.squad import decode, encode, from_hub, load, splits, write_submission
+from sparsebert.data.tasks.squad_metrics import metrics
 
 
 CONTEXT = "The red fox ran. Then a blue cat, which was old, slept near the warm river; nobody saw the old dog."

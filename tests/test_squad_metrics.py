@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsebert.tasks.squad_metrics import best_threshold, exact_match, f1, metrics, normalize_answer, scores
+from sparsebert.data.tasks.squad_metrics import best_threshold, exact_match, f1, metrics, normalize_answer, scores
 
 
 @pytest.mark.parametrize(

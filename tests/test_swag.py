@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertTokenizerFast
 
-from sparsebert.tasks import swag
+from sparsebert.data.tasks import swag
 
 
 COLUMNS = "video-id fold-ind startphrase sent1 sent2 gold-source ending0 ending1 ending2 ending3 label".split()

@@ -7,19 +7,19 @@ import lzma
 import datasets
 import pytest
 
-from sparsebert.tasks.files import (
+from sparsebert.data.tasks.task_files import (
     BadRow,
     check_splits,
     find_columns,
     find_files,
     load_hub,
     make_dataset,
-    open_text,
     parse_rows,
     read_header,
     read_rows,
     text_field,
 )
+from sparsebert.files import open_text
 
 
 NAMES = {"train": "train", "dev": "validation", "test": "test"}

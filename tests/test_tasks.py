@@ -4,9 +4,9 @@ import pytest
 import transformers
 from transformers import TrainingArguments
 
-from sparsebert.corpus import Document, builtin_documents
-from sparsebert.tasks import TASKS
-from sparsebert.tasks.builtin import bag_of_words_baseline, load, majority_share, metrics, splits
+from sparsebert.data.builtin_corpus import Document, builtin_documents
+from sparsebert.data.tasks import TASKS
+from sparsebert.data.tasks.builtin import bag_of_words_baseline, load, majority_share, metrics, splits
 
 
 LABELS = ("asyncio", "email", "unittest")

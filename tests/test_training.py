@@ -9,14 +9,9 @@ from accelerate import Accelerator
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity
-from sparsebert.training import (
-    SearchSchedule,
-    SparseBertTrainer,
-    check_output_dir,
-    pretraining_metrics,
-    reduce_logits,
-    write_metrics,
-)
+from sparsebert.files import check_output_dir, write_metrics
+from sparsebert.search.search_schedule import SearchSchedule
+from sparsebert.training.trainer import SparseBertTrainer, pretraining_metrics, reduce_logits
 
 
 LENGTH = 12

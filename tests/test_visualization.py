@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from sparsebert.masks.patterns import build_pattern
-from sparsebert.visualization import (
+from sparsebert.analysis.pictures import (
     main,
     plot_gallery,
     plot_groups,
@@ -16,6 +15,7 @@ from sparsebert.visualization import (
     plot_offset_profile,
     plot_sketch,
 )
+from sparsebert.masks.patterns import build_pattern
 
 
 pytest.importorskip("matplotlib")
@@ -84,5 +84,5 @@ def test_command(tmp_path, capsys):
 
 
 def test_import_does_not_load_matplotlib():
-    code = "import sys, sparsebert.visualization; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, sparsebert.analysis.pictures; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

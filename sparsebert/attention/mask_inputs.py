@@ -12,6 +12,10 @@ from ..masks.compiled import compiled
 from ..masks.sparse_mask import special_entries
 
 
+# Twice this is still less than what padding and causality subtract, so no mask outweighs them.
+MAX_MASK_CONSTANT = 1e4
+
+
 # Vanishes in any softmax. Not some ten thousand, for which the exponential of PyTorch's fused attention on CPUs meets
 # denormal numbers: training takes up to half as long again.
 REMOVED = -1e9

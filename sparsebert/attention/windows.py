@@ -7,7 +7,7 @@ Letters: L layers (1 when shared), H heads, n queries, m keys.
 from dataclasses import replace
 
 from ..masks.compiled import windowed
-from . import BACKENDS, choose_backend
+from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
 
 

@@ -1,6 +1,7 @@
 """Manual masks brought to a given sparsity, to compare a learned one with at equal cost."""
 
-from .patterns import build_pattern, check_range
+from ..checks import check_range
+from .patterns import build_pattern
 
 
 def _strides(length, _):

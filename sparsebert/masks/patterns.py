@@ -16,19 +16,11 @@ import inspect
 
 import torch
 
-from .sparse_mask import SPECIAL_TOKENS, SparseMask, check_choice
+from ..checks import check_choice, check_range
+from .sparse_mask import SPECIAL_TOKENS, SparseMask
 
 
 HEAD_CONFIGURATIONS = ("sequential", "union", "multihead")
-
-
-def check_range(field, value, low, high=None, kinds=int):
-    """Raise a `ValueError` naming field, value and range unless `value` is a number from `low` to `high`."""
-    valid = isinstance(value, kinds) and not isinstance(value, bool) and low <= value
-    if not valid or (high is not None and value > high):
-        number = "an integer" if kinds is int else "a number"
-        bound = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{field} must be {number} {bound}, got {value!r}")
 
 
 def _rows_and_columns(length):

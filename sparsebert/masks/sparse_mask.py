@@ -22,6 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import PushToHubMixin
 
+from ..checks import check_choice
+
+
+# What the field says as the `diagonal` of a SparseMask.
+DIAGONALS = {"learned": None, "keep": True, "remove": False}
+
 
 MASK_CONFIG_NAME = "mask_config.json"
 MASK_WEIGHTS_NAME = "mask.safetensors"
@@ -38,12 +44,6 @@ HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_do
 
 class MaskFileError(ValueError):
     """A mask file that is missing, damaged or of the wrong kind."""
-
-
-def check_choice(field, value, allowed):
-    """Raise a `ValueError` naming field, value and choices unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def toeplitz_index(length, block_size=1, device=None):
@@ -315,7 +315,7 @@ class SparseMask(PushToHubMixin):
             push_to_hub (`bool`, *optional*, defaults to `False`): Upload as well; `kwargs` as in
                 `PushToHubMixin.push_to_hub` (`repo_id`, `private`, `token`, `commit_message`, ...).
         """
-        from .. import __version__
+        from ..version import __version__
 
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)

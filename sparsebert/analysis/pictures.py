@@ -1,0 +1,400 @@
+"""
+Pictures of masks and of mask probabilities. A path without a suffix gets two pictures, PNG and SVG.
+
+    python -m sparsebert.visualization --gallery OUT_DIR
+
+Letters: S runs, L layers, H heads, n length, P the probability that a position is kept (a
+mask is the case of 0 and 1).
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+from ..masks.patterns import CYCLES, PATTERNS, build_pattern
+from ..masks.sparse_mask import SparseMask
+from .importance import SKETCH_LENGTH, as_runs, estimate, head_groups, offset_profile, sketch
+
+
+DPI = 150
+WHITE_ATTENDS = "white: may attend, black: removed"
+KEPT = "P, probability that the position is kept"
+LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
+
+# At a few tokens the cycles' own defaults, made for 256, would be all but dense.
+GALLERY_PARAMETERS = {
+    "strided_cycle": {"stride": 4},
+    "fixed_cycle": {"stride": 4},
+    "star_cycle": {"window_size": 1},
+}
+
+# Okabe and Ito's colours, which readers with any colour vision can tell apart; the markers serve print.
+BLUE, SKY = "#0072B2", "#56B4E9"
+VERMILION = "#D55E00"
+GROUP_STYLES = {
+    "diagonal": ("#000000", "o"),
+    "offset_1": ("#E69F00", "s"),
+    "offset_2": ("#D55E00", "D"),
+    "offset_3": ("#CC79A7", "v"),
+    "others": ("#56B4E9", "^"),
+    "special_tokens": ("#009E73", "P"),
+}
+
+
+def new_figure(width, height):
+    """A figure that belongs to no window system and to no global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="compressed", dpi=DPI)
+
+
+def save_figure(figure, path):
+    """Write a figure, as PNG and SVG where the path has no ending; its folder is created."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
+        figure.savefig(target)
+
+
+def _number(count, noun):
+    return f"{count} {noun}{'s' * (count > 1)}"
+
+
+def _size(probs):
+    """What was averaged over, for a title: "3 runs x 6 layers x 12 heads, 128 tokens"."""
+    runs, layers, heads = (
+        _number(count, noun) for count, noun in zip(probs.shape[:3], ("run", "layer", "head"), strict=True)
+    )
+    parts = [runs] * (probs.shape[0] > 1) + [layers] * (probs.shape[1] > 1) + [heads]
+    return f"{' x '.join(parts)}, {probs.shape[-1]} tokens"
+
+
+def _panels(probs, width, height):
+    """A figure, its axes and their parts of P: one if the layers share P, else all layers and then each of them."""
+    num_layers = probs.shape[1]
+    parts = [("", probs)]
+    if num_layers > 1:
+        parts = [("all layers", probs)] + [(f"layer {k}", probs[:, k : k + 1]) for k in range(num_layers)]
+    num_columns = min(len(parts), 4)
+    num_rows = math.ceil(len(parts) / num_columns)
+    scale = 1 if num_layers == 1 else 0.62
+    figure = new_figure(scale * width * num_columns, scale * height * num_rows + 0.5)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axis in axes[len(parts) :]:
+        axis.set_axis_off()
+    for axis, (title, _) in zip(axes, parts, strict=False):
+        axis.set_title(title, fontsize=10)
+    return figure, axes[: len(parts)], [part for _, part in parts]
+
+
+def _label_panels(axes, x, y):
+    """Labels at the left of every row and below every column."""
+    for axis in axes:
+        place = axis.get_subplotspec()
+        if place.is_first_col():
+            axis.set_ylabel(y)
+        if place.num2 + place.get_gridspec().ncols >= len(axes):
+            axis.set_xlabel(x)
+
+
+def _legend(figure, axis):
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if len(labels) > 4 else 2, fontsize=9)
+
+
+def _interpolation(length, inches):
+    """Sharp entries where each has a pixel; else their mean, since leaving out rows would break thin lines."""
+    return "nearest" if length <= 0.85 * inches * DPI else "antialiased"
+
+
+def _draw_mask(axis, table, inches):
+    """One mask `(n, n)` on so many inches, white where a query may attend."""
+    interpolation = _interpolation(len(table), inches)
+    axis.imshow(table.float().numpy(), cmap="gray", vmin=0, vmax=1, interpolation=interpolation)
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+def plot_heads(mask_or_table, path, name=None):
+    """
+    The mask of every head, one row of panels per layer if the layers differ.
+
+    Args:
+        mask_or_table ([`SparseMask`] or `torch.Tensor`): Bool `(H, n, n)` or `(L, H, n, n)`.
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        name (`str`, *optional*): Whose masks these are, for the title.
+    Raises:
+        ValueError: If the table has another shape.
+    """
+    table = mask_or_table.to_table() if isinstance(mask_or_table, SparseMask) else mask_or_table
+    table = torch.as_tensor(table).detach().cpu()
+    table = table[None] if table.dim() == 3 else table
+    if table.dim() != 4 or table.shape[2] != table.shape[3] or 0 in table.shape:
+        raise ValueError(f"mask_or_table must have shape (H, n, n) or (L, H, n, n), got {tuple(table.shape)}")
+    num_layers, num_heads, length, _ = table.shape
+    num_columns = num_heads if num_layers > 1 else min(num_heads, 4 if num_heads <= 12 else 6)
+    num_rows = num_layers if num_layers > 1 else math.ceil(num_heads / num_columns)
+    # Small enough for a dozen layers; never narrower than the title.
+    panel = 1.3 if num_layers > 1 else 1.9
+    figure = new_figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 3.2))
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axis in axes[num_layers * num_heads :]:
+        axis.set_axis_off()
+    for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
+        _draw_mask(axis, head, panel)
+        place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
+        axis.set_title(f"{place}\n{1 - head.float().mean():.1%} removed", fontsize=7 if num_layers > 1 else 8)
+    partly = "" if _interpolation(length, panel) == "nearest" else ", grey: a pixel with both"
+    figure.suptitle(
+        f"Attention masks{f' of {name}' if name else ''}\n{_size(table[None])}, "
+        f"{1 - table.float().mean():.1%} removed\n({WHITE_ATTENDS}{partly})",
+        fontsize=10,
+    )
+    figure.supxlabel("key position j", fontsize=9)
+    figure.supylabel("query position i", fontsize=9)
+    save_figure(figure, path)
+
+
+def _draw_heat_maps(probs, path, title, quantity, ticks=None):
+    """Mean P of every panel's runs, layers and heads under one colour scale, from the lowest mean to the highest."""
+    figure, axes, parts = _panels(probs, 5.8, 4.9)
+    means = [part.mean((0, 1, 2)).numpy() for part in parts]
+    low, high = float(min(mean.min() for mean in means)), float(max(mean.max() for mean in means))
+    # A constant, as of a dense mask, would get a scale from below to beyond it.
+    low, high = (0, 1) if low == high else (low, high)
+    interpolation = _interpolation(len(means[0]), 4.3 if len(parts) == 1 else 2.4)
+    for axis, mean in zip(axes, means, strict=True):
+        image = axis.imshow(mean, cmap="cividis", vmin=low, vmax=high, interpolation=interpolation)
+        if ticks is not None:
+            axis.set_xticks(*ticks)
+            axis.set_yticks(*ticks)
+            axis.tick_params(labelsize=8)
+    bar = figure.colorbar(image, ax=list(axes), label=f"mean over heads of\n{quantity}", fraction=0.06)
+    normalised = bar.ax.secondary_yaxis(
+        "left", functions=(lambda value: (value - low) / (high - low), lambda value: low + value * (high - low))
+    )
+    normalised.set_ylabel("normalised: 0 lowest, 1 highest")
+    figure.suptitle(title, fontsize=11)
+    _label_panels(axes, "key position j", "query position i")
+    save_figure(figure, path)
+
+
+def plot_mean_probs(probs, path, quantity=KEPT):
+    """
+    P averaged over heads as a heat map, per layer as well if the layers differ.
+
+    Args:
+        probs (`torch.Tensor`): `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        quantity (`str`, *optional*): What the numbers are, for the colour bar.
+    Raises:
+        ValueError: If `probs` has another shape.
+    Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as lowest to highest.
+    """
+    probs = as_runs(probs)
+    _draw_heat_maps(probs, path, f"What is kept by position\n({_size(probs)}; yellow: kept most)", quantity)
+
+
+def plot_sketch(probs, path, special_tokens="first_last", quantity=KEPT):
+    """
+    P averaged over heads and pooled onto 16 tokens by [`sketch`], per layer as well if the layers differ.
+
+    Args:
+        probs (`torch.Tensor`): As [`plot_mean_probs`], of 16 tokens or more.
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose row and column stay apart.
+        quantity (`str`, *optional*): What the numbers are, for the colour bar.
+    Raises:
+        ValueError: If `probs` has another shape or fewer tokens, or `special_tokens` is unknown.
+    Source: SparseBERT (arXiv 2102.12871), Figure 2b.
+    """
+    probs = as_runs(probs)
+    # Pooling is linear: the mean of the sketches is the sketch of the mean, one per layer.
+    pooled = sketch(probs.mean((0, 2)), special_tokens)[None, :, None]
+    names = [""] * SKETCH_LENGTH
+    if special_tokens != "none":
+        names[0] = "first"
+    if special_tokens == "first_last":
+        names[-1] = "last"
+    title = (
+        f"What is kept by position, pooled onto {SKETCH_LENGTH} x {SKETCH_LENGTH}\n({_size(probs)}; yellow: kept most)"
+    )
+    title += (
+        "\nk = 0 to 3 cells off the diagonal: offset |i - j| = k alone\nbeyond: the longer offsets, in equal parts"
+    )
+    _draw_heat_maps(pooled, path, title, quantity, (range(SKETCH_LENGTH), names))
+
+
+def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEPT):
+    """
+    Mean P of the diagonal, the neighbours, the special tokens and the others with 95 % intervals: every head as a
+    point, or a line over the layers if they differ.
+
+    Args:
+        probs (`torch.Tensor`): As [`plot_mean_probs`].
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): What is the group of special tokens.
+        fixed (`tuple[str]`, *optional*): Groups that were not learned, to be marked.
+        quantity (`str`, *optional*): What the numbers are, for the axis.
+    Raises:
+        ValueError: If `probs` has another shape or `special_tokens` is unknown.
+    Source: SparseBERT (arXiv 2102.12871), Section 3.1.2.
+    """
+    probs = as_runs(probs)
+    num_runs, num_layers, num_heads = probs.shape[:3]
+    groups = head_groups(probs, special_tokens)
+    names = {name: name.replace("_", " ") + (" (fixed)" if name in fixed else "") for name in groups}
+    figure = new_figure(7.4, 5.2)
+    axis = figure.subplots()
+    if num_layers == 1:
+        for place, values in enumerate(groups.values()):
+            # Only the first one goes into the legend.
+            prefix = "_" if place else ""
+            across = torch.linspace(-0.3, -0.1, values.size).numpy()
+            axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label=f"{prefix}one head")
+            number = estimate(values.reshape(num_runs, -1))
+            for kind, shift, colour in (("over_heads", 0.05, BLUE), ("over_seeds", 0.2, VERMILION)):
+                if kind in number:
+                    error = abs(number[kind] - number["mean"])[:, None]
+                    label = f"{prefix}95 % interval of the mean {kind.replace('_', ' ')}"
+                    style = {"fmt": "none", "color": colour, "capsize": 5, "lw": 2, "label": label}
+                    axis.errorbar(place + shift, number["mean"], error, **style)
+            axis.plot(place + 0.05, number["mean"], "D", color="black", ms=6, zorder=3, label=f"{prefix}mean")
+        axis.set_xticks(range(len(groups)), labels=[name.replace(" (", "\n(") for name in names.values()])
+        axis.set_xlabel("group of positions (query i, key j); offset is |i - j|")
+    else:
+        kind = "over_seeds" if num_runs > 1 else "over_heads"
+        for place, (name, values) in enumerate(groups.items()):
+            colour, marker = GROUP_STYLES[name]
+            # Beside one another where they would hide each other.
+            layers = torch.arange(num_layers).numpy() + 0.06 * (place - 2.5)
+            number = estimate(values.swapaxes(1, 2))
+            error = abs(number[kind] - number["mean"]) if kind in number else None
+            style = {"color": colour, "marker": marker, "ms": 5, "lw": 1.2, "capsize": 2, "label": names[name]}
+            axis.errorbar(layers, number["mean"], error, **style)
+        axis.set_xticks(range(num_layers))
+        axis.set_xlabel(
+            "layer" + (f" (bars: 95 % interval of the mean {kind.replace('_', ' ')})" if kind in number else "")
+        )
+    _legend(figure, axis)
+    axis.set_title(f"What is kept by group of positions\n({_size(probs)})", fontsize=11)
+    axis.set_ylabel(f"mean of\n{quantity}")
+    axis.set_ylim(-0.03, 1.03)
+    axis.grid(axis="y", alpha=0.3)
+    save_figure(figure, path)
+
+
+def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT):
+    """
+    P against the offset `abs(i - j)`: mean over heads and its 95 % intervals, per layer as well if the layers differ.
+
+    Args:
+        probs (`torch.Tensor`): As [`plot_mean_probs`].
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose rows and columns are left out.
+        quantity (`str`, *optional*): What the numbers are, for the axis.
+    Raises:
+        ValueError: If `probs` has another shape, `special_tokens` is unknown, or these tokens are all there is.
+    """
+    probs = as_runs(probs)
+    offsets, _ = offset_profile(probs[:1, :1, :1], special_tokens)
+    figure, axes, parts = _panels(probs, 6.6, 4.2)
+    for axis, part in zip(axes, parts, strict=True):
+        _, profile = offset_profile(part, special_tokens)  # (S, L, H, K)
+        numbers = estimate(profile.reshape(len(profile), -1, len(offsets)))
+        if "over_heads" in numbers:
+            label = "95 % interval of the mean over heads"
+            axis.fill_between(offsets, *numbers["over_heads"], color=SKY, alpha=0.4, lw=0, label=label)
+        if "over_seeds" in numbers:
+            for bound, label in zip(
+                numbers["over_seeds"], ("95 % interval of the mean over seeds", None), strict=True
+            ):
+                axis.plot(offsets, bound, color=VERMILION, ls="--", lw=1, label=label)
+        marker = "o" if len(offsets) <= 160 else None
+        axis.plot(offsets, numbers["mean"], color=BLUE, lw=1.5, marker=marker, ms=2.5, label="mean over heads")
+        # Logarithmic, because what matters is near the diagonal; linear up to 1, to show offset 0.
+        if offsets[-1] > 16:
+            ticks = [0] + [2**k for k in range(int(offsets[-1]).bit_length())]
+            axis.set_xscale("symlog", base=2, linthresh=1)
+            axis.set_xticks(ticks, labels=map(str, ticks), fontsize=10 if len(parts) == 1 else 7)
+            axis.set_xticks([], minor=True)
+        axis.set_ylim(-0.03, 1.03)
+        axis.grid(alpha=0.3)
+    title = ", ".join(filter(None, [_size(probs), LEFT_OUT[special_tokens]]))
+    y = f"mean at each offset of\n{quantity}"
+    if len(parts) > 1:  # too long for small panels
+        title += f"; mean at each offset of {quantity}"
+        y = "mean"
+    figure.suptitle(f"What is kept by distance\n({title})", fontsize=11)
+    _label_panels(axes, "offset |i - j| between query and key\n(0 is the diagonal)", y)
+    _legend(figure, axes[0])
+    save_figure(figure, path)
+
+
+def plot_scores(curves, path, metric, title, dense=None):
+    """
+    Score against sparsity.
+
+    Args:
+        curves (`dict`): By name `(sparsities, scores, deviations)`, lists of numbers; a deviation may be `None`.
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        metric, title (`str`): What the score is, and of what.
+        dense (`float`, *optional*): Score without a mask.
+    Source: SparseBERT (arXiv 2102.12871), Figure 7.
+    """
+    figure = new_figure(6.6, 4.4)
+    axis = figure.subplots()
+    styles = ((BLUE, "o-"), (VERMILION, "s--"))
+    for (name, (x, y, deviations)), (colour, style) in zip(curves.items(), styles, strict=False):
+        bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
+        axis.errorbar(x, y, bars, fmt=style, color=colour, ms=5, capsize=3, label=name)
+    if dense is not None:
+        axis.axhline(dense, color="black", ls=":", label="dense")
+    axis.set(title=title, xlabel="sparsity (fraction of attention entries removed)", ylabel=metric)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    save_figure(figure, path)
+
+
+def plot_gallery(path, length=16):
+    """
+    One head of every pattern under its default parameters (cycles: shorter strides), cycles as the union of their
+    patterns.
+
+    Args:
+        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        length (`int`, *optional*, defaults to 16): n.
+    Source: SparseBERT (arXiv 2102.12871), Figure 1.
+    """
+    num_columns = 5
+    num_rows = math.ceil(len(PATTERNS) / num_columns)
+    figure = new_figure(2.1 * num_columns + 0.5, 2.85 * num_rows + 0.6)
+    axes = figure.subplots(num_rows, num_columns).ravel()
+    for axis in axes[len(PATTERNS) :]:
+        axis.set_axis_off()
+    for axis, name in zip(axes, PATTERNS, strict=False):
+        layout = "union" if name in CYCLES else None
+        mask = build_pattern(name, length, 1, head_configuration=layout, **GALLERY_PARAMETERS.get(name, {}))
+        _draw_mask(axis, mask.to_table()[0, 0], 2.1)
+        parameters = [f"{key}={value}" for key, value in mask.metadata["pattern_parameters"].items()]
+        axis.set_title(f"{name}{' (union)' if layout else ''}\n{mask.sparsity:.1%} removed", fontsize=10)
+        axis.set_xlabel("\n".join(parameters), fontsize=7)
+    figure.suptitle(f"Attention patterns at {length} tokens ({WHITE_ATTENDS})", fontsize=12)
+    figure.supxlabel("key position j", fontsize=9)
+    figure.supylabel("query position i", fontsize=9)
+    save_figure(figure, path)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m sparsebert.visualization",
+        description="Draw every known pattern: patterns.png. Masks and runs: python -m sparsebert.analyze.",
+    )
+    parser.add_argument("--gallery", type=Path, metavar="OUT_DIR", required=True, help="created if missing")
+    plot_gallery(parser.parse_args(arguments).gallery / "patterns.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""
+Importance analysis: `python -m sparsebert.analyze RUN_OR_MASK ... --output_dir DIR`.
+
+Says which attention positions a search kept: `importance.json`, and pictures as PNG and SVG. Several runs are seeds of
+one search.
+
+Letters: S runs, L layers (1 when shared), H heads, n length, P the probability that a position is kept.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModel
+from transformers.utils import CONFIG_NAME, logging
+
+from ..files import check_output_dir, write_metrics
+from ..masks.sparse_mask import MASK_CONFIG_NAME, SPECIAL_TOKENS, SparseMask
+from ..models.attaching import SEARCH_CONFIG_NAME
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.loading import load
+from ..models.modeling_sparsebert import SparseBertModel
+from ..search.learned_mask import MASK_PROBS_NAME
+from ..training.recipes import run_script
+from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
+from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
+
+
+MASK_ONLY = "M, 1 where the position is kept, else 0"
+# What must agree for runs to be seeds of one search.
+SEARCH_FIELDS = (
+    "search", "mask_form", "mask_constant", "mask_logit_scale", "temperature", "temperature_end", "noise_scale",
+    "noise_scale_end", "hard", "symmetric", "share_layers", "sparsity_weight", "target_sparsity", "initial_decay",
+    "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    What one run found.
+
+    Args:
+        source (`str`): Folder or Hub id.
+        quantity (`str`): What `probs` are: P, or the frozen mask where nothing else was saved.
+        probs (`torch.Tensor`): `(L, H, n, n)`, float32.
+        mask ([`SparseMask`]): Frozen, or as it would now be.
+        setup (`dict`): What it has in common with other seeds.
+        config ([`SparseBertConfig`], *optional*): Of the model; `None` for a mask alone, or beside another model.
+    """
+
+    source: str
+    quantity: str
+    probs: torch.Tensor
+    mask: SparseMask
+    setup: dict
+    config: SparseBertConfig | None = None
+
+
+def _find(source, name):
+    """Path of one file of a folder or Hub repository; `None` if there is none."""
+    if Path(source).is_dir():
+        return path if (path := Path(source) / name).is_file() else None
+    try:
+        return Path(hf_hub_download(source, name))
+    except EntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ValueError(f"{source}: no such folder, and not a Hub id") from error
+
+
+def _read_config(source):
+    """The run's [`SparseBertConfig`]; `None` if it is a mask alone, or beside another model."""
+    path = _find(source, CONFIG_NAME)
+    if path is None:
+        return None
+    try:
+        is_ours = json.loads(path.read_text(encoding="utf-8")).get("model_type") == SparseBertConfig.model_type
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a configuration ({error!r})") from error
+    return SparseBertConfig.from_pretrained(path.parent) if is_ours else None
+
+
+def _is_searching(source, config):
+    if config is None:
+        return _find(source, SEARCH_CONFIG_NAME) is not None
+    return bool(config.search) and not config.frozen
+
+
+def _read_search(source, config):
+    """The [`SparseAttention`] of a model that is being searched."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the heads of the model are of no use here
+    try:
+        if config is None:
+            return load(source, AutoModel).sparse_attention
+        model, report = SparseBertModel.from_pretrained(source, output_loading_info=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    if any(name.endswith("mask_logits") for name in report["missing_keys"]):
+        raise ValueError(
+            f"{source}: the checkpoint holds no mask logits, though its configuration says it is searching"
+        )
+    return model.sparse_attention
+
+
+def _read_probs(path, mask):
+    """P before freezing, `(L, H, n, n)`, checked against the mask that came of it."""
+    try:
+        probs = load_file(path).get("probs")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from error
+    shape = (mask.num_layers, mask.num_heads, mask.length, mask.length)
+    expected = (shape[0] * shape[1], *shape[2:])
+    if probs is None or tuple(probs.shape) != expected:
+        got = "nothing" if probs is None else str(tuple(probs.shape))
+        raise ValueError(f"{path}: probs must have shape {expected}, as the mask beside it, got {got}")
+    probs = probs.float()
+    if not ((probs >= 0) & (probs <= 1)).all():
+        raise ValueError(f"{path}: probs must be in [0, 1], got {probs.min().item()} to {probs.max().item()}")
+    return probs.view(shape)
+
+
+def read_run(source):
+    """
+    P and the mask of a run folder of `pretrain.py`, a checkpoint that is being searched, a mask folder, a model with
+    a mask or a search, or a Hub repository of any of these.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+
+    Returns:
+        [`Run`]
+    Raises:
+        ValueError: If there is no mask, or a file is damaged or does not fit the mask.
+        OSError: If the Hub has no such repository.
+    """
+    source = str(source)
+    config = _read_config(source)
+    if _is_searching(source, config):
+        searching = _read_search(source, config)
+        probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
+        quantity = KEPT
+    elif _find(source, MASK_CONFIG_NAME) is None:
+        raise ValueError(
+            f"{source}: holds no mask (or cannot be reached): expected a run of pretrain.py, a checkpoint that is "
+            f"being searched, or a folder or Hub repository with {MASK_CONFIG_NAME}"
+        )
+    else:
+        mask = SparseMask.from_pretrained(source)
+        # A run through a given mask may lie where a search ended before: its P is not this mask's.
+        path = _find(source, MASK_PROBS_NAME) if config is None or config.search else None
+        quantity = MASK_ONLY if path is None else KEPT
+        probs = mask.to_table().float() if path is None else _read_probs(path, mask)
+    setup = {name: mask.metadata.get(name) for name in ("search", "pattern", "pattern_parameters")}
+    if config is not None and config.search:
+        setup |= {name: getattr(config, name) for name in SEARCH_FIELDS}
+    setup |= {"quantity": quantity} | {
+        name: getattr(mask, name)
+        for name in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
+    }
+    return Run(source, quantity, probs, mask, setup, config)
+
+
+def read_runs(sources):
+    """
+    Several runs as seeds of one search.
+
+    Args:
+        sources (`list` of `str` or `os.PathLike`): As [`read_run`], each once.
+
+    Returns:
+        `list[Run]`
+    Raises:
+        ValueError: As [`read_run`]; or if there is none, one is given twice, or they differ in anything but the seed.
+    """
+    if not sources:
+        raise ValueError("expected at least one run or mask")
+    places = [Path(source).resolve() for source in sources]
+    for place in places:
+        if places.count(place) > 1:
+            raise ValueError(f"{sources[places.index(place)]}: given more than once; the same run is no second seed")
+    runs = []
+    for source in sources:
+        run = read_run(source)
+        for name, value in runs[0].setup.items() if runs else ():
+            if name not in run.setup or run.setup[name] != value:
+                raise ValueError(
+                    f"{run.source}: {name} is {run.setup.get(name)!r}, but {value!r} in {runs[0].source}; runs "
+                    "analysed together must be seeds of one search"
+                )
+        runs.append(run)
+    return runs
+
+
+def importance(runs, special_tokens="first_last"):
+    """
+    The numbers of `importance.json`.
+
+    Args:
+        runs (`list[Run]`): Of one search.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): What counts as special: `"none"`, `"first"` or
+            `"first_last"`.
+
+    Returns:
+        `dict`: What was read; under `"all_layers"`, and under `"layers"` if they differ, mean and intervals of the
+        groups and of the profile against the offset, and the sketch (from 16 tokens on).
+    Raises:
+        ValueError: If special tokens are all there is, or `special_tokens` is unknown.
+    """
+    probs = torch.stack([run.probs for run in runs])
+    groups = head_groups(probs, special_tokens)
+    offsets, profile = offset_profile(probs, special_tokens)
+    pooled = None
+    if probs.shape[-1] >= SKETCH_LENGTH:
+        pooled = sketch(probs.mean((0, 2)), special_tokens)  # (L, 16, 16)
+
+    def numbers(layers):
+        def of(values):
+            values = values[:, layers]
+            estimated = estimate(values.reshape(len(runs), -1, *values.shape[3:]))
+            return {name: value.tolist() for name, value in estimated.items()}
+
+        result = {"groups": {name: of(values) for name, values in groups.items()}}
+        result["profile"] = {"offsets": offsets.tolist()} | of(profile)
+        return result | ({} if pooled is None else {"sketch": pooled[layers].mean(0).tolist()})
+
+    result = {
+        "runs": [{"source": run.source, "sparsity": run.mask.sparsity} for run in runs],
+        **runs[0].setup,
+        "analysed_special_tokens": special_tokens,
+        "fixed_groups": _fixed_groups(runs[0], special_tokens),
+        "offset_groups": IMPORTANCE_GROUPS,
+        "confidence": CONFIDENCE,
+        "intervals": "Student's t of the mean, [lows, highs], cut at 0 and 1. over_heads: every head (of every layer "
+        "and run) is one observation. over_seeds: the mean of every run is one observation.",
+        "all_layers": numbers(slice(None)),
+    }
+    if probs.shape[1] > 1:
+        result["layers"] = [numbers(slice(layer, layer + 1)) for layer in range(probs.shape[1])]
+    return result
+
+
+def _fixed_groups(run, special_tokens):
+    """Groups that the search did not decide: they are as configured."""
+    groups = []
+    if run.setup["search"] and run.mask.special_tokens == special_tokens != "none":
+        groups.append("special_tokens")
+    if run.setup["search"] and run.mask.diagonal is not None:
+        groups.append("diagonal")
+    return groups
+
+
+def analyze(sources, output_dir, special_tokens=None):
+    """
+    Read runs of one search, write `importance.json` and the pictures of each, and return the numbers.
+
+    Args:
+        sources (`list` of `str` or `os.PathLike`): As [`read_runs`].
+        output_dir (`str` or `os.PathLike`): Created if missing.
+        special_tokens (`str`, *optional*): What counts as special. Default: `"first_last"`, whether or not the search
+            keeps them on; `"first"` if it keeps the first alone, as in a decoder.
+
+    Returns:
+        `dict`: As [`importance`].
+    Raises:
+        ValueError: As [`read_runs`] and [`importance`]; or if matplotlib is missing.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("the pictures need matplotlib: pip install 'sparsebert[viz]'")
+    output = Path(output_dir)
+    runs = read_runs(sources)
+    if special_tokens is None:
+        special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
+    numbers = importance(runs, special_tokens)
+    probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
+    output.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(runs, start=1):
+        name = Path(run.source).name if len(runs) == 1 else f"run {number}, {Path(run.source).name}"
+        plot_heads(run.mask, output / ("heads" if len(runs) == 1 else f"heads_{number}"), name)
+    plot_mean_probs(probs, output / "mean_probs", quantity)
+    if probs.shape[-1] >= SKETCH_LENGTH:
+        plot_sketch(probs, output / "sketch", special_tokens, quantity)
+    plot_groups(probs, output / "groups", special_tokens, tuple(numbers["fixed_groups"]), quantity)
+    plot_offset_profile(probs, output / "offset_profile", special_tokens, quantity)
+    return write_metrics(output / "importance.json", numbers)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(
+        prog="python -m sparsebert.analyze",
+        description="Which attention positions a search kept: importance.json, and pictures as PNG and SVG.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN_OR_MASK",
+        help="run folder of pretrain.py, searching checkpoint, mask folder or Hub id; several: seeds of one search",
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="created if missing")
+    parser.add_argument(
+        "--special_tokens", choices=SPECIAL_TOKENS, help="what counts as special; first_last for most masks"
+    )
+    parser.add_argument(
+        "--overwrite", nargs="?", const="true", default="false", choices=("true", "false"), help="accept a full DIR"
+    )
+    options = parser.parse_args(arguments)
+    check_output_dir(options.output_dir, options.overwrite == "true")
+    numbers = analyze(options.runs, options.output_dir, options.special_tokens)
+    print(_table(numbers))
+    print("written:", *sorted(str(path) for path in options.output_dir.iterdir()), sep="\n  ")
+
+
+def _table(numbers):
+    """The groups of all layers as text: mean and intervals."""
+    groups = numbers["all_layers"]["groups"]
+    kinds = [kind for kind in ("over_heads", "over_seeds") if kind in next(iter(groups.values()))]
+    lines = [["mean of M" if numbers["quantity"] == MASK_ONLY else "mean P", "", *(f"95 % {kind}" for kind in kinds)]]
+    for name, group in groups.items():
+        intervals = ["[{:.3f}, {:.3f}]".format(*group[kind]) for kind in kinds]
+        lines.append([name, f"{group['mean']:.3f}", *intervals])
+    return "\n".join(f"{line[0]:16}" + "".join(f"{cell:18}" for cell in line[1:]) for line in lines)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,94 @@
+"""Attention under a sparse mask outside a model."""
+
+import operator
+from dataclasses import replace
+
+import torch
+
+from .backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
+from .mask_inputs import MaskInputs
+from .probability_maps import ProbabilityMap, check_probability_map
+
+
+def sparse_dot_product_attention(
+    query,
+    key,
+    value,
+    mask,
+    padding=None,
+    layer=0,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    backend="sparse_auto",
+    probability_map="softmax",
+    probability_map_kwargs=None,
+):
+    """
+    `scaled_dot_product_attention` under a [`SparseMask`], for use outside a model.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
+        key, value (`torch.Tensor` of shape `(B, H, m, d)`)
+        mask ([`SparseMask`]): For H heads.
+        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
+        layer (`int`): Which of the mask's layers.
+        dropout_p (`float`): Probability of attention dropout, in [0, 1).
+        is_causal (`bool`): Cut keys after the query.
+        scale (`float`, *optional*): Factor of the scores; `d ** -0.5` by default.
+        backend (`str`): One of `BACKENDS`, `"sparse_auto"` or `"sparse_measure"`.
+        probability_map (`str`): A name of `PROBABILITY_MAPS`.
+        probability_map_kwargs (`dict`, *optional*): Its parameters.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded or have no key.
+    Raises:
+        ValueError: If mask and inputs do not fit, or the backend cannot serve them.
+    """
+    if backend not in ATTENTION_NAMES:
+        raise ValueError(f"backend must be one of {', '.join(ATTENTION_NAMES)}, got {backend!r}")
+    if query.dim() != 4:
+        raise ValueError(f"query must have the shape (B, H, n, d), got {tuple(query.shape)}")
+    batch, num_heads, num_queries, head_size = map(operator.index, query.shape)
+    num_keys = operator.index(key.shape[2])
+    expected = (batch, num_heads, num_keys, head_size)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape != expected or tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} must be {query.dtype} of shape {expected} on {query.device} as the query says, got "
+                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+    if not (batch and 0 < num_queries <= num_keys):
+        raise ValueError(
+            f"query must hold at least one sequence and at most as many positions as the {num_keys} keys, got "
+            f"{tuple(query.shape)}"
+        )
+    if mask.num_heads != num_heads:
+        raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
+    if not 0 <= layer < mask.num_layers:
+        raise ValueError(f"layer must be in [0, {mask.num_layers - 1}], got {layer}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if padding is not None and (
+        padding.shape != (batch, num_keys) or padding.dtype != torch.bool or padding.device != query.device
+    ):
+        raise ValueError(
+            f"padding must be bool of shape {(batch, num_keys)} on {query.device}, got {padding.dtype} "
+            f"{tuple(padding.shape)} on {padding.device}"
+        )
+    if is_causal and mask.special_tokens == "first_last":
+        raise ValueError("is_causal needs a mask with special_tokens 'first' or 'none', got 'first_last'")
+    check_probability_map(probability_map, probability_map_kwargs or {}, num_keys)
+    maps = ProbabilityMap(probability_map, probability_map_kwargs, 1, num_heads)
+    if maps.alpha_logits is not None:
+        raise ValueError("alpha of entmax must be a number here: there is no model that could learn it")
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    shape = (batch, num_heads, num_queries, num_keys, head_size)
+    request = (query.device.type, query.dtype, *shape, dropout_p, gradients, padding is not None, is_causal)
+    name = choose_backend(backend, mask, *request, frozenset(), probability_map)
+    inputs = MaskInputs(
+        name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
+    )
+    inputs = replace(inputs, **BACKENDS[name].prepare(mask, inputs)).for_layer(layer)
+    scale = head_size**-0.5 if scale is None else scale
+    return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -1,0 +1,1 @@
+"""Text, tokenizers, pre-training examples and fine-tuning tasks."""

@@ -1,0 +1,231 @@
+"""The built-in task: from which package does a piece of documentation come?"""
+
+import functools
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from transformers.utils import logging
+
+from ..builtin_corpus import Document, builtin_documents
+
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.get_logger(__name__)
+
+# The packages of the built-in corpus with enough prose for a class.
+LABELS = ("stdlib", "numpy", "torch", "transformers", "scipy", "sklearn", "pandas", "sympy", "networkx")
+# A neutral, ordinary word: a token of its own would have an untrained embedding.
+PLACEHOLDER = "package"
+MIN_WORDS, MAX_WORDS = 60, 200
+
+_HELD_OUT_MODULES = 0.2
+_ALIASES = {
+    "stdlib": ("python", "cpython"),
+    "numpy": ("np",),
+    "torch": ("pytorch", "aten"),
+    "transformers": ("transformer", "huggingface"),
+    "datasets": ("dataset", "huggingface"),
+    "scipy": ("sp",),
+    "sklearn": ("scikit",),
+    "pandas": ("pd",),
+    "networkx": ("nx",),
+    "huggingface_hub": ("huggingface", "hf"),
+}
+_SPELLINGS = re.compile(r"scikit-learn|hugging[ -]face", re.IGNORECASE)
+_TOKEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+
+
+def splits(data: str | None = None) -> list[str]:
+    """
+    Names of the splits.
+
+    Raises:
+        ValueError: If a folder is given; the task has no files.
+    """
+    if data is not None:
+        raise ValueError(f"task builtin is made of the installed packages and takes no --data, got {data!r}")
+    return ["train", "validation"]
+
+
+def load(
+    data: str | None = None,
+    splits: Sequence[str] | None = None,
+    skip_bad: bool = False,
+    train_size: int = 6000,
+    validation_size: int = 1000,
+    seed: int = 0,
+    labels: Sequence[str] = LABELS,
+    documents: Sequence[Document] | None = None,
+) -> "datasets.DatasetDict":
+    """
+    Load the built-in task.
+
+    The examples are pieces of 60 to 200 words of the built-in corpus. Dotted names (import paths), the names of the
+    packages, their usual abbreviations and identifiers made of them are replaced by the word "package". The pieces of
+    a module are all in one split. Each class has at most its equal share of a split; a package with less text has all
+    it has, so that the splits may be smaller than asked for.
+
+    The texts are those of the installed versions: results are comparable within one environment only.
+
+    Args:
+        data, skip_bad: As other tasks have them; there are no files and no bad rows.
+        splits (`Sequence[str]`, *optional*): Names of the splits to return, by default both.
+        train_size (`int`, *optional*, defaults to 6000): Upper bound on the number of training examples.
+        validation_size (`int`, *optional*, defaults to 1000): Upper bound on the number of validation examples.
+        seed (`int`, *optional*, defaults to 0): Seed of the split and of the order.
+        labels (`Sequence[str]`, *optional*): Packages to tell apart, at least two of [`~sparsebert.data.builtin_corpus.PACKAGES`].
+        documents (`Sequence[Document]`, *optional*): Documents to use instead of the built-in corpus.
+
+    Returns:
+        `datasets.DatasetDict`: Splits `train` and `validation` with the columns `id`, `text`, `label` (a `ClassLabel`)
+        and `module`.
+
+    Raises:
+        ValueError: If there are fewer than two different labels, a split has no room for one example of each, or a
+            package gives none.
+    """
+    import datasets
+
+    labels = tuple(labels)
+    if len(labels) < 2 or len(set(labels)) < len(labels):
+        raise ValueError(f"labels must be at least two different packages, got {labels}")
+    for name, size in (("train_size", train_size), ("validation_size", validation_size)):
+        if size < len(labels):
+            raise ValueError(f"{name} must be at least the number of labels, {len(labels)}, got {size}")
+    if documents is None:
+        documents = builtin_documents()
+
+    pieces: dict[str, dict[str, list[str]]] = {label: {} for label in labels}
+    mask_names = _name_masker(labels)
+    for document in documents:
+        if document.package in pieces:
+            texts = _pieces(map(mask_names, document.paragraphs))
+            if texts:
+                pieces[document.package][document.module] = texts
+
+    rng = random.Random(seed)
+    rows: dict[str, list[dict]] = {"train": [], "validation": []}
+    for index, label in enumerate(labels):
+        modules = sorted(pieces[label])
+        rng.shuffle(modules)
+        held_out = max(1, round(_HELD_OUT_MODULES * len(modules)))
+        if len(modules) < 2:
+            raise ValueError(
+                f"labels: package {label!r} has {len(modules)} modules with at least {MIN_WORDS} words of prose; "
+                "2 are needed for a training and a validation split"
+            )
+        for split, members, size in (
+            ("train", modules[held_out:], train_size),
+            ("validation", modules[:held_out], validation_size),
+        ):
+            examples = [
+                {"id": f"{module}:{number}", "text": text, "label": index, "module": module}
+                for module in members
+                for number, text in enumerate(pieces[label][module])
+            ]
+            rng.shuffle(examples)
+            rows[split].extend(examples[: size // len(labels)])
+
+    features = datasets.Features(
+        id=datasets.Value("string"),
+        text=datasets.Value("string"),
+        label=datasets.ClassLabel(names=list(labels)),
+        module=datasets.Value("string"),
+    )
+    result = datasets.DatasetDict()
+    for split, examples in rows.items():
+        rng.shuffle(examples)
+        result[split] = datasets.Dataset.from_list(examples, features=features)
+        logger.info(f"builtin {split}: {len(examples)} examples, majority class {majority_share(result[split]):.1%}.")
+    return datasets.DatasetDict({split: result[split] for split in splits or result})
+
+
+def _name_masker(labels: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that replaces, in a text, dotted names and all words that give one of the packages away."""
+    names = {name for label in labels for name in (label, *_ALIASES.get(label, ()))}
+    # Longer names also count within identifiers ("PyTorchModel", "is_torch_available"), short ones would hit words.
+    inside = [name for name in names if len(name) > 4]
+
+    @functools.cache
+    def mask(token: str) -> str:
+        first, dot, _ = token.partition(".")
+        is_path = dot and (len(first) > 1 or first.isupper())  # but not "e.g"
+        lowered = token.lower()
+        is_name = lowered in names or any(name in lowered for name in inside)
+        return PLACEHOLDER if is_path or is_name else token
+
+    def mask_names(text: str) -> str:
+        return _TOKEN.sub(lambda match: mask(match[0]), _SPELLINGS.sub(PLACEHOLDER, text))
+
+    return mask_names
+
+
+def _pieces(paragraphs: Iterable[str]) -> list[str]:
+    """Cut the text of a module into pieces of 60 to 200 words, at the ends of paragraphs where possible."""
+    pieces, words = [], []
+    for paragraph in paragraphs:
+        words.extend(paragraph.split())
+        while len(words) >= MIN_WORDS:
+            pieces.append(" ".join(words[:MAX_WORDS]))
+            words = words[MAX_WORDS:]
+    return pieces
+
+
+def metrics(predictions: "Sequence[int]", references: "Sequence[int]") -> dict[str, float]:
+    """
+    Accuracy and macro F1.
+
+    Args:
+        predictions, references (`Sequence[int]`): Indices of the classes.
+
+    Returns:
+        `dict[str, float]`: `accuracy` and `macro_f1`, between 0 and 1.
+    """
+    from sklearn.metrics import accuracy_score, f1_score
+
+    return {
+        "accuracy": float(accuracy_score(references, predictions)),
+        "macro_f1": float(f1_score(references, predictions, average="macro")),
+    }
+
+
+def majority_share(dataset: "datasets.Dataset") -> float:
+    """
+    Accuracy of always answering the most frequent class.
+
+    Args:
+        dataset (`datasets.Dataset`): One split of the task.
+
+    Returns:
+        `float`: Share of the largest class, between 0 and 1.
+    """
+    labels = dataset["label"][:]
+    return max(map(labels.count, set(labels))) / len(labels)
+
+
+def bag_of_words_baseline(splits: "datasets.DatasetDict") -> dict[str, float]:
+    """
+    Metrics of a logistic regression on TF-IDF word counts.
+
+    Documentation has its topics, so that the words alone say a lot about the package. A result of a model means
+    something only beside this one.
+
+    Args:
+        splits (`datasets.DatasetDict`): The task, as returned by [`load`].
+
+    Returns:
+        `dict[str, float]`: `accuracy` and `macro_f1` on the validation split, and its `majority_share`.
+    """
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    model = make_pipeline(TfidfVectorizer(sublinear_tf=True, min_df=2), LogisticRegression(C=10.0, max_iter=1000))
+    model.fit(splits["train"]["text"][:], splits["train"]["label"][:])
+    validation = splits["validation"]
+    scores = metrics(model.predict(validation["text"][:]), validation["label"][:])
+    return scores | {"majority_share": majority_share(validation)}

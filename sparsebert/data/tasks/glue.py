@@ -1,0 +1,348 @@
+"""The tasks of GLUE: their files, their datasets on the Hub, and the benchmark's submissions and averages."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .task_files import (
+    BadRow,
+    check_splits,
+    find_columns,
+    find_files,
+    load_hub,
+    make_dataset,
+    parse_rows,
+    read_header,
+    read_rows,
+    text_field,
+)
+
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """
+    The form of one task's data. Its key in [`GLUE`] is the name of its configuration on the Hub.
+
+    Attributes:
+        folder (`str`): Name of its folder in GLUE's download, which is also that of its submission.
+        texts (`tuple[tuple[str, ...], ...]`): For the text, and the second one of a pair, the names its column may
+            have, the best one first.
+        label (`tuple[str, ...]`): The same for the label.
+        names (`tuple[str, ...]`): Names of the classes in the order of the labels; empty for a regression.
+        named (`bool`, *optional*, defaults to `False`): Whether files hold the names of the classes, not the numbers.
+    """
+
+    folder: str
+    texts: tuple[tuple[str, ...], ...]
+    label: tuple[str, ...]
+    names: tuple[str, ...]
+    named: bool = False
+
+
+_SINGLE = (("sentence", "text"),)
+_PAIR = (("sentence1",), ("sentence2",))
+_ENTAILMENT = ("entailment", "not_entailment")
+
+GLUE: dict[str, GlueTask] = {
+    "cola": GlueTask("CoLA", _SINGLE, ("label",), ("unacceptable", "acceptable")),
+    "sst2": GlueTask("SST-2", _SINGLE, ("label",), ("negative", "positive")),
+    "mrpc": GlueTask(
+        "MRPC",
+        (("#1 String", "sentence1"), ("#2 String", "sentence2")),
+        ("Quality", "label"),
+        ("not_equivalent", "equivalent"),
+    ),
+    "stsb": GlueTask("STS-B", _PAIR, ("score", "label"), ()),
+    "qqp": GlueTask(
+        "QQP",
+        (("question1", "sentence1"), ("question2", "sentence2")),
+        ("is_duplicate", "label"),
+        ("not_duplicate", "duplicate"),
+    ),
+    "mnli": GlueTask(
+        "MNLI",
+        (("sentence1", "premise"), ("sentence2", "hypothesis")),
+        ("gold_label", "label"),
+        ("entailment", "neutral", "contradiction"),
+        named=True,
+    ),
+    "qnli": GlueTask(
+        "QNLI", (("question", "sentence1"), ("sentence", "sentence2")), ("label",), _ENTAILMENT, named=True
+    ),
+    "rte": GlueTask("RTE", _PAIR, ("label",), _ENTAILMENT, named=True),
+    "wnli": GlueTask("WNLI", _PAIR, ("label",), ("not_entailment", "entailment")),
+}
+
+# The columns of Table 3 of SparseBERT (arXiv 2102.12871): title, task, split, metric.
+GLUE_COLUMNS: tuple[tuple[str, str, str, str], ...] = (
+    ("MNLI-m", "mnli", "validation_matched", "accuracy"),
+    ("MNLI-mm", "mnli", "validation_mismatched", "accuracy"),
+    ("QQP", "qqp", "validation", "f1"),
+    ("QNLI", "qnli", "validation", "accuracy"),
+    ("SST-2", "sst2", "validation", "accuracy"),
+    ("CoLA", "cola", "validation", "matthews"),
+    ("STS-B", "stsb", "validation", "spearman"),
+    ("MRPC", "mrpc", "validation", "f1"),
+    ("RTE", "rte", "validation", "accuracy"),
+)
+
+# Names of the files that GLUE's server takes, without their suffix.
+SUBMISSIONS: dict[tuple[str, str], str] = {
+    ("mnli", "test_matched"): "MNLI-m",
+    ("mnli", "test_mismatched"): "MNLI-mm",
+    ("mnli", "test_ax"): "AX",
+} | {(name, "test"): task.folder for name, task in GLUE.items() if name != "mnli"}
+
+_HUB = "nyu-mll/glue"
+_STEMS = {"train": "train", "dev": "validation", "val": "validation", "validation": "validation", "test": "test"}
+_MNLI_STEMS = {
+    "train": "train",
+    "dev_matched": "validation_matched",
+    "validation_matched": "validation_matched",
+    "dev_mismatched": "validation_mismatched",
+    "validation_mismatched": "validation_mismatched",
+    "test_matched": "test_matched",
+    "test_mismatched": "test_mismatched",
+    "test_ax": "test_ax",
+}
+_COLA_COLUMNS = ("source", "label", "mark", "sentence")
+_IDS = ("index", "idx", "id", "pairID")
+_UNLABELLED = ("", "-1", "None")
+
+
+def splits(name: str, data: str | None = None) -> list[str]:
+    """
+    Names of the splits there are.
+
+    Args:
+        name (`str`): Name of the task, a key of [`GLUE`].
+        data (`str`, *optional*): Folder of GLUE or of the task. By default the Hub, which is not asked.
+
+    Returns:
+        `list[str]`: `train`, `validation` and `test`, or MNLI's `validation_matched` etc., as far as they are there;
+        then the names of other data files.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If two files are for one split.
+    """
+    return _canonical(name) if data is None else list(_find(name, data))
+
+
+def _canonical(name: str) -> list[str]:
+    return list(dict.fromkeys(_stems(name).values()))
+
+
+def _stems(name: str) -> dict[str, str]:
+    return _MNLI_STEMS if name == "mnli" else _STEMS
+
+
+def _find(name: str, data: str) -> dict[str, Path]:
+    root = folder = Path(data)
+    if root.is_dir():
+        accepted = (GLUE[name].folder.lower(), name)
+        folders = (path for path in sorted(root.iterdir()) if path.name.lower() in accepted and path.is_dir())
+        folder = next(folders, root)
+    files = find_files(folder, _stems(name))
+    if name == "mnli":
+        for diagnostic in filter(Path.is_dir, (root / "diagnostic", root / "AX")):
+            found = find_files(diagnostic, {"diagnostic": "test_ax", "AX": "test_ax"})
+            for path in islice(found.values(), 1):
+                files.setdefault("test_ax", path)
+    return files
+
+
+def load(
+    name: str, data: str | None = None, splits: Sequence[str] | None = None, skip_bad: bool = False
+) -> "datasets.DatasetDict":
+    """
+    Load a task of GLUE.
+
+    Args:
+        name (`str`): Name of the task, a key of [`GLUE`].
+        data (`str`, *optional*): Folder with the files: that of GLUE, with a folder for each task, or the task's own.
+            By default the Hub.
+        splits (`Sequence[str]`, *optional*): Names of the splits to read. By default the canonical ones there are.
+        skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows out, with a warning; never those
+            of test sets.
+
+    Returns:
+        `datasets.DatasetDict`: The splits, with the columns `id`, `text`, `text_pair` (of pairs) and `label`: a
+        `ClassLabel`, or for STS-B a number from 0 to 5. Splits without labels lack the column.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        OSError: If the Hub cannot be reached.
+        ValueError: If a split is missing or a row is bad; the message says where.
+    """
+    import datasets
+
+    canonical = _canonical(name)
+    files = None if data is None else _find(name, data)
+    available = canonical if files is None else list(files)
+    where = _HUB if data is None else data
+    if splits is None:
+        splits = [split for split in canonical if split in available]
+        if not splits:
+            raise ValueError(
+                f"{where}: no folder {GLUE[name].folder} with files of {name}, nor such files themselves, named "
+                f"{', '.join(_stems(name))}; there are the splits: {', '.join(available) or 'none'}"
+            )
+    check_splits(splits, available, where)
+    loaded = datasets.DatasetDict()
+    for split in splits:
+        if files is not None:
+            loaded[split] = _read(name, split, files[split], skip_bad)
+        else:
+            config, hub_split = ("ax", "test") if split == "test_ax" else (name, split)
+            loaded[split] = normalize(name, load_hub(_HUB, config, hub_split), skip_bad)
+    return loaded
+
+
+def _accepted(task: GlueTask) -> dict[str, tuple[str, ...]]:
+    return dict(zip(("text", "text_pair"), task.texts, strict=False)) | {"label": task.label}
+
+
+def _features(task: GlueTask, fields: Iterable[str]) -> "datasets.Features":
+    import datasets
+
+    label = datasets.ClassLabel(names=list(task.names)) if task.names else datasets.Value("float32")
+    types = {"id": datasets.Value("string"), "text": datasets.Value("string"), "text_pair": datasets.Value("string")}
+    types["label"] = label
+    return datasets.Features({field: types[field] for field in ("id", *fields)})
+
+
+def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Dataset":
+    task = GLUE[name]
+    header, names = read_header(path), None
+    if name == "cola" and not set(header) & set(task.texts[0]):
+        header = names = _COLA_COLUMNS
+    may_lack_label = split.startswith("test")
+    columns = find_columns(path, header, _accepted(task), optional=("label",) if may_lack_label else ())
+    if may_lack_label and "label" in columns:
+        first = next((row for _, row in read_rows(path, names) if not isinstance(row, BadRow)), {})
+        if str(first.get(columns["label"], "")).strip() in _UNLABELLED:
+            del columns["label"]
+    # The server wants a line for each row of a test set.
+    skip_bad = skip_bad and (name, split) not in SUBMISSIONS
+    examples, skipped = parse_rows(path, read_rows(path, names), _parser(task, columns, task.named), skip_bad)
+    return make_dataset(examples, _features(task, columns), skipped)
+
+
+def _parser(task: GlueTask, columns: Mapping[str, str], named: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    numbers = {(label if named else str(index)): index for index, label in enumerate(task.names)}
+
+    def parse(row):
+        example = {"id": tuple(row.get(column) for column in _IDS)}
+        for field, column in columns.items():
+            if field != "label":
+                # A few questions of QQP are empty; the other one then has to say something.
+                other = row.get(columns["text"] if field == "text_pair" else columns.get("text_pair"))
+                example[field] = text_field(row, column, may_be_empty=bool(str(other or "").strip()))
+                continue
+            value = row.get(column)
+            text = str(value).strip()
+            if task.names and text not in numbers:
+                raise BadRow(column, f"{value!r} is not one of {', '.join(numbers)}")
+            example[field] = numbers[text] if task.names else _score(column, text)
+        return example
+
+    return parse
+
+
+def _score(column: str, text: str) -> float:
+    try:
+        score = float(text)
+    except ValueError:
+        score = float("nan")
+    if not 0 <= score <= 5:
+        raise BadRow(column, f"{text!r} is not a number from 0 to 5")
+    return score
+
+
+def normalize(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> "datasets.Dataset":
+    """
+    Bring a split as it is on the Hub into the form of [`load`].
+
+    Args:
+        name (`str`): Name of the task, a key of [`GLUE`].
+        dataset (`datasets.Dataset`): Columns `idx`, those of the texts, and `label`, -1 if there are no labels.
+        skip_bad (`bool`, *optional*, defaults to `False`): As of [`load`].
+
+    Returns:
+        `datasets.Dataset`: The same rows, with the columns of [`load`].
+
+    Raises:
+        ValueError: If a row is bad.
+    """
+    task = GLUE[name]
+    columns = find_columns(_HUB, dataset.column_names, _accepted(task), optional=("label",))
+    if "label" in columns and set(dataset[columns["label"]][:]) <= {-1}:
+        del columns["label"]
+        skip_bad = False
+    rows = enumerate(dataset, start=1)
+    examples, skipped = parse_rows(f"{_HUB} {name}", rows, _parser(task, columns, named=False), skip_bad)
+    return make_dataset(examples, _features(task, columns), skipped)
+
+
+def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
+    """
+    Write the predictions on a test split in the format of GLUE's server, and nothing for other splits.
+
+    Args:
+        name (`str`): Name of the task, a key of [`GLUE`].
+        split (`str`): Name of the split; the server takes `test`, and `test_matched`, `test_mismatched` and `test_ax`
+            of MNLI.
+        rows (`Sequence[Mapping]`): The predictions, as of [`~sparsebert.data.tasks.classification.decode`], of all examples
+            in the order of the file.
+        path (`str` or `Path`): Folder to write to, made if it is missing.
+
+    Returns:
+        `Path`: The file, e.g. `MNLI-m.tsv`, or `None`.
+    """
+    if (name, split) not in SUBMISSIONS:
+        return None
+    task = GLUE[name]
+    lines = ["index\tprediction"]
+    for index, row in enumerate(rows):
+        value = row["prediction"]
+        if not task.names:
+            value = f"{min(max(value, 0.0), 5.0):.3f}"
+        elif task.named:
+            value = task.names[value]
+        lines.append(f"{index}\t{value}")
+    file = Path(path) / f"{SUBMISSIONS[name, split]}.tsv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+    return file
+
+
+def averages(scores: Mapping[str, float | None]) -> dict[str, float | int | None]:
+    """
+    Averages over the columns of [`GLUE_COLUMNS`] that there are.
+
+    Args:
+        scores (`Mapping[str, float | None]`): The scores by the titles of their columns; missing ones are left out or
+            `None`.
+
+    Returns:
+        `dict[str, float | int | None]`: `average_9`, the mean of the columns; `average_8`, with the two of MNLI
+        averaged into one first (left out if there is only one of them); `None` if there is no column. `num_columns_9`
+        and `num_columns_8` say how many columns were there.
+    """
+    values = {title: scores[title] for title, *_ in GLUE_COLUMNS if scores.get(title) is not None}
+    mnli = [value for title, value in values.items() if title.startswith("MNLI")]
+    merged = [value for title, value in values.items() if not title.startswith("MNLI")]
+    merged += [sum(mnli) / 2] if len(mnli) == 2 else []
+    return {
+        "average_9": sum(values.values()) / len(values) if values else None,
+        "average_8": sum(merged) / len(merged) if merged else None,
+        "num_columns_9": len(values),
+        "num_columns_8": len(merged),
+    }

@@ -1,0 +1,103 @@
+"""WordPiece tokenizers: training one, and checking that one fits a model."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def train_tokenizer(
+    documents: Iterable[list[str]], vocab_size: int, lowercase: bool = True, max_characters: int = 20_000_000
+) -> "PreTrainedTokenizerBase":
+    """
+    Train a BERT tokenizer (WordPiece) on the beginning of a corpus. The same text gives the same tokenizer.
+
+    Args:
+        documents (`Iterable[list[str]]`):
+            Documents as lists of paragraphs, e.g. of [`load_documents`].
+        vocab_size (`int`):
+            Upper bound on the number of entries, the five special tokens included. At most a sixteenth of them (but
+            at least 100) are spent on distinct characters; rarer characters become `[UNK]`.
+        lowercase (`bool`, *optional*, defaults to `True`):
+            Whether to lowercase the text and strip accents, as uncased BERT does.
+        max_characters (`int`, *optional*, defaults to 20 million):
+            Stop reading after this many characters; more hardly changes a vocabulary but costs time and memory.
+
+    Returns:
+        [`~transformers.BertTokenizerFast`]: The tokenizer. Its `model_max_length` is not set.
+
+    Raises:
+        ValueError: If `vocab_size` has no room for the characters of the text, or there is no text.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import BertTokenizerFast
+
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    paragraphs = []
+    characters: Counter = Counter()
+    read = 0
+    for document in documents:
+        for paragraph in document:
+            normalized = normalizer.normalize_str(paragraph)
+            characters.update(normalized)
+            paragraphs.append(normalized)
+            read += len(paragraph)
+        if read >= max_characters:
+            break
+    del characters[" "]
+    if not characters:
+        raise ValueError("no text to train a tokenizer on")
+
+    most = max(100, vocab_size // 16)
+    alphabet = sorted(sorted(characters, key=lambda character: (-characters[character], character))[:most])
+    continuations = [f"##{character}" for character in alphabet if not _is_punctuation(character)]
+    smallest = len(SPECIAL_TOKENS) + len(alphabet) + len(continuations)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size must be at least {smallest} for the characters of this text, got {vocab_size}")
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        # The trainer numbers the "##c" in the random order of a hash map and breaks ties between merges by these
+        # numbers. Announced in advance they have fixed ones; their being "special" ends with this trainer.
+        special_tokens=[*SPECIAL_TOKENS, *continuations],
+        show_progress=False,
+    )
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(paragraphs, trainer)
+    return BertTokenizerFast(vocab=tokenizer.get_vocab(), do_lower_case=lowercase)
+
+
+def _is_punctuation(character: str) -> bool:
+    # As in BERT, whose pre-tokenizer makes each of these a word of its own.
+    return (character.isascii() and not character.isalnum()) or unicodedata.category(character).startswith("P")
+
+
+def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """
+    Check that a tokenizer can be used to pre-train a model.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        vocab_size (`int`): Number of embeddings of the model (`config.vocab_size`).
+
+    Raises:
+        ValueError: If one of the BERT special tokens is missing, or the tokenizer has more tokens than the model.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    roles = ("pad_token", "cls_token", "sep_token", "mask_token")
+    missing = [role for role in roles if getattr(tokenizer, role) is None]
+    if missing:
+        raise ValueError(f"tokenizer {name!r} has no {', '.join(missing)}; pre-training needs {', '.join(roles)}")
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"tokenizer {name!r} has {len(tokenizer)} tokens but the model has vocab_size={vocab_size}; "
+            "vocab_size must be at least the number of tokens"
+        )

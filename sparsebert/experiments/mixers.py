@@ -1,0 +1,129 @@
+"""[U] Table 1 and Figure 1: token mixers in the place of attention."""
+
+import json
+from dataclasses import dataclass
+
+from ..checks import nearest
+from ..data.tasks import TASKS
+from ..training.repetitions import run as finetune
+from .text_runs import TextSettings, check_text, run_text, text_fields
+
+
+@dataclass
+class MixersStudy(TextSettings):
+    """
+    One mixer in all layers, and hybrids whose first layers are convolutions.
+
+    Args:
+        table_max_steps, table_batch_size, table_gradient_accumulation_steps (`int`, *optional*): For the models of
+            one mixer; by default as of the hybrids, of which they are the ends then.
+        nsp (`bool`): Next-sentence pairs.
+        task (`str`, *optional*): Name of `TASKS` to fine-tune on.
+        data (`str`, *optional*): Folder of the task's files; by default the Hub.
+
+    The others are as of [`TextSettings`].
+    """
+
+    table_max_steps: int | None = None
+    table_batch_size: int | None = None
+    table_gradient_accumulation_steps: int | None = None
+    nsp: bool = False
+    task: str | None = None
+    data: str | None = None
+
+
+def cells(settings):
+    """All that defines each cell, by its name."""
+    base = text_fields(settings) | {name: getattr(settings, name) for name in ("nsp", "task", "data")}
+    table = dict(base)
+    for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
+        own = getattr(settings, f"table_{name}")
+        table[name] = base[name] if own is None else own
+    num_layers = settings.num_layers
+
+    def cell(sizes, series, num_replaced, mixer):
+        mixers = [mixer] * num_replaced + ["attention"] * (num_layers - num_replaced)
+        return sizes | {"series": series, "replaced_layers": num_replaced, "token_mixers": mixers}
+
+    one_budget = table == base
+    ends = "hybrid" if one_budget else "one mixer"
+    result = {
+        "attention": cell(table, ends, 0, "sepconv"),
+        "sepconv": cell(table, ends, num_layers, "sepconv"),
+        "bproj": cell(table, "bproj", num_layers, "bproj"),
+        "average": cell(table, "average", num_layers, "average"),
+    }
+    for replaced in range(1, num_layers) if one_budget else range(num_layers + 1):
+        result[f"hybrid_{replaced}"] = cell(base, "hybrid", replaced, "sepconv")
+    return result
+
+
+def _model(cell):
+    return {"pattern": "dense", "token_mixers": cell["token_mixers"]}
+
+
+def check(cell):
+    """
+    Raises:
+        ValueError, OSError: If the cell cannot run.
+    """
+    check_text(cell, _model(cell))
+    if cell["task"] is not None:
+        if cell["task"] not in TASKS:
+            raise nearest("task", str(cell["task"]), list(TASKS))
+        TASKS[cell["task"]].splits(cell["data"])
+
+
+def run(cell, folder):
+    """Pre-train a model, and fine-tune it where a task is given."""
+    metrics = run_text(cell, folder, _model(cell), cell["nsp"])
+    names = ("mlm_accuracy", "mlm_loss", "num_parameters", "steps", "train_seconds")
+    metrics = {name: metrics[name] for name in names}
+    if cell["task"] is not None:
+        data = {"task": cell["task"], "data": cell["data"], "model": str(folder)}
+        data["max_length"] = min(TASKS[cell["task"]].max_length, cell["max_length"])
+        training = {"output_dir": str(folder / "finetuned"), "seed": cell["seed"], "bf16": cell["bf16"]}
+        output = finetune({"data": data, "model": {}, "training": training})
+        metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
+    return metrics
+
+
+EXPERIMENT = {
+    "title": "Token mixers ([U] Table 1, Figure 1)",
+    "arguments": MixersStudy,
+    "scales": {
+        "tiny": {
+            "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,
+            "num_layers": 4, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 1400,
+            "batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 50,
+        },
+        "paper": {
+            "dropout": 0.01, "nsp": True, "max_steps": 250_000, "batch_size": 64, "gradient_accumulation_steps": 16,
+            "warmup_steps": 10_000, "table_max_steps": 60_000, "table_gradient_accumulation_steps": 128,
+            "bf16": True, "task": "mnli",
+        },
+    },
+    "cells": cells,
+    "check": check,
+    "run": run,
+    "columns": {
+        "num_parameters": ("parameters", "{:,.0f}"),
+        "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
+        "mlm_loss": ("MLM loss", "{:.3f}"),
+        "task_score": ("task", "{:.1%}"),
+        "seconds": ("seconds", "{:.0f}"),
+    },
+    "plot": ("replaced_layers", "mlm_accuracy", "series"),
+    "published": {
+        "average": {"num_parameters": 88.3e6, "mlm_accuracy": 0.28, "task_score": 0.66},
+        "bproj": {"num_parameters": 90e6, "mlm_accuracy": 0.59, "task_score": 0.723},
+        "sepconv": {"num_parameters": 102.5e6, "mlm_accuracy": 0.60, "task_score": 0.73},
+        "attention": {"num_parameters": 110e6, "mlm_accuracy": 0.63, "task_score": 0.782},
+    },
+    "notes": (
+        "hybrid_k: convolutions in the first k layers, attention in the others; in the paper the hybrids with 1 or 2 "
+        "of 12 are better than attention alone, those with more are worse",
+        "The paper's models have 12 layers; its figures for one mixer stand at the last of ours",
+        "task: in the paper MNLI; BERT-base on Wikipedia and BooksCorpus",
+    ),
+}  # fmt: skip

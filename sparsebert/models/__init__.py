@@ -1,0 +1,1 @@
+"""The models that carry a mask: configuration, BERT classes, other architectures, loading."""

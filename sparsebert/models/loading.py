@@ -1,0 +1,114 @@
+"""Models with a mask back from a folder or the Hub, in one call."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.utils import cached_file
+
+from ..attention.backends import check_backend
+from ..masks.sparse_mask import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, SparseMask
+from . import modeling_sparsebert
+from .architectures import check_architecture, describe
+from .attaching import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sparse_attention, put_on, register
+from .configuration_sparsebert import SparseBertConfig
+
+
+def find_file(source, name, **hub_arguments):
+    """Path of a file in a folder or Hub repository, or `None` if it has none of that name."""
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
+
+
+def carries_mask(source, **hub_arguments):
+    """Whether a folder or Hub repository holds a model with a mask, frozen or still searching."""
+    if AutoConfig.from_pretrained(source, **hub_arguments).model_type == SparseBertConfig.model_type:
+        return True
+    names = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
+    return any(find_file(source, name, **hub_arguments) for name in names)
+
+
+def load(pretrained_model_name_or_path, model_class=None, **kwargs):
+    """
+    A model with its mask: one that [`attach`] gave a mask, or a SparseBERT; frozen or still searching.
+
+    Args:
+        pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id, as `save_pretrained` wrote it.
+        model_class (`type`, *optional*): Class or `Auto*` class to load; by default the one that was saved.
+        kwargs: As of the host's `from_pretrained`; `length_policy`, `last_token`, `diagonal` and `allow_empty_rows`
+            change how the mask is used.
+
+    Raises:
+        MaskFileError: If there is a model but no mask.
+        OSError: If there is no such folder or repository.
+        ValueError: If the class that was saved is not one of transformers, or as [`attach`].
+    """
+    source = pretrained_model_name_or_path
+    if str(source).startswith(("/", ".", "~")) and not Path(source).is_dir():
+        raise FileNotFoundError(f"there is no folder {source}")
+    hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    config = AutoConfig.from_pretrained(source, **hub_arguments)
+    model_class = model_class or model_class_of(config)
+    if isinstance(config, SparseBertConfig):
+        return model_class.from_pretrained(source, **kwargs)
+    check_architecture(config.model_type)
+    attn_implementation = kwargs.pop("attn_implementation", None) or "sparse_auto"
+    check_backend(attn_implementation)
+    fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
+    if find_file(source, MASK_CONFIG_NAME, **hub_arguments):
+        mask = SparseMask.from_pretrained(source, **hub_arguments)
+        model = model_class.from_pretrained(source, **kwargs)
+        # Empty rows were accepted when the mask was set.
+        put_on(model, mask, attn_implementation, **{"allow_empty_rows": True} | fields)
+        return model
+    search = find_file(source, SEARCH_CONFIG_NAME, **hub_arguments)
+    if search is None:
+        raise MaskFileError(f"{source}: there is no {MASK_CONFIG_NAME} and no {SEARCH_CONFIG_NAME} beside the model")
+    try:
+        fields = json.loads(Path(search).read_text(encoding="utf-8")) | fields
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise MaskFileError(f"{search}: not a search ({error!r})") from error
+    model, info = _searching_class(model_class, config, fields).from_pretrained(
+        source, output_loading_info=True, **kwargs
+    )
+    if missing := [name for name in info["missing_keys"] if name.endswith("mask_logits")]:
+        raise MaskFileError(f"{source}: the weights lack {missing[0]}, which {SEARCH_CONFIG_NAME} announces")
+    model.__class__ = model.stock_class
+    become_attached(model, attn_implementation)
+    return model
+
+
+def model_class_of(config):
+    """
+    The class that a model was saved in.
+
+    Raises:
+        ValueError: If it is not one of transformers or, with a [`SparseBertConfig`], of ours.
+    """
+    module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
+    name = (config.architectures or ["AutoModel"])[0]
+    if not hasattr(module, name):
+        raise ValueError(f"architectures: {name!r} is not a class of {module.__name__}, give the class as model_class")
+    return getattr(module, name)
+
+
+def _searching_class(model_class, config, fields):
+    """A class whose models have mask logits when the host reads the weights."""
+    if hasattr(model_class, "from_config"):
+        with torch.device("meta"):
+            model_class = type(model_class.from_config(config))
+
+    class SearchingModel(model_class):
+        stock_class = model_class
+        _keep_in_fp32_modules_strict = {"mask_logits", *(model_class._keep_in_fp32_modules_strict or ())}
+
+        def post_init(self):
+            if "sparse_attention" not in self.base_model._modules:
+                register(self, make_sparse_attention(self, describe(self, **fields)))
+            super().post_init()
+
+    # The host keeps what it knows of a class by these.
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(SearchingModel, name, getattr(model_class, name))
+    return SearchingModel

@@ -1,0 +1,1 @@
+"""How a mask is learned: what has logits, how they are sampled, budgeted, scheduled and pruned."""

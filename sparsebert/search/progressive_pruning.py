@@ -1,0 +1,336 @@
+"""
+Progressive pruning: attention entries are removed by a schedule while the model trains, then the mask freezes.
+
+Letters: B batch, L layers (1 when shared), H heads, n mask length, K parameters of the mask per head.
+"""
+
+import inspect
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..attention.backends import BACKENDS
+from ..checks import check_choice, nearest
+from ..masks.sparse_mask import SparseMask
+from ..models.architectures import attention_modules
+from .budget import scheduled
+from .learned_mask import MASK_PROBS_NAME
+from .search_schedule import forget
+from .searches import prune
+
+
+logger = logging.get_logger(__name__)
+
+PRUNING_NAME = "pruning.safetensors"
+SCOPES = ("head", "global")
+# Of the entries, removed at each step of the schedule "step".
+STEP = 0.1
+
+
+def _cubic(passed, final):
+    return scheduled(passed, 0.0, 1.0, 0.0, final).item()
+
+
+def _linear(passed, final):
+    return passed * final
+
+
+def _step(passed, final):
+    levels = math.ceil(final / STEP - 1e-9)
+    return final if passed >= 1 else min(final, STEP * (1 + math.floor(passed * (levels - 1) + 1e-9)))
+
+
+# Name to the sparsity at a fraction of the way from `start` to `end`. Source of "cubic": arXiv 1710.01878, Section 3.
+SCHEDULES = {"cubic": _cubic, "linear": _linear, "step": _step}
+
+# Name to the scores `(L, H, K)` of a search; those of "attention" are collected.
+SCORES = {
+    "probs": lambda sparse_attention: sparse_attention.probs(),
+    "logits": lambda sparse_attention: sparse_attention.alpha(),
+    "attention": None,
+}
+
+
+class ProgressivePruning(TrainerCallback):
+    """
+    Removes attention entries while a model trains; after the last step the mask is frozen and training goes on through
+    it with the same optimiser and schedule. What is removed stays removed. Until then every entry that is left is on
+    and nothing is sampled, so that freezing changes nothing.
+
+    With a search (`score` `"probs"` or `"logits"`) the logits learn with the weights, by the straight-through gradient
+    of P; there is no penalty on them. Without one (`"attention"`) the model has the pattern `"dense"`, and an entry is
+    worth its mean attention probability over the batches since the last pruning step; all layers share a mask if the
+    configuration says `share_layers`.
+
+    Args:
+        final_sparsity (`float`): Fraction of entries removed in the end, in (0, 1).
+        start (`float`): Fraction of the training before anything is removed.
+        end (`float`): Fraction at which the mask is frozen, less than 1: training goes on for a step at least.
+        schedule (`str`): How sparsity grows in between: `"cubic"` (fast at first), `"linear"` or `"step"` (by tenths).
+        score (`str`): What ranks the entries: `"probs"` or `"logits"` (equal but where P is 0 or 1 in float32), or
+            `"attention"`.
+        scope (`str`): `"head"` removes the same share of every head, `"global"` ranks all heads and layers together.
+        every (`int`): Steps of the optimiser between pruning steps, except for `"step"`.
+
+    Raises:
+        ValueError: If a value is out of its range; before training, if the model does not fit the score, is sparse
+            already or cannot become so sparse, or training is distributed.
+    """
+
+    def __init__(self, final_sparsity, start=0.1, end=0.6, schedule="cubic", score="probs", scope="head", every=10):
+        for name, value in (("final_sparsity", final_sparsity), ("start", start), ("end", end)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"pruning: {name} must be a number, got {value!r}")
+        if not 0 < final_sparsity < 1:
+            raise ValueError(f"pruning: final_sparsity must be in (0, 1), got {final_sparsity!r}")
+        if not 0 <= start <= end < 1:
+            raise ValueError(f"pruning: start and end must be 0 <= start <= end < 1, got {start!r} and {end!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"pruning: every must be a whole number of at least 1, got {every!r}")
+        for name, value, allowed in (
+            ("schedule", schedule, tuple(SCHEDULES)), ("score", score, tuple(SCORES)), ("scope", scope, SCOPES)
+        ):  # fmt: skip
+            check_choice(f"pruning: {name}", value, allowed)
+        self.final_sparsity, self.start, self.end = final_sparsity, start, end
+        self.schedule, self.score, self.scope, self.every = schedule, score, scope, every
+        self._ready = False
+        self._hooks = []
+        self._sums = {}
+
+    @classmethod
+    def from_settings(cls, settings):
+        """
+        From the field `pruning` of a recipe; `None` for `None`.
+
+        Raises:
+            ValueError: As the class, and for an unknown name.
+        """
+        if settings is None:
+            return None
+        if not isinstance(settings, dict):
+            raise ValueError(f"pruning must hold fields, such as {{final_sparsity: 0.9}}, got {settings!r}")
+        allowed = list(inspect.signature(cls).parameters)
+        for name in settings:
+            if name not in allowed:
+                raise nearest("field of pruning", str(name), allowed)
+        if "final_sparsity" not in settings:
+            raise ValueError("pruning: final_sparsity is missing")
+        return cls(**settings)
+
+    @property
+    def settings(self):
+        """The arguments, as a `dict`."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def check(self, model):
+        """
+        Raises:
+            ValueError: If this model cannot be pruned so; nothing was changed.
+        """
+        sparse_attention = getattr(model.base_model, "sparse_attention", None)
+        if sparse_attention is None:
+            raise ValueError("pruning: the model carries no mask: give it a search, or the pattern 'dense'")
+        config, backend = sparse_attention.config, model.config._attn_implementation
+        if sparse_attention.window is not None:
+            raise ValueError(f"pruning: a model of type {model.config.model_type!r} has sliding windows already")
+        if not sparse_attention.searching and sparse_attention.mask.sparsity > 0:
+            raise ValueError(
+                f"pruning: the model runs through {_mode(config)}, which removes "
+                f"{sparse_attention.mask.sparsity:.1%} already: start from the pattern 'dense'"
+            )
+        if sparse_attention.searching == (self.score == "attention"):
+            wanted = "the pattern 'dense' instead of a search" if self.score == "attention" else "a search"
+            raise ValueError(f"pruning: score {self.score!r} needs {wanted}, got {_mode(config)}")
+        if self.score == "attention" and backend in BACKENDS and "weights" not in BACKENDS[backend].supports:
+            able = [name for name, row in BACKENDS.items() if "weights" in row.supports]
+            raise ValueError(
+                f"pruning: score 'attention' needs attention probabilities, which {backend} does not give: use "
+                f"{', '.join(able)} or sparse_auto"
+            )
+        if config.target_sparsity is not None:
+            raise ValueError(
+                f"pruning: target_sparsity must be unset beside final_sparsity, got {config.target_sparsity}"
+            )
+        if sparse_attention.searching and sparse_attention.mask_form == "multiplicative":
+            raise ValueError("pruning: mask_form must be 'additive' or 'log', got 'multiplicative'")
+        length = config.mask_length
+        kept = sparse_attention.least_kept() if sparse_attention.searching else length * (not config.allow_empty_rows)
+        if self.final_sparsity > 1 - kept / length**2:
+            raise ValueError(
+                f"pruning: final_sparsity {self.final_sparsity} cannot be reached: special tokens, a kept diagonal "
+                f"and one key for every query are {kept} of the {length**2} entries of a mask for {length} tokens, so "
+                f"it is at most {1 - kept / length**2:.4f}"
+            )
+
+    def _begin(self, model):
+        sparse_attention = model.base_model.sparse_attention
+        self._ready = True
+        if sparse_attention.searching:
+            sparse_attention.config.pruned = True
+        else:
+            self._watch(model)
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
+            raise ValueError("pruning: training must run in one process, without DeepSpeed or FSDP")
+        if args.load_best_model_at_end:
+            raise ValueError("pruning: load_best_model_at_end must be false: checkpoints differ in their sparsity")
+        self.check(model)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if state.max_steps < 2:
+            raise ValueError(f"pruning: training must have at least 2 steps, got max_steps {state.max_steps}")
+        if not self._ready:
+            self.on_init_end(args, state, control, model)
+            self._begin(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self._unwatch(model.base_model.sparse_attention)
+        self._ready = False
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        step, (_, last) = state.global_step, self._bounds(state.max_steps)
+        if step > last:
+            return
+        sparse_attention = model.base_model.sparse_attention
+        due = self._due(step, state.max_steps)
+        if due > self._due(step - 1, state.max_steps):
+            if sparse_attention.searching:
+                sparse_attention.prune(SCORES[self.score](sparse_attention), due, self.scope)
+            else:
+                self._prune_by_attention(sparse_attention, due)
+        if step == last:
+            self._freeze(sparse_attention, optimizer, Path(args.output_dir))
+
+    def on_save(self, args, state, control, **kwargs):
+        path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
+        frozen = state.global_step > self._bounds(state.max_steps)[1]
+        save_file(self._sums, path, {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)})
+
+    def _bounds(self, max_steps):
+        """First and last step before which entries are removed: one goes before, to rank by, and one after."""
+        last = max(1, min(math.ceil(self.end * max_steps), max_steps - 1))
+        return min(max(1, math.ceil(self.start * max_steps)), last), last
+
+    def _due(self, step, max_steps):
+        """Sparsity during this step."""
+        first, last = self._bounds(max_steps)
+        if step < first:
+            return 0.0
+        if step >= last:
+            return self.final_sparsity
+        if self.schedule != "step":
+            step -= (step - first) % self.every
+        return SCHEDULES[self.schedule]((step - first) / (last - first), self.final_sparsity)
+
+    def _prune_by_attention(self, sparse_attention, sparsity):
+        mask, config = sparse_attention.mask, sparse_attention.config
+        scores = self._sums["probs"] / self._sums["examples"].clamp(min=1)  # (L, H, n, n)
+        if config.share_layers:
+            scores = scores.mean(0, keepdim=True)
+        index = torch.arange(mask.length**2).view(mask.length, mask.length)
+        learned = torch.full_like(index, -1)
+        kept, scores = mask.to_table().expand_as(scores), scores.cpu()
+        kept = prune(
+            kept.flatten(2), scores.flatten(2), index, learned, sparsity, self.scope, config.allow_empty_rows
+        ).view_as(kept)
+        policy = "error" if mask.length_policy == "extend" else mask.length_policy
+        sparse_attention.set_mask(
+            SparseMask(
+                kept,
+                mask.length,
+                last_token=mask.last_token,
+                length_policy=policy,
+                metadata={"base_model": config.name_or_path or None, "pruning": self.settings},
+            )
+        )
+        self._sums = {}
+
+    def _freeze(self, sparse_attention, optimizer, output):
+        if sparse_attention.searching:
+            probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
+            sparse_attention.freeze(metadata={"pruning": self.settings})
+            if optimizer is not None:
+                forget(optimizer, logits)
+            output.mkdir(parents=True, exist_ok=True)
+            save_file({"probs": probs.flatten(0, 1).contiguous()}, output / MASK_PROBS_NAME)
+        else:
+            self._unwatch(sparse_attention)
+        asked, got = self.final_sparsity, sparse_attention.mask.sparsity
+        logger.warning(f"pruning: the mask is frozen, asked for a sparsity of {asked:.3f}, got {got:.3f}.")
+
+    def _watch(self, model):
+        """Have attention probabilities collected in every layer, of training batches."""
+        sparse_attention, modules = model.base_model.sparse_attention, attention_modules(model)
+        sparse_attention.needs = frozenset({"weights"})
+        length, num_heads = sparse_attention.config.mask_length, sparse_attention.config.num_attention_heads
+
+        def collect(layer):
+            def hook(module, args, kwargs, output):
+                if not module.training:
+                    return
+                weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
+                size = weights.shape[-1]
+                padding = kwargs["mask_inputs"].padding
+                real = torch.ones(len(weights), size, device=weights.device)
+                if padding is not None:
+                    real = padding[:, :length].float()  # (B, n)
+                if not self._sums:
+                    shape = (len(modules), 1, length, length)
+                    self._sums["examples"] = torch.zeros(shape, device=weights.device)
+                    self._sums["probs"] = self._sums["examples"].repeat(1, num_heads, 1, 1)
+                self._sums["probs"][layer, :, :size, :size] += weights.float().sum(0)
+                self._sums["examples"][layer, 0, :size, :size] += real.T @ real
+
+            return hook
+
+        self._hooks = [
+            module.register_forward_hook(collect(layer), with_kwargs=True) for layer, module in enumerate(modules)
+        ]
+
+    def _unwatch(self, sparse_attention):
+        sparse_attention.needs = frozenset()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._sums = [], {}
+
+    def restore(self, checkpoint, model):
+        """
+        Take up where a checkpoint was written, before its weights are read.
+
+        Args:
+            checkpoint (`str` or `os.PathLike`): Folder, checked by [`~sparsebert.training.resuming.check_checkpoint`].
+            model (`PreTrainedModel`): As at the start of that run.
+        """
+        sparse_attention = model.base_model.sparse_attention
+        with safe_open(Path(checkpoint) / PRUNING_NAME, "pt", device=str(model.device)) as file:
+            self._sums = {name: file.get_tensor(name) for name in file.keys()}
+            frozen = json.loads(file.metadata()["frozen"])
+        if frozen or self.score == "attention":
+            sparse_attention.set_mask(SparseMask.from_pretrained(checkpoint), search=sparse_attention.config.search)
+        if not frozen:
+            self._begin(model)
+        self._ready = True
+
+
+def _mode(config):
+    """A search, pattern or mask by name, for messages."""
+    if config.search is not None and not config.frozen:
+        return f"search {config.search!r}"
+    return f"pattern {config.pattern!r}" if config.pattern else "a frozen mask"
+
+
+def stored_settings(checkpoint):
+    """The settings of the run that wrote a checkpoint; `None` if it did not prune."""
+    path = Path(checkpoint) / PRUNING_NAME
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["settings"])

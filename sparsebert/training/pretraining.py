@@ -1,0 +1,194 @@
+"""Pre-training: data, model, mask and Trainer of one recipe."""
+
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, TrainingArguments, set_seed
+
+from ..analysis.importance import position_groups
+from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
+from ..attention.backends import check_backend
+from ..data.documents import load_documents
+from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from ..data.tokenization import check_tokenizer, train_tokenizer
+from ..files import check_output_dir, write_metrics
+from ..masks.sparse_mask import SparseMask
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
+from ..models.token_mixers import fixed_length
+from ..search.learned_mask import MASK_PROBS_NAME
+from ..search.progressive_pruning import ProgressivePruning
+from ..search.search_schedule import SearchSchedule
+from .resuming import check_checkpoint
+from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
+
+
+@dataclass
+class PretrainingArguments:
+    """
+    Section `data` of a pre-training recipe.
+
+    Args:
+        text (`str` or `list`): `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        validation (`str` or `list`, *optional*): The same for the held-out text; by default 1 document in 100.
+        tokenizer (`str`, *optional*): Folder or Hub id; by default a WordPiece of `model.vocab_size` is trained.
+        base_model (`str`, *optional*): Folder or Hub id of weights to start from.
+        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train through.
+        nsp (`bool`): Next-sentence pairs and loss (BERT); otherwise packed text and MLM only, or with
+            `model.is_decoder` the prediction of the next token.
+        max_length (`int`): Tokens per example.
+        max_tokens (`int`, *optional*): Stop reading the training text here.
+        max_validation_tokens (`int`): Stop reading the held-out text here.
+        mlm_probability (`float`): Share of the tokens to predict.
+        freeze_threshold (`float`, *optional*): Keep what has P above it; 1/2 where nothing else is asked for.
+        freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead; by default the
+            model's `target_sparsity`.
+        search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains through it.
+        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`: the mask
+            is pruned by a schedule and frozen within the training.
+        attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
+        pictures (`bool`): Draw the mask in the end, where matplotlib is installed.
+        overwrite (`bool`): Accept an output folder that is not empty.
+    """
+
+    text: str | list = "builtin"
+    validation: str | list | None = None
+    tokenizer: str | None = None
+    base_model: str | None = None
+    mask: str | None = None
+    nsp: bool = True
+    max_length: int = 128
+    max_tokens: int | None = None
+    max_validation_tokens: int = 200_000
+    mlm_probability: float = 0.15
+    freeze_threshold: float | None = None
+    freeze_sparsity: float | None = None
+    search_end: float = 1.0
+    pruning: dict | None = None
+    attn_implementation: str = "sparse_auto"
+    pictures: bool = True
+    overwrite: bool = False
+
+
+SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
+
+
+def pretrain(recipe):
+    """
+    Train a model as a recipe says: masked tokens and sentence pairs (BERT), masked tokens only, or with
+    `model.is_decoder` the next token. The mask is learned with the weights, or given; in the end it is frozen.
+
+    Writes to `output_dir` what `pretrain.py` promises.
+
+    Args:
+        recipe (`dict`): Sections `data`, `model`, `training` as [`load_recipe`] gives them.
+
+    Returns:
+        `dict`: The metrics.
+    Raises:
+        ValueError, OSError: For what is wrong in the recipe or the data.
+    """
+    start = time.perf_counter()
+    data = PretrainingArguments(**recipe["data"])
+    training = TrainingArguments(**recipe["training"])
+    output = Path(training.output_dir)
+    check_backend(data.attn_implementation)
+    check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    pruning = ProgressivePruning.from_settings(data.pruning)
+    for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
+        if pruning is not None and getattr(data, name) != unset:
+            raise ValueError(f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask")
+    schedule = SearchSchedule(data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
+    causal = bool(recipe["model"].get("is_decoder"))
+    if causal and data.nsp:
+        raise ValueError("nsp true has no meaning with is_decoder true, which predicts the next token: set nsp false")
+    set_seed(training.seed)
+
+    model_class = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
+    if causal:
+        model_class = SparseBertLMHeadModel
+    if data.base_model:
+        model = model_class.from_pretrained(data.base_model, **recipe["model"])
+    else:
+        model = model_class(SparseBertConfig(**recipe["model"]))
+    if data.mask:
+        model.set_mask(SparseMask.from_pretrained(data.mask))
+    check_backend(data.attn_implementation, model.config.probability_map)
+    model.set_attn_implementation(data.attn_implementation)
+    if fixed_length(model.config) not in (None, data.max_length):
+        raise ValueError(
+            f"max_length must be {model.config.max_position_embeddings}, the max_position_embeddings of a model with "
+            f"the token mixer 'bproj', got {data.max_length}"
+        )
+    sparse_attention = model.sparse_attention
+    if pruning is not None:
+        pruning.check(model)
+    if training.resume_from_checkpoint:
+        check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
+
+    def documents(split):
+        if data.validation is None:
+            return load_documents(data.text, split)
+        return load_documents(data.text if split == "train" else data.validation, "all")
+
+    if data.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    else:
+        tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+    check_tokenizer(tokenizer, model.config.vocab_size)
+    train_set, validation_set = (
+        pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
+        for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
+    )
+    if causal:
+        collator = causal_collator
+    else:
+        collator = pretraining_collator(tokenizer, data.mlm_probability, pad_to_multiple_of=data.max_length)
+
+    trainer = SparseBertTrainer(
+        model,
+        training,
+        train_dataset=train_set,
+        eval_dataset=validation_set,
+        data_collator=collator,
+        processing_class=tokenizer,
+        compute_metrics=causal_metrics if causal else pretraining_metrics,
+        preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
+        callbacks=[schedule] if pruning is None else [schedule, pruning],
+    )
+    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
+
+    output.mkdir(parents=True, exist_ok=True)
+    metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
+    searched = sparse_attention.searching or schedule.probs is not None
+    probs = sparse_attention.mask_probs() if schedule.probs is None else schedule.probs  # (L, H, n, n)
+    if searched:
+        save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
+    if sparse_attention.searching:
+        trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
+        schedule.freeze(sparse_attention)
+    if searched:
+        metrics["search_outcome"] = schedule.outcome
+    if pruning is not None:
+        metrics["pruning"] = pruning.settings
+    trainer.save_model()
+    evaluation = trainer.evaluate()
+    metrics |= {"sparsity": sparse_attention.sparsity(), "positions": position_groups(probs)}
+    names = ("lm_loss", "perplexity") if causal else ("mlm_loss", "mlm_accuracy")
+    metrics |= {name: evaluation[f"eval_{name}"] for name in names}
+    metrics["nsp_accuracy"] = evaluation.get("eval_nsp_accuracy")
+    metrics["steps"] = trainer.state.global_step
+    metrics["num_parameters"] = model.num_parameters()
+    metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
+    metrics["train_seconds"] = trained["train_runtime"]
+    metrics["seconds"] = time.perf_counter() - start
+    if data.pictures and find_spec("matplotlib"):
+        plot_heads(sparse_attention.mask, output / "heads.png")
+        plot_mean_probs(probs, output / "mean_probs.png")
+        plot_offset_profile(probs, output / "offset_profile.png")
+    trainer.save_state()
+    return write_metrics(output / "metrics.json", metrics)

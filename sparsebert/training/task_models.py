@@ -1,0 +1,155 @@
+"""The model of a fine-tuning run and the mask that it runs through."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+from transformers import AutoConfig
+
+from ..attention.backends import ATTENTION_NAMES, check_backend
+from ..masks.patterns import PATTERNS
+from ..models.architectures import check_architecture, num_positions
+from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, read_mask, with_changes
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.loading import carries_mask, load
+from ..search.searches import SEARCHES
+
+
+# Of a SparseBERT, what may be another than in pre-training.
+PROBABILITY_FIELDS = ("probability_map", "probability_map_kwargs")
+
+
+def check_model(options, config, max_length):
+    """
+    Check model and mask without reading weights.
+
+    Args:
+        options ([`FinetuningArguments`]): What was asked for.
+        config (`dict`): Section `model` of the recipe.
+        max_length (`int`): Tokens of the longest input.
+
+    Raises:
+        ValueError: If the model is too short, cannot carry the mask, or a field means nothing here.
+        OSError: If there is no such model.
+    """
+    model = AutoConfig.from_pretrained(options.model)
+    positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
+    if max_length > positions:
+        raise ValueError(
+            f"max_length {max_length} is more than the {positions} positions of {options.model}: "
+            f"--max_length must be at most {positions}"
+        )
+    if options.mask is None and not carries_mask(options.model):
+        if options.attn_implementation in ATTENTION_NAMES:
+            raise ValueError(
+                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
+                "give it one by --mask, or leave the field out"
+            )
+        meaningful, why = (), "there is no mask"
+    else:
+        check_architecture(model.model_type)
+        probability_map = config.get("probability_map") or getattr(model, "probability_map", "softmax")
+        check_backend(options.attn_implementation or "sparse_auto", probability_map)
+        if options.mask in SEARCHES:
+            raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask that it found")
+        meaningful = allowed_fields(options.mask)
+        if model.model_type == SparseBertConfig.model_type:
+            meaningful += PROBABILITY_FIELDS
+        why = f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
+    if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
+        raise ValueError(f"model.{refused[0]} has no meaning here: {why}; another mask is given by --mask")
+    if options.mask is not None and options.mask not in PATTERNS:
+        read_mask(options.mask)
+
+
+def load_model(data, config):
+    """
+    The model of a run, with the head of its task: with its own mask, with another mask, or dense.
+
+    Args:
+        data ([`TaskData`]): Says task, model and mask.
+        config (`dict`): Fields of the configuration to change.
+
+    Raises:
+        ValueError: If mask, model and inputs do not fit each other, before any training.
+        OSError: If there is no such model or mask.
+    """
+    options, model_class = data.options, getattr(transformers, data.task.head)
+    of_mask = set(OWN_FIELDS) - set(MODEL_FIELDS)
+    fields = {name: value for name, value in config.items() if name in of_mask}
+    arguments = {name: value for name, value in config.items() if name not in of_mask}
+    arguments |= _labels(data.examples[data.train_split].features.get("label"))
+    arguments["ignore_mismatched_sizes"] = True  # a model that was fine-tuned on another task has another head
+    backend = options.attn_implementation or "sparse_auto"
+    if options.mask is None and not carries_mask(options.model):
+        arguments["attn_implementation"] = options.attn_implementation
+        model = model_class.from_pretrained(options.model, **arguments)
+    else:
+        if options.mask is None:
+            model = load(options.model, model_class, attn_implementation=backend, **arguments, **fields)
+        else:
+            model = _with_mask(options, model_class, arguments, backend, fields)
+        if model.sparse_attention.searching:
+            raise ValueError(
+                f"the mask of {options.model} is still being searched: freeze it first, as pretrain.py does, or give "
+                "another by --mask"
+            )
+        longest = max(int(lengths.max()) for lengths in data.lengths.values())
+        model.sparse_attention.mask.structure(longest)  # raises if the mask does not cover it
+    if len(data.tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
+        )
+    return model
+
+
+def _with_mask(options, model_class, arguments, backend, fields):
+    """The model with the mask that was asked for instead of its own, if any."""
+    pattern = options.mask in PATTERNS
+    if pattern:
+        fields = {"mask_length": options.max_length} | fields
+    sparse = AutoConfig.from_pretrained(options.model).model_type == SparseBertConfig.model_type
+    if sparse and pattern:
+        arguments |= {"pattern": options.mask, "attn_implementation": backend}
+        return model_class.from_pretrained(options.model, **arguments, **fields)
+    if sparse:
+        arguments |= {"pattern": "dense", "attn_implementation": backend}  # until the mask is set
+        arguments["allow_empty_rows"] = fields.pop("allow_empty_rows", False)
+    model = model_class.from_pretrained(options.model, **arguments)
+    try:
+        if sparse:
+            model.set_mask(with_changes(read_mask(options.mask), **fields))
+            return model
+        return attach(model, options.mask, attn_implementation=backend, **fields)
+    except ValueError as error:
+        raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
+
+
+def _labels(label):
+    if isinstance(label, datasets.ClassLabel):
+        names = dict(enumerate(label.names))
+        return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    if label is not None and label.dtype.startswith("float"):
+        return {"id2label": {0: "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
+    return {}
+
+
+def input_sparsity(mask, lengths):
+    """Fraction of entries that a [`SparseMask`] removes from inputs of these lengths (`list` or array of tokens)."""
+    lengths, counts = np.unique(lengths, return_counts=True)
+    kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
+    return 1 - kept / (mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum()))
+
+
+def mask_metrics(model, data):
+    """Which mask a model runs through, what it removes at its own length, and what on the inputs evaluated."""
+    sparse_attention = getattr(model.base_model, "sparse_attention", None)
+    if sparse_attention is None:
+        return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
+    mask = sparse_attention.mask
+    removed = input_sparsity(mask, data.lengths[data.evaluation_splits[0]])
+    name = Path(data.options.mask).name if data.options.mask and not data.options.pruning else None
+    name = name or mask.metadata.get("pattern") or mask.metadata.get("search")
+    name = name or ("pruned" if "pruning" in mask.metadata else "mask")
+    return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": removed}
