@@ -12,8 +12,9 @@ from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig
 from sparsebert.analysis.tables import print_tables, read_runs, tables
+from sparsebert.commands.command_line import run_script
 from sparsebert.training.finetuning import FinetuningArguments
-from sparsebert.training.recipes import load_recipe, run_script
+from sparsebert.training.recipes import load_recipe
 from sparsebert.training.repetitions import run
 
 

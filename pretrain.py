@@ -10,8 +10,9 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from sparsebert.commands.command_line import run_script
 from sparsebert.training.pretraining import SECTIONS, pretrain
-from sparsebert.training.recipes import load_recipe, run_script
+from sparsebert.training.recipes import load_recipe
 
 
 def main(arguments):

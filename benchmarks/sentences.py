@@ -23,12 +23,12 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import CONFIG_NAME
 
 from sparsebert import attach, load
+from sparsebert.commands.command_line import run_script
 from sparsebert.data.tasks import glue
 from sparsebert.files import write_metrics
 from sparsebert.masks.matched import matched_patterns
 from sparsebert.models.attaching import read_mask
 from sparsebert.models.loading import find_file
-from sparsebert.training.recipes import run_script
 from sparsebert.training.task_models import input_sparsity
 
 

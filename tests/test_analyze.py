@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach
-from sparsebert.analysis.runs import analyze, importance, main, read_run, read_runs
+from sparsebert.analysis.runs import analyze, importance, read_run, read_runs
+from sparsebert.commands.analyze import main
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
 

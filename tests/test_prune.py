@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, build_pattern
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
+from sparsebert.commands.prune import main
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
-from sparsebert.training.two_stage_pruning import fixed_entries, main, make_masks, prune_by_probs, random_control
+from sparsebert.training.two_stage_pruning import fixed_entries, make_masks, prune_by_probs, random_control
 
 
 def search(folder, frozen=True, **fields):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sparsebert.analysis.tables import Table, main, read_runs, tables
+from sparsebert.analysis.tables import Table, read_runs, tables
+from sparsebert.commands.report import main
 from sparsebert.files import write_metrics
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sparsebert.commands.reproduce import main
 from sparsebert.experiments import EXPERIMENTS, Experiment
-from sparsebert.experiments.reproduction import ReproductionArguments, main, plan_cells, run_experiment
+from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, run_experiment
 from sparsebert.masks.patterns import build_pattern
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from sparsebert.commands.theory import main
 from sparsebert.masks.patterns import PATTERNS, build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.theory.chains import Chain, find_chain, is_chain
 from sparsebert.theory.conditions import check_universality, find_reach, fit_growth
-from sparsebert.theory.verdicts import main, pattern_case, saved_case
+from sparsebert.theory.verdicts import pattern_case, saved_case
 
 
 def offsets(length, kept):

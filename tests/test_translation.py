@@ -11,8 +11,9 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from sparsebert import SparseBertLMHeadModel, SparseBertModel
+from sparsebert.commands.translate import main
 from sparsebert.data.tokenization import train_tokenizer
-from sparsebert.training.seq2seq import bleu, build_model, decode, encode, load_model, main, read_pairs, translate
+from sparsebert.training.seq2seq import bleu, build_model, decode, encode, load_model, read_pairs, translate
 
 
 ROOT = Path(__file__).parents[1]

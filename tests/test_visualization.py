@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sparsebert.analysis.pictures import (
-    main,
     plot_gallery,
     plot_groups,
     plot_heads,
@@ -15,6 +14,7 @@ from sparsebert.analysis.pictures import (
     plot_offset_profile,
     plot_sketch,
 )
+from sparsebert.commands.draw import main
 from sparsebert.masks.patterns import build_pattern
 
 

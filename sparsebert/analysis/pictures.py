@@ -7,7 +7,6 @@ Letters: S runs, L layers, H heads, n length, P the probability that a position 
 mask is the case of 0 and 1).
 """
 
-import argparse
 import math
 from pathlib import Path
 
@@ -385,16 +384,3 @@ def plot_gallery(path, length=16):
     figure.supxlabel("key position j", fontsize=9)
     figure.supylabel("query position i", fontsize=9)
     save_figure(figure, path)
-
-
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.visualization",
-        description="Draw every known pattern: patterns.png. Masks and runs: python -m sparsebert.analyze.",
-    )
-    parser.add_argument("--gallery", type=Path, metavar="OUT_DIR", required=True, help="created if missing")
-    plot_gallery(parser.parse_args(arguments).gallery / "patterns.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,6 @@ one search.
 Letters: S runs, L layers (1 when shared), H heads, n length, P the probability that a position is kept.
 """
 
-import argparse
 import json
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,14 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
-from ..files import check_output_dir, write_metrics
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SPECIAL_TOKENS, SparseMask
+from ..files import write_metrics
+from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
 from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
 from ..search.learned_mask import MASK_PROBS_NAME
-from ..training.recipes import run_script
 from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
 from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
 
@@ -291,43 +289,3 @@ def analyze(sources, output_dir, special_tokens=None):
     plot_groups(probs, output / "groups", special_tokens, tuple(numbers["fixed_groups"]), quantity)
     plot_offset_profile(probs, output / "offset_profile", special_tokens, quantity)
     return write_metrics(output / "importance.json", numbers)
-
-
-def main(arguments):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.analyze",
-        description="Which attention positions a search kept: importance.json, and pictures as PNG and SVG.",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN_OR_MASK",
-        help="run folder of pretrain.py, searching checkpoint, mask folder or Hub id; several: seeds of one search",
-    )
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="created if missing")
-    parser.add_argument(
-        "--special_tokens", choices=SPECIAL_TOKENS, help="what counts as special; first_last for most masks"
-    )
-    parser.add_argument(
-        "--overwrite", nargs="?", const="true", default="false", choices=("true", "false"), help="accept a full DIR"
-    )
-    options = parser.parse_args(arguments)
-    check_output_dir(options.output_dir, options.overwrite == "true")
-    numbers = analyze(options.runs, options.output_dir, options.special_tokens)
-    print(_table(numbers))
-    print("written:", *sorted(str(path) for path in options.output_dir.iterdir()), sep="\n  ")
-
-
-def _table(numbers):
-    """The groups of all layers as text: mean and intervals."""
-    groups = numbers["all_layers"]["groups"]
-    kinds = [kind for kind in ("over_heads", "over_seeds") if kind in next(iter(groups.values()))]
-    lines = [["mean of M" if numbers["quantity"] == MASK_ONLY else "mean P", "", *(f"95 % {kind}" for kind in kinds)]]
-    for name, group in groups.items():
-        intervals = ["[{:.3f}, {:.3f}]".format(*group[kind]) for kind in kinds]
-        lines.append([name, f"{group['mean']:.3f}", *intervals])
-    return "\n".join(f"{line[0]:16}" + "".join(f"{cell:18}" for cell in line[1:]) for line in lines)
-
-
-if __name__ == "__main__":
-    run_script(main)

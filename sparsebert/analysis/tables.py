@@ -14,7 +14,6 @@ import rich.table
 from rich.console import Console
 
 from ..data.tasks.glue import GLUE_COLUMNS
-from ..training.recipes import run_script
 
 
 POSITIONS = {
@@ -245,17 +244,3 @@ def print_tables(runs):
     console = Console(width=None if sys.stdout.isatty() else 200)
     for table in tables(runs):
         console.print(table.rich())
-
-
-def main(folders):
-    if not folders or str(folders[0]).startswith("-"):
-        raise ValueError("expected the output folders of pretrain.py or finetune.py")
-    runs = read_runs(folders)
-    print_tables(runs)
-    for folder in runs:
-        for picture in sorted(folder.glob("*.png")):
-            print(f"picture: {picture}")
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..files import check_output_dir
 from ..models.loading import carries_mask, load, model_class_of
 from ..models.positions import METHODS, extend_positions
-from ..training.recipes import run_script
+from .command_line import run_script
 
 
 def main(arguments):

@@ -37,7 +37,7 @@ def load_documents(
     Args:
         source (`str`, `os.PathLike` or a list of them):
             `"builtin"` for the documentation of the installed packages (see
-            [`~sparsebert.data.builtin_corpus.builtin_documents`], shuffled), one or more files as in [`read_documents`], or
+            [`builtin_documents`], shuffled), one or more files as in [`read_documents`], or
             `"hub:owner/name"` or `"hub:owner/name:config"` for the column `text` of the `train` split of a dataset of
             the Hub, streamed.
         split (`str`, *optional*, defaults to `"train"`):

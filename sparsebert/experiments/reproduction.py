@@ -8,24 +8,20 @@ EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, wit
 """
 
 import fnmatch
-import inspect
 import json
 import os
 import platform
 import shutil
-import sys
 import time
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers.utils import logging
 
 from ..analysis.tables import Table
 from ..checks import nearest
-from ..training.recipes import load_recipe, run_script
 from ..version import __version__
 from . import EXPERIMENTS
 from .line_plot import plot_lines
@@ -252,35 +248,3 @@ def _write_report(experiment, scale, finished, path):
             percent += axis * ("%" in form)
         plot_lines(lines, path.with_suffix(".png"), f"{experiment.title}, scale {scale}", *labels, percent)
     return found
-
-
-def _help(experiment=None):
-    texts = [__doc__.strip(), f"experiments: {', '.join(EXPERIMENTS)}"]
-    kinds = (ReproductionArguments,) if experiment is None else (ReproductionArguments, *experiment.arguments.__mro__)
-    return "\n\n".join([*texts, *(inspect.getdoc(kind) for kind in kinds if is_dataclass(kind))])
-
-
-def main(arguments):
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
-        return
-    name, *flags = arguments
-    if name not in EXPERIMENTS:
-        raise nearest("experiment", name, list(EXPERIMENTS))
-    if {"-h", "--help"} & set(flags):
-        print(_help(EXPERIMENTS[name]))
-        return
-    sections = {"run": ReproductionArguments, "settings": EXPERIMENTS[name].arguments}
-    recipe = load_recipe(flags, sections) if flags else {"run": {}, "settings": {}}
-    options = ReproductionArguments(**recipe["run"])
-    if options.list_cells:
-        print(*plan_cells(EXPERIMENTS[name], options, recipe["settings"]), sep="\n")
-        return
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in run_experiment(name, options, recipe["settings"]):
-        console.print(table.rich())
-    print("written:", *sorted(map(str, Path(options.output).glob(f"{name}_{options.scale}.*"))))
-
-
-if __name__ == "__main__":
-    run_script(main)

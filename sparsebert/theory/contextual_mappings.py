@@ -9,18 +9,14 @@ Expressive Enough (arXiv 2006.04862), [S] SparseBERT (arXiv 2102.12871).
 Letters: N inputs, d rows, n columns (tokens), g = 1 / delta, p patterns, s hops; units as in `contextual_layers`.
 """
 
-import argparse
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..masks.patterns import build_pattern
-from ..training.recipes import run_script
 from .conditions import check_patterns
 from .contextual_layers import (
     dense_mapping,
@@ -267,7 +263,7 @@ def _sequence(columns):
     return f"({', '.join(' '.join(map(str, column)) for column in columns.T.tolist())})"
 
 
-def _table(checks):
+def mappings_table(checks):
     rows, notes = [], []
     for check in checks:
         row = {
@@ -286,21 +282,3 @@ def _table(checks):
             notes.append(f"{check.attention}, n = {check.num_columns}{reason}: {shared} share a number")
         rows.append(row | {"": "" if check.collision else check.note})
     return Table.of("Contextual mappings", rows, notes)
-
-
-def main(arguments):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.contextual_mappings",
-        description="Contextual mappings from hardmax attention layers, checked exactly on every input.",
-    )
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the selective shifts instead")
-    options = parser.parse_args(arguments)
-    if options.figure:
-        plot_shifts(options.figure)
-        print(f"written: {options.figure}")
-        return
-    Console(width=119).print(_table(standard_checks()).rich())
-
-
-if __name__ == "__main__":
-    run_script(main)

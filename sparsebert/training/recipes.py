@@ -13,7 +13,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 
 from ..checks import nearest
 
@@ -158,11 +157,3 @@ def convert(what, value, annotation):
     except (TypeError, ValueError, OverflowError):
         kind = "true or false" if bool in allowed else "a number" if float in allowed else "a whole number"
         raise ValueError(f"{what} must be {kind}, got {value!r}") from None
-
-
-def run_script(main):
-    """Call `main` with the command line's arguments; what the user got wrong ends in one sentence, not a traceback."""
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError, StrictDataclassError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")

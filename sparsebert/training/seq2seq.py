@@ -31,7 +31,6 @@ from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import check_output_dir, open_text, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
-from .recipes import load_recipe, run_script
 from .trainer import SparseBertTrainer
 
 
@@ -340,11 +339,3 @@ def check_data(data):
             check_range(name, getattr(data, name), low)
     if find_spec("sacrebleu") is None:
         raise ValueError("translation needs sacreBLEU: pip install 'sparsebert[translation]'")
-
-
-def main(arguments):
-    print(translate(load_recipe(arguments, SECTIONS)))
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -77,7 +77,7 @@ def load(
         train_size (`int`, *optional*, defaults to 6000): Upper bound on the number of training examples.
         validation_size (`int`, *optional*, defaults to 1000): Upper bound on the number of validation examples.
         seed (`int`, *optional*, defaults to 0): Seed of the split and of the order.
-        labels (`Sequence[str]`, *optional*): Packages to tell apart, at least two of [`~sparsebert.data.builtin_corpus.PACKAGES`].
+        labels (`Sequence[str]`, *optional*): Packages to tell apart, at least two of `PACKAGES`.
         documents (`Sequence[Document]`, *optional*): Documents to use instead of the built-in corpus.
 
     Returns:

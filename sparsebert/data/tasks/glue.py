@@ -299,7 +299,7 @@ def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], p
         name (`str`): Name of the task, a key of [`GLUE`].
         split (`str`): Name of the split; the server takes `test`, and `test_matched`, `test_mismatched` and `test_ax`
             of MNLI.
-        rows (`Sequence[Mapping]`): The predictions, as of [`~sparsebert.data.tasks.classification.decode`], of all examples
+        rows (`Sequence[Mapping]`): The predictions, as of [`decode`], of all examples
             in the order of the file.
         path (`str` or `Path`): Folder to write to, made if it is missing.
 

@@ -124,12 +124,12 @@ def metrics(name: str, predictions: Sequence[str], references: Sequence[list[dic
 
 def best_threshold(rows: Sequence[dict], references: Sequence[list[dict]]) -> dict[str, float]:
     """
-    The `no_answer_threshold` values of [`~sparsebert.data.tasks.squad.decode`] that would have given the highest scores.
+    The `no_answer_threshold` values of [`decode`] that would have given the highest scores.
 
     They are chosen with the answers at hand: results with them are an upper bound, not a result of the model.
 
     Args:
-        rows (`Sequence[dict]`): What [`~sparsebert.data.tasks.squad.decode`] returned for v2, of which `null_odds` and
+        rows (`Sequence[dict]`): What [`decode`] returned for v2, of which `null_odds` and
             `best_non_null` are used.
         references (`Sequence[list[dict]]`): The column `answers`.
 
