@@ -50,11 +50,11 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     verb, *rest = arguments
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
-    command = _command(verb, rest)
+    command = _command_of(verb, rest)
     return command, load_recipe(rest, command.sections, command.positional, command.excluded)
 
 
-def _command(verb, arguments):
+def _command_of(verb, arguments):
     return importlib.import_module(f".{verb}", __package__).command(arguments)
 
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from ._help import long_help, short_help
 
             explain = long_help if "--help-all" in arguments else short_help
-            print(explain(verb, _command(verb, arguments[1:])))
+            print(explain(verb, _command_of(verb, arguments[1:])))
         else:
             command, values = parse(arguments)
             command.run(values)
