@@ -21,7 +21,8 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..files import write_metrics
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask
 from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load

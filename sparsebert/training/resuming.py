@@ -6,7 +6,8 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import CONFIG_NAME
 
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask
 from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import stored_settings

@@ -7,7 +7,8 @@ import torch
 from transformers import Trainer
 from transformers.utils import logging
 
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .resuming import check_checkpoint

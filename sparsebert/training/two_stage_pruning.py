@@ -17,7 +17,8 @@ import torch
 from ..analysis.runs import MASK_ONLY
 from ..analysis.statistics import summarize
 from ..files import check_output_dir, write_metrics
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask, special_entries
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask, special_entries
 from ..search.searches import parameter_index, prune, to_sparse_mask
 from .repetitions import run as run_experiment
 
