@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from transformers.utils import logging
 
 from ..builtin_corpus import Document, builtin_documents
+from .classification import accuracy_and_macro_f1
 
 
 if TYPE_CHECKING:
@@ -175,24 +176,6 @@ def _pieces(paragraphs: Iterable[str]) -> list[str]:
     return pieces
 
 
-def metrics(predictions: "Sequence[int]", references: "Sequence[int]") -> dict[str, float]:
-    """
-    Accuracy and macro F1.
-
-    Args:
-        predictions, references (`Sequence[int]`): Indices of the classes.
-
-    Returns:
-        `dict[str, float]`: `accuracy` and `macro_f1`, between 0 and 1.
-    """
-    from sklearn.metrics import accuracy_score, f1_score
-
-    return {
-        "accuracy": float(accuracy_score(references, predictions)),
-        "macro_f1": float(f1_score(references, predictions, average="macro")),
-    }
-
-
 def majority_share(dataset: "datasets.Dataset") -> float:
     """
     Accuracy of always answering the most frequent class.
@@ -227,5 +210,5 @@ def bag_of_words_baseline(splits: "datasets.DatasetDict") -> dict[str, float]:
     model = make_pipeline(TfidfVectorizer(sublinear_tf=True, min_df=2), LogisticRegression(C=10.0, max_iter=1000))
     model.fit(splits["train"]["text"][:], splits["train"]["label"][:])
     validation = splits["validation"]
-    scores = metrics(model.predict(validation["text"][:]), validation["label"][:])
+    scores = accuracy_and_macro_f1(model.predict(validation["text"][:]), validation["label"][:])
     return scores | {"majority_share": majority_share(validation)}
