@@ -96,7 +96,7 @@ def compare(folder: str | os.PathLike, baseline: str | os.PathLike, resamples: i
         else:
             metric = _mean
             systems = [[task.scores(predictions, gold) for predictions in system] for system in systems]
-        result[split] = paired_bootstrap(metric, *systems, gold, resamples)
+        result[split] = paired_bootstrap(metric, systems[0], systems[1], gold, resamples)
     return result
 
 

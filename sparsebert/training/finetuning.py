@@ -89,7 +89,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
             check_baseline(baselines[name], data, seeds)
     if several and PartialState().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "experiment.yaml").write_text(yaml.safe_dump(recipe))
+        (output / "experiment.yaml").write_text(yaml.safe_dump({section: recipe[section] for section in SECTIONS}))
     results = {}
     for name, data in tasks.items():
         folder = output / name if options.all else output
@@ -334,7 +334,7 @@ def _glue_scores(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def _write_submission(results: dict[str, dict[str, Any]], output: Path) -> None:
     """One archive for GLUE's server, with the predictions of the best seed of each task on its development set."""
-    files = {}
+    files: dict[str, Path] = {}
     for task, metrics in results.items():
         runs = metrics.get("seeds", {metrics.get("seed"): {"folder": "", "score": metrics["score"]}})
         best = max(runs.values(), key=_score)

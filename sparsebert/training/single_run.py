@@ -96,7 +96,8 @@ class TaskData:
         if references is None:
             return rows, {}
         answers = list(references.values())
-        values = self.metric.compute(predictions=[row["prediction"] for row in rows], references=answers)
+        predictions = [row["prediction"] for row in rows]
+        values: dict[str, float] = self.metric.compute(predictions=predictions, references=answers) or {}
         if self.task.more_metrics is not None:
             values |= self.task.more_metrics(rows, answers)
         return rows, values
@@ -257,10 +258,11 @@ def run_once(
             continue
         prediction = trainer.predict(data.features[split])
         rows, values = data.evaluate(split, prediction.predictions)
-        if values and "test_loss" in prediction.metrics:
-            values["loss"] = prediction.metrics["test_loss"]
+        timings = prediction.metrics or {}
+        if values and "test_loss" in timings:
+            values["loss"] = timings["test_loss"]
         trainer.log({f"eval_{split}_{name}": value for name, value in values.items()})
-        metrics["splits"][split] = values | {"seconds": prediction.metrics["test_runtime"]}
+        metrics["splits"][split] = values | {"seconds": timings["test_runtime"]}
         if main_process:
             write_predictions(output, split, rows, data.references(split))
             if task.write_submission is not None:
