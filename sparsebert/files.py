@@ -1,6 +1,7 @@
 """Files that every part writes: output folders, metrics, compressed text."""
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -8,13 +9,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from accelerate import PartialState
 
 
-# Suffix of a compressed file to what opens it.
+# Functions that open a compressed file, by its suffix.
 COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
+# What reading a damaged compressed file raises.
+DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 def check_output_dir(path, overwrite=False, resume=False):
@@ -46,6 +49,12 @@ def _rounded(value):
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def open_binary(path: str | Path) -> IO[bytes]:
+    """Open a file for reading, decompressed if its name ends in `.gz` or `.xz`."""
+    opener: Any = COMPRESSIONS.get(Path(path).suffix, open)
+    return opener(path, "rb")
+
+
 @contextmanager
 def open_text(path: str | Path, newline: str | None = "\n") -> Iterator[TextIO]:
     """
@@ -53,16 +62,15 @@ def open_text(path: str | Path, newline: str | None = "\n") -> Iterator[TextIO]:
 
     Args:
         path (`str` or `Path`): The file, decompressed if its name ends in `.gz` or `.xz`.
-        newline (`str`, *optional*, defaults to `"\\n"`): As of `open`. By default only a line feed ends a line.
+        newline (`str`, *optional*, defaults to `"\\n"`): See `open`. By default only a line feed ends a line.
 
     Raises:
         ValueError: If, while it is read, the file turns out not to be UTF-8 or not to be compressed as its name says.
     """
-    opener = COMPRESSIONS.get(Path(path).suffix, open)
-    with opener(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+    with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline=newline) as file:
         try:
             yield file
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text: {error.reason}") from error
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        except DECOMPRESSION_ERRORS as error:
             raise ValueError(f"{path}: cannot be decompressed: {error}") from error

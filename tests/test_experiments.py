@@ -236,7 +236,7 @@ def test_comparison_of_answers(recipe, squad_folder, tmp_path):
 @pytest.mark.parametrize(
     "training, data, message",
     [
-        ({}, {"task": "cola"}, "of task 'rte', not of 'cola'"),
+        ({}, {"task": "cola"}, "of task 'rte', expected one of 'cola'"),
         ({"seed": 9}, {}, r"seeds \[42\], none of \[9\]"),
         ({}, {"baseline": "nowhere"}, "nowhere: there is no finished run"),
     ],
@@ -338,7 +338,7 @@ def test_glue_without_any_data(recipe, tmp_path):
         ({"sweep": {"learning_rate": 1e-3}}, "learning_rate must be a list of values"),
         ({"sweep": {"learning_rate": ["fast"]}}, "sweep: learning_rate must be a number, got 'fast'"),
         ({"sweep": {"seed": [1, 2]}}, "unknown field of training in sweep 'seed'"),
-        ({"sweep": 3}, "sweep must be true, or a dictionary"),
+        ({"sweep": 3}, "sweep must be true or a dictionary"),
         ({"data": "nowhere"}, "nowhere"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -272,7 +272,7 @@ def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
         (model_of("dense"), "search was 'dam_s', is None"),
         (model_of("dam_s", target_sparsity=0.5), "target_sparsity was None, is 0.5"),
     ):
-        with pytest.raises(ValueError, match=f"resumed with another mode: {said}"):
+        with pytest.raises(ValueError, match=f"cannot resume with other settings: {said}"):
             make_trainer(model, tmp_path / "new", **arguments).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="pruning.final_sparsity was None, is 0.65"):
         train(tmp_path / "new", model_of("dam_s"), {}, checkpoint)
@@ -296,7 +296,7 @@ def test_in_fine_tuning(checkpoints, glue_folder, tmp_path):
     assert metrics["mask"] == "pruned" and metrics["sparsity"] == pytest.approx(0.5, abs=0.01)
     assert SparseMask.from_pretrained(tmp_path / "run").sparsity == pytest.approx(0.5, abs=0.01)
     recipe["data"] |= {"mask": "window"}
-    with pytest.raises(ValueError, match="pruning in fine-tuning needs score 'attention' and --mask dense"):
+    with pytest.raises(ValueError, match="pruning during fine-tuning needs the score 'attention' and --mask dense"):
         finetune(recipe)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import builtin, classification, glue, squad, squad_metrics, swag
 
@@ -11,7 +11,6 @@ from . import builtin, classification, glue, squad, squad_metrics, swag
 if TYPE_CHECKING:
     import datasets
     import numpy as np
-    from transformers import PreTrainedTokenizerBase
 
     from .task_metrics import TaskMetric
 
@@ -71,9 +70,9 @@ class Task:
     head: str
     splits: "Callable[[str | None], list[str]]"
     load: "Callable[..., datasets.DatasetDict]"
-    encode: "Callable[[datasets.Dataset, PreTrainedTokenizerBase, object], datasets.Dataset]"
+    encode: "Callable[[datasets.Dataset, Any, Any], datasets.Dataset]"
     collator: Callable
-    decode: "Callable[[np.ndarray, datasets.Dataset, datasets.Dataset, object], list[dict]]"
+    decode: "Callable[[Any, datasets.Dataset, datasets.Dataset, Any], list[dict]]"
     metric: str
     main_metric: str
     reference: str = "label"
