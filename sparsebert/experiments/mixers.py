@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..checks import nearest
 from ..data.tasks import TASKS
-from ..training.repetitions import run as finetune
+from ..training.finetuning import finetune
 from .text_runs import TextSettings, check_text, run_text, text_fields
 
 

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, fields
 
 from ..models.configuration_sparsebert import pattern_mask
-from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, translate
+from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, train_translation
 from .pattern_levels import PatternLevels, pattern_cells
 from .sections import check_training, model_section, training_section
 
@@ -106,7 +106,7 @@ EXPERIMENT = {
     },
     "cells": cells,
     "check": check,
-    "run": lambda cell, folder: translate(_recipe(cell, folder)),
+    "run": lambda cell, folder: train_translation(_recipe(cell, folder)),
     "columns": {
         "sparsity": ("removed", "{:.1%}"),
         "bleu": ("BLEU", "{:.1f}"),
