@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..analysis.pictures import plot_scores
+from ..analysis.charts import plot_scores
 from ..analysis.runs import MASK_ONLY, Run, read_run
 from ..analysis.statistics import summarize
 from ..analysis.tables import Table
