@@ -1,6 +1,7 @@
 """Output folders, metrics files and compressed text, for all parts of the package."""
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -8,13 +9,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from accelerate import PartialState
 
 
 # The function that opens a compressed file, by the file's suffix.
 COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+# What reading a damaged compressed file raises.
+DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
@@ -55,6 +58,12 @@ def _rounded(value):
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def open_binary(path: str | os.PathLike) -> IO[bytes]:
+    """Open a file for reading, decompressed if its name ends in `.gz` or `.xz`."""
+    opener = COMPRESSIONS.get(Path(path).suffix, open)
+    return opener(path, "rb")
+
+
 @contextmanager
 def open_text(path: str | os.PathLike, newline: str | None = "\n") -> Iterator[TextIO]:
     """
@@ -68,11 +77,10 @@ def open_text(path: str | os.PathLike, newline: str | None = "\n") -> Iterator[T
     Raises:
         ValueError: On reading, if the file is not UTF-8 or cannot be decompressed.
     """
-    opener: Callable[..., Any] = COMPRESSIONS.get(Path(path).suffix, open)
-    with opener(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+    with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline=newline) as file:
         try:
             yield file
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text: {error.reason}") from error
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        except DECOMPRESSION_ERRORS as error:
             raise ValueError(f"{path}: cannot be decompressed: {error}") from error
