@@ -18,7 +18,7 @@ REQUEST = Request("cpu", torch.float32, 2, HEADS, 128, 128, 64)
 
 
 def mask_of(density, length=128):
-    """Exactly that share of the entries, scattered."""
+    """A mask with exactly this share of the entries, scattered."""
     order = torch.rand(HEADS, length**2).argsort(-1)
     return SparseMask((order < round(density * length**2)).view(HEADS, length, length), length)
 
@@ -114,13 +114,13 @@ def test_errors_name_what_can_run():
     check(BACKENDS, "sparse_flex", REQUEST)
 
 
-# sparse_measure. Gradients are asked for, since sparse_flex would be compiled for every shape without.
+# sparse_measure. With gradients, since without them sparse_flex would be compiled for every shape.
 
 TRAINED = replace(REQUEST, num_queries=16, num_keys=16, head_size=8, gradients=True)
 
 
 def counting(calls):
-    """The backends, which note their calls."""
+    """The backends, with their calls recorded."""
 
     def noted(name, function):
         def wrapped(*arguments):

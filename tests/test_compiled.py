@@ -103,7 +103,7 @@ def test_the_newest_forms_are_kept_up_to_a_bound(monkeypatch):
         assert kept_bytes(mask) <= module.MAX_BYTES
     lengths = [key[1] for key in module._COMPILED[mask]]
     assert lengths == [61, 63, 10, 11, 12, 60]
-    # One form that is greater than the bound still serves, alone.
+    # A single form above the limit is still kept.
     compiled(mask, table_form, 200, False, CPU)
     assert [key[1] for key in module._COMPILED[mask]] == [200]
 
