@@ -60,7 +60,7 @@ def fitting(name, length):
 
 
 def scores_of(*shape):
-    """Random float64 scores, far from ties, and which of them are absent: of the last row, all."""
+    """Random float64 scores without ties, and which of them are absent: in the last row, all."""
     scores = torch.randn(shape, dtype=torch.float64)
     absent = torch.rand(shape) < 0.4
     absent[..., 0] = False
@@ -138,7 +138,7 @@ def test_maps_that_are_the_same():
 
 @pytest.mark.parametrize("lam", [-3.0, 0.0, 0.5, 0.99])
 def test_sparsegen_lin_by_its_definition(lam):
-    """`max(0, (s - tau) / (1 - lambda))`: the same tau for all that is left."""
+    """`max(0, (s - tau) / (1 - lambda))`, with the same tau for all keys that are left."""
     scores = torch.randn(20, 9, dtype=torch.float64)
     probs = PROBABILITY_MAPS["sparsegen_lin"](scores, lam=lam)
     for row, got in zip(scores, probs, strict=True):
@@ -421,7 +421,7 @@ def test_learned_alpha_is_trained_per_layer_and_head_and_saved(tiny_config, tmp_
     assert low.sparse_attention.probability_map.alpha_logits.dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-        # Each head of each layer has its own.
+        # Each head of each layer has its own alpha.
         other = copy.deepcopy(model)
         other.sparse_attention.probability_map.alpha_logits[1, 2] += 1.0
         before, after = (m(IDS, output_attentions=True).attentions for m in (model, other))
