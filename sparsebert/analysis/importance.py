@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from scipy import stats
 
-from ..masks.sparse_mask import special_entries, toeplitz_index
+from ..masks.expansion import toeplitz_index
+from ..masks.sparse_mask import special_entries
 
 
 CONFIDENCE = 0.95

@@ -22,8 +22,9 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
 from ..files import write_metrics
+from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS, build_pattern
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from ..masks.sparse_mask import SparseMask
 from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load

@@ -7,7 +7,7 @@ Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased B
 
 from ..analysis.tables import Table
 from ..training.seq2seq import SECTIONS, train_translation
-from ._command import Command, Printing, print_results
+from ._command import Command, Printing, Results
 
 
 def command(words):
@@ -16,7 +16,7 @@ def command(words):
         {**SECTIONS, "print": Printing},
         examples=(
             "translation --train PAIRS.tsv --test PAIRS2.tsv --output_dir DIR",
-            "translation --train train.en train.cs --test test.en test.cs --pattern star_cycle",
+            "translation --train a.en a.cs --test b.en b.cs --output_dir DIR",
         ),
     )
 
@@ -24,4 +24,4 @@ def command(words):
 def run(values):
     metrics = train_translation(values)
     row = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-    print_results(values, metrics, Table.of("Translation", [row]))
+    return Results(metrics, [Table.of("Translation", [row])])

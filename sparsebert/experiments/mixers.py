@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checks import nearest
 from ..data.tasks import TASKS
-from ..training.repetitions import run as finetune
+from ..training.finetuning import finetune
 from .experiment import Experiment
 from .text_pretraining import TextSettings, check_text, run_text, text_fields
 

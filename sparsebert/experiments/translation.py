@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.configuration_sparsebert import pattern_mask
-from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, translate
+from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, train_translation
 from .experiment import Experiment
 from .pattern_levels import PatternLevels, pattern_cells
 from .recipe_sections import check_training, model_section, training_section
@@ -113,7 +113,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    return translate(_recipe(cell, folder))
+    return train_translation(_recipe(cell, folder))
 
 
 @functools.cache
