@@ -77,7 +77,7 @@ def test_start_is_the_mean_attention(search):
     stock.set_attn_implementation("eager")
     with torch.no_grad():
         attention = torch.stack(stock(ROWS[:16], output_attentions=True).attentions).mean(1)  # (L, H, n, n)
-    alpha = model.sparse_attention.alpha()
+    alpha = model.sparse_attention.learned.alpha()
     if search == "dam_s":
         expected = torch.stack([attention.diagonal(k, -2, -1).mean(-1) for k in range(LENGTH)], -1)
         expected = (expected + torch.stack([attention.diagonal(-k, -2, -1).mean(-1) for k in range(LENGTH)], -1)) / 2

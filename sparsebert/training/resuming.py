@@ -15,7 +15,7 @@ from ..search.progressive_pruning import stored_settings
 # What makes a search another one; a checkpoint of one cannot go on as the other.
 MODE_FIELDS = (
     "search", "pattern", "target_sparsity", "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
-    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "noise_scale_end", "mask_length",
+    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "mask_length",
     "symmetric", "share_layers", "special_tokens", "diagonal", "probability_map", "probability_map_kwargs",
     "token_mixers",
 )  # fmt: skip
@@ -56,6 +56,7 @@ def check_checkpoint(checkpoint, model, pruning=None, freezes=False):
     here = {name: getattr(config, name) for name in (*MODE_FIELDS, "frozen")}
     # A search or the dense pattern turns into a frozen mask as pruning ends.
     changing = ("frozen",) * freezes if pruning is None else ("pattern", "frozen", "mask_length", "diagonal")
+    changing += ("diagonal",) * stored.get("frozen", False)  # the frozen mask holds it
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
     settings = stored_settings(checkpoint)
     for name, default in ({} if pruning is None else pruning.settings).items():

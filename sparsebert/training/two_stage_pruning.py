@@ -17,8 +17,9 @@ import torch
 from ..analysis.runs import MASK_ONLY
 from ..analysis.statistics import summarize
 from ..files import check_output_dir, write_metrics
+from ..masks.expansion import parameter_index
 from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask, special_entries
-from ..search.searches import parameter_index, prune, to_sparse_mask
+from ..search.searches import prune, to_sparse_mask
 from .repetitions import run as run_experiment
 
 
