@@ -7,7 +7,7 @@ from dataclasses import fields as dataclass_fields
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,6 +24,11 @@ from .architectures import attention_modules, check_architecture, describe, inpu
 from .configuration_sparsebert import REQUESTS, SparseBertConfig
 from .sparse_attention import SparseAttention
 
+
+if TYPE_CHECKING:
+    _ModelBase = PreTrainedModel
+else:
+    _ModelBase = object
 
 logger = logging.get_logger(__name__)
 
@@ -126,14 +131,14 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     Raises:
         ValueError: If the model carries no mask.
     """
-    model = _without_adapters(model)
-    sparse_attention = model.base_model._modules.get("sparse_attention")
+    inner = _without_adapters(model)
+    sparse_attention = inner.base_model._modules.get("sparse_attention")
     if sparse_attention is None:
-        raise ValueError(f"{type(model).__name__} carries no sparse attention: attach it first")
+        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
 
 
-class SparseModelMixin:
+class SparseModelMixin(_ModelBase):
     """
     What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
     `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
@@ -145,7 +150,7 @@ class SparseModelMixin:
     @property
     def sparse_attention(self) -> SparseAttention:
         """The [`SparseAttention`] of the base model."""
-        return get_sparse_attention(self)  # type: ignore[arg-type]
+        return get_sparse_attention(self)
 
     def set_mask(self, mask: SparseMask) -> None:
         """Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]."""
@@ -160,9 +165,10 @@ class SparseModelMixin:
     def save_pretrained(
         self,
         save_directory: str | PathLike,
-        *args: Any,
         is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,
+        *args: Any,
         **kwargs: Any,
     ) -> None:
         """
@@ -170,7 +176,7 @@ class SparseModelMixin:
         arguments are those of `PreTrainedModel.save_pretrained`.
         """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
-        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process:
             self._save_mask(Path(save_directory))
         if push_to_hub:
@@ -243,10 +249,9 @@ def register(model: PreTrainedModel, sparse_attention: SparseAttention) -> None:
     base.sparse_attention = sparse_attention
     for index, module in enumerate(attention_modules(model)):
         # Not through Module.__setattr__, which would register it again under every layer.
-        module.__dict__["sparse_attention"] = sparse_attention
-        module.mask_layer = index
+        vars(module).update(sparse_attention=sparse_attention, mask_layer=index)
     prepare = partial(_prepare_forward, tuple(inspect.signature(base.forward).parameters))
-    model._mask_hooks = (
+    vars(model)["_mask_hooks"] = (
         base.register_forward_pre_hook(prepare, with_kwargs=True),
         model.register_forward_hook(_add_sparsity_loss, with_kwargs=True),
     )
@@ -364,8 +369,9 @@ def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation:
 
 def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
     """Give a model that has been registered the class of an attached model, and its attention implementation."""
-    model._stock_attention = model.config._attn_implementation
-    model.__class__ = attached_class(type(model))
+    vars(model)["_stock_attention"] = model.config._attn_implementation
+    stock_class: Any = type(model)
+    model.__class__ = attached_class(stock_class)
     model.set_attn_implementation(attn_implementation)
 
 
@@ -384,14 +390,15 @@ def detach(model: Model) -> Model:
     inner = _without_adapters(model)
     if not isinstance(inner, AttachedModel):
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: there is nothing to detach")
-    attributes = vars(inner)
+    attached: Any = inner
+    attributes = vars(attached)
     for handle in attributes.pop("_mask_hooks"):
         handle.remove()
-    for module in attention_modules(inner):
-        del module.__dict__["sparse_attention"], module.mask_layer
-    inner.__class__ = inner.stock_class
-    del inner.base_model.sparse_attention
-    inner.set_attn_implementation(attributes.pop("_stock_attention"))
+    for module in attention_modules(attached):
+        del vars(module)["sparse_attention"], vars(module)["mask_layer"]
+    del attached.base_model.sparse_attention
+    attached.__class__ = attached.stock_class
+    attached.set_attn_implementation(attributes.pop("_stock_attention"))
     return model
 
 

@@ -66,7 +66,7 @@ class SparseBertConfig(BertConfig):
     A [`BertConfig`] with an attention mask: either a fixed `pattern`, or a `search` that learns it.
 
     Args:
-        pattern (`str`, *optional*): Name of a fixed mask, a key of `PATTERNS` (`"bigbird"`, `"window"`, `"dense"`, ...).
+        pattern (`str`, *optional*): Name of a fixed mask, a key of `PATTERNS`: `"bigbird"`, `"window"`, `"dense"`, ...
         pattern_kwargs (`dict`, *optional*): Parameters of the pattern, such as `{"window_size": 3}`.
         head_configuration (`str`, *optional*): How a cycle of patterns is laid out: `"sequential"`, `"union"` or
             `"multihead"`.
@@ -112,8 +112,8 @@ class SparseBertConfig(BertConfig):
         initial_decay (`float`, *optional*): d >= 0. The odds of keeping an entry start proportional to
             `max(distance, 1)^-d`, with the distance in tokens (`"dam_b"`: tiles). Defaults to 0, where all are alike,
             or to 3 with a target, where a search that starts local learns much faster.
-        initial_sparsity (`float`, *optional*): Sparsity that a search with a target starts from, in [0, 1). Defaults to
-            the target; 0 is a dense warm-up.
+        initial_sparsity (`float`, *optional*): Sparsity that a search with a target starts from, in [0, 1). Defaults
+            to the target; 0 is a dense warm-up.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search after which sparsity starts to
             grow.
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search after which it has reached the
@@ -223,7 +223,7 @@ class SparseBertConfig(BertConfig):
             raise ValueError(
                 f"sparsity_warmup must be at most sparsity_ramp ({self.sparsity_ramp}), got {self.sparsity_warmup}"
             )
-        if self.mask_length < 3:
+        if self.mask_length is not None and self.mask_length < 3:
             raise ValueError(f"mask_length must be at least 3 (special tokens and one more), got {self.mask_length}")
         check_probability_map(self.probability_map, self.probability_map_kwargs or {}, self.max_position_embeddings)
         if self.mask_form == "multiplicative" and self.probability_map != "softmax":
@@ -294,7 +294,9 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
     Raises:
         ValueError: If `target_sparsity` is out of reach.
     """
-    search = SEARCHES[config.search]
+    name, length = config.search, config.mask_length
+    assert name is not None and length is not None
+    search = SEARCHES[name]
     # A search with a target is annealed by default. With a penalty it samples, as in the paper.
     annealed = config.target_sparsity is not None
     sampled = search.stochastic and not annealed
@@ -304,10 +306,10 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
     if decay is None:
         decay = LOCAL_DECAY if annealed else 0.0
     return MaskSearch(
-        name=config.search,
+        name=name,
         num_layers=1 if config.share_layers else config.num_attention_layers,
         num_heads=config.num_attention_heads,
-        length=config.mask_length,
+        length=length,
         special_tokens=config.special_tokens or special_tokens,
         last_token=config.last_token or "real",
         diagonal=DIAGONALS[config.diagonal or "learned"],

@@ -31,9 +31,7 @@ def carries_mask(source: str | PathLike, **hub_arguments: Any) -> bool:
     return any(find_file(source, name, **hub_arguments) for name in names)
 
 
-def load(
-    pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any
-) -> PreTrainedModel:
+def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
     Load a model with its mask, frozen or still being searched: a SparseBERT, or a model that [`attach`] gave a mask.
 
@@ -77,7 +75,9 @@ def load(
         source, output_loading_info=True, **kwargs
     )
     if missing := [name for name in info["missing_keys"] if name.endswith("mask_logits")]:
-        raise MaskFileError(f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched")
+        raise MaskFileError(
+            f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched"
+        )
     model.__class__ = model.stock_class
     become_attached(model, attn_implementation)
     return model

@@ -47,9 +47,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         self.sparse_attention.probability_map.reset_parameters()
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
         """
         Load a model as transformers does. A frozen mask is read from the same folder or repository, and used as
         `length_policy`, `last_token` and `diagonal` ask if they are given.

@@ -340,7 +340,7 @@ class SparseAttention(nn.Module):
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         self._sample = None
-        if mask is not None:
+        if learned is None:
             prepared = BACKENDS[backend].prepare(mask, inputs)
         elif sampling:
             prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")

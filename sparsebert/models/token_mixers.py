@@ -143,7 +143,12 @@ class SepConv(nn.Module):
         return mixed.permute(0, 3, 2, 1).reshape(batch, length, size), None
 
 
-MIXERS: dict[str, type[nn.Module]] = {"attention": BertSelfAttention, "sepconv": SepConv, "bproj": BProj, "average": AverageAttention}
+MIXERS: dict[str, type[nn.Module]] = {
+    "attention": BertSelfAttention,
+    "sepconv": SepConv,
+    "bproj": BProj,
+    "average": AverageAttention,
+}
 
 
 def check_token_mixers(config: "SparseBertConfig") -> None:
@@ -171,7 +176,7 @@ def check_token_mixers(config: "SparseBertConfig") -> None:
         )
     if config.num_attention_layers == 0 and (config.search is not None or config.frozen or config.pattern != "dense"):
         raise ValueError(
-            "token_mixers leave no layer with attention, so there is nothing to mask: set pattern 'dense' and no search"
+            "token_mixers leave no layer with attention, so there is nothing to mask: set pattern 'dense', no search"
         )
 
 
@@ -180,7 +185,8 @@ def put_mixers(model: PreTrainedModel) -> None:
     config = model.config
     if config.token_mixers is None:
         return
-    for layer, name in zip(model.base_model.encoder.layer, config.token_mixers, strict=True):
+    bert: Any = model.base_model
+    for layer, name in zip(bert.encoder.layer, config.token_mixers, strict=True):
         if not isinstance(layer.attention.self, MIXERS[name]):
             layer.attention.self = MIXERS[name](config)
 

@@ -76,14 +76,14 @@ class ProgressivePruning(TrainerCallback):
     Args:
         final_sparsity (`float`): Fraction of entries removed in the end, in (0, 1).
         start (`float`, *optional*, defaults to 0.1): Fraction of the training before anything is removed.
-        end (`float`, *optional*, defaults to 0.6): Fraction at which the mask is frozen, less than 1: at least one step
-            of training follows.
+        end (`float`, *optional*, defaults to 0.6): Fraction at which the mask is frozen, less than 1: at least one
+            step of training follows.
         schedule (`str`, *optional*, defaults to `"cubic"`): How sparsity grows in between: `"cubic"` (fast at first),
             `"linear"` or `"step"` (by tenths).
         score (`str`, *optional*, defaults to `"probs"`): What ranks the entries: `"probs"` or `"logits"` (which differ
             only where P is 0 or 1 in float32), or `"attention"`.
-        scope (`str`, *optional*, defaults to `"head"`): `"head"` removes the same share of every head, `"global"` ranks
-            all heads and layers together.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` removes the same share of every head, `"global"`
+            ranks all heads and layers together.
         every (`int`, *optional*, defaults to 10): Optimizer steps between pruning steps, except for `"step"`.
 
     Raises:
@@ -110,10 +110,9 @@ class ProgressivePruning(TrainerCallback):
             raise ValueError(f"pruning: start and end must be 0 <= start <= end < 1, got {start!r} and {end!r}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"pruning: every must be an integer of at least 1, got {every!r}")
-        for name, value, allowed in (
-            ("schedule", schedule, tuple(SCHEDULES)), ("score", score, tuple(SCORES)), ("scope", scope, SCOPES)
-        ):  # fmt: skip
-            check_choice(f"pruning: {name}", value, allowed)
+        check_choice("pruning: schedule", schedule, tuple(SCHEDULES))
+        check_choice("pruning: score", score, tuple(SCORES))
+        check_choice("pruning: scope", scope, SCOPES)
         self.final_sparsity, self.start, self.end = final_sparsity, start, end
         self.schedule, self.score, self.scope, self.every = schedule, score, scope, every
         self._ready = False
@@ -259,10 +258,10 @@ class ProgressivePruning(TrainerCallback):
                 learned = sparse_attention.learned
                 learned.prune(score_of(learned), due, self.scope)
         if step == last:
-            self._freeze(sparse_attention, optimizer, Path(args.output_dir))
+            self._freeze(sparse_attention, optimizer, Path(str(args.output_dir)))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
+        path = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
         frozen = state.global_step > self._bounds(state.max_steps)[1]
         save_file(self._sums, path, {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)})
 
