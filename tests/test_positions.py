@@ -70,8 +70,8 @@ def test_a_mask_per_offset_extends(tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("bert", (40,), "length must be a whole number above the 40 positions"),
-        ("roberta", (39,), "above the 39 positions"),
+        ("bert", (40,), "length must be an integer above the model's 40 positions"),
+        ("roberta", (39,), "above the model's 39 positions"),
         ("bert", (80.0,), "got 80.0"),
         ("bert", (80, "repeat"), "method must be one of 'interpolate', 'tile', got 'repeat'"),
         ("modernbert", (80,), "type 'modernbert' has no learned embeddings"),
