@@ -38,7 +38,7 @@ autodoc_preserve_defaults = True
 autodoc_mock_imports = generated.missing("triton")
 
 _REFERENCE = re.compile(r"\[`~?([\w.]+)`\]")
-_PLACEHOLDER = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
+_PLACEHOLDER = re.compile(r"^<!-- (table|api|verbs): (\w+) -->$", re.MULTILINE)
 
 
 def _to_rst(app, what, name, obj, options, lines):
@@ -54,8 +54,9 @@ def _to_rst(app, what, name, obj, options, lines):
 
 
 def _insert(app, docname, source):
-    """Put what is made from the package where a page has `<!-- table: NAME -->` or `<!-- api: FOLDER -->`."""
-    makers = {"table": generated.table, "api": generated.api}
+    """Put what is made from the package where a page has `<!-- table: NAME -->`, `<!-- api: FOLDER -->` or
+    `<!-- verbs: all -->`."""
+    makers = {"table": generated.table, "api": generated.api, "verbs": generated.verbs}
     found = _PLACEHOLDER.sub(lambda match: makers[match[1]](match[2]), source[0])
     if found != source[0]:
         source[0] = found

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import yaml
@@ -24,10 +24,6 @@ from sparsebert.models.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.token_mixers import MIXERS
 from sparsebert.search.progressive_pruning import ProgressivePruning
 from sparsebert.search.searches import SEARCHES, num_parameters
-from sparsebert.training.finetuning import FinetuningArguments
-from sparsebert.training.post_hoc import PosthocArguments
-from sparsebert.training.pretraining import PretrainingArguments
-from sparsebert.training.seq2seq import TranslationArguments
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +38,11 @@ def missing(*packages):
 
 def table(name):
     """A table of `TABLES` in Markdown."""
-    headings, *rows = TABLES[name]()
+    return _markdown(TABLES[name]())
+
+
+def _markdown(lines):
+    headings, *rows = lines
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
 
@@ -50,8 +50,7 @@ def table(name):
 def _cell(value):
     if isinstance(value, (list, tuple)):
         value = ", ".join(f"`{item}`" for item in value)
-    text = re.sub(r"\[(`~?[\w.]+`)\]", r"\1", " ".join(str(value).split()))
-    return text.replace("|", "\\|")
+    return _plain(" ".join(str(value).split())).replace("|", "\\|")
 
 
 def _first_sentence(text):
@@ -80,11 +79,12 @@ def _searches():
 def _backends():
     yield "backend", "what it is", "besides frozen masks and padding", "probability maps"
     for name, row in BACKENDS.items():
-        extra = ", ".join(text for key, text in WANTED.items() if key in row.supports)
+        extra = "; ".join(text for key, text in WANTED.items() if key in row.supports)
         maps = "all" if set(row.probability_maps) == set(sparsebert.PROBABILITY_MAPS) else row.probability_maps
         yield f"`{name}`", _first_sentence(inspect.getmodule(row.function).__doc__), extra, maps
     for name, function in CHOICES.items():
-        yield f"`{name}`", _first_sentence(function.__doc__), "as the backend that it runs", "all"
+        text = _first_sentence(function.__doc__).split(": ", 1)[-1]
+        yield f"`{name}`", f"Chooses one of these: {text}", "whatever one of them can do", "all"
 
 
 def _maps():
@@ -132,11 +132,10 @@ def _recipes():
 
 
 def _experiments():
-    yield "experiment", "what it makes", "cells at the tiny scale", "settings"
+    yield "experiment", "what it makes", "scales and their numbers of cells"
     for name, row in EXPERIMENTS.items():
-        cells = row.cells(row.arguments(**row.scales["tiny"]))
-        settings = [field.name for field in dataclasses.fields(row.arguments)]
-        yield f"`{name}`", row.title, len(cells), settings
+        counts = {scale: len(row.cells(row.arguments(**fields))) for scale, fields in row.scales.items()}
+        yield f"`{name}`", row.title, ", ".join(f"`{scale}`: {count}" for scale, count in counts.items())
 
 
 def _verbs():
@@ -146,16 +145,11 @@ def _verbs():
 
 
 def _fields(cls):
-    def rows():
-        yield "field", "type", "default", "what it is"
-        texts = _arguments(cls.__doc__)
-        defaults = _defaults(cls)
-        for name in texts:
-            if name in defaults:
-                kind, text = texts[name]
-                yield f"`{name}`", kind, defaults[name], text
-
-    return rows
+    yield "field", "type", "default", "what it is"
+    texts, defaults = _arguments(cls.__doc__), _defaults(cls)
+    for name, (kind, text) in texts.items():
+        if name in defaults:
+            yield f"`{name}`", kind, defaults[name], text
 
 
 def _defaults(cls):
@@ -210,15 +204,37 @@ TABLES = {
     "recipes": _recipes,
     "experiments": _experiments,
     "verbs": _verbs,
-    "configuration": _fields(SparseBertConfig),
-    "pretraining": _fields(PretrainingArguments),
-    "finetuning": _fields(FinetuningArguments),
-    "search": _fields(PosthocArguments),
-    "pruning": _fields(ProgressivePruning),
-    "translation": _fields(TranslationArguments),
+    "configuration": partial(_fields, SparseBertConfig),
+    "pruning": partial(_fields, ProgressivePruning),
     "modules": _modules,
     "public": _public,
 }
+
+
+def verbs(_):
+    """Every verb with its examples and its own fields."""
+    sections = []
+    for verb, summary in VERBS.items():
+        module = importlib.import_module(f"sparsebert.commands.{verb}")
+        command = module.command([])
+        sections += [f"## {verb}", _plain(inspect.getdoc(module))]
+        lines = "\n".join(f"sparsebert {verb} {example}" for example in command.examples)
+        sections.append(f"```sh\n{lines}\n```")
+        for name, cls in command.sections.items():
+            if cls is SparseBertConfig:
+                sections.append(f"Section `{name}`: the fields of the [configuration](configuration.md).")
+            elif cls.__module__.startswith("transformers."):
+                sections.append(f"Section `{name}`: the fields of `transformers.{cls.__name__}`.")
+            elif name != "print":
+                excluded = command.excluded.get(name, ())
+                headings, *rows = _fields(cls)
+                rows = [row for row in rows if row[0].strip("`") not in excluded]
+                sections += [f"Section `{name}`:", _markdown([headings, *rows])]
+    return "\n\n".join(sections)
+
+
+def _plain(text):
+    return re.sub(r"\[(`~?[\w.]+`)\]", r"\1", text)
 
 
 @cache
