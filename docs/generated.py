@@ -178,8 +178,22 @@ def _modules():
             place = path.relative_to(PACKAGE)
             is_folder = path.name == "__init__.py"
             name = f"**`{place.parent}/`**" if is_folder and place.parent.name else f"`{place}`"
-            text = _first_sentence(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
+            text = _first_sentence(_docstring(path))
             yield name, f"**{text}**" if is_folder else text
+
+
+def _floors():
+    yield "part", "imports only from the lines above"
+    tree = ast.parse((ROOT / "tests" / "test_layout.py").read_text(encoding="utf-8"))
+    values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    for parts in ast.literal_eval(values["FLOORS"]):
+        paths = {part: PACKAGE / part / "__init__.py" for part in parts}
+        paths = {part: path if path.is_file() else PACKAGE / f"{part}.py" for part, path in paths.items()}
+        yield parts, " ".join(_first_sentence(_docstring(path)) for path in paths.values())
+
+
+def _docstring(path):
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def _public():
@@ -207,6 +221,7 @@ TABLES = {
     "configuration": partial(_fields, SparseBertConfig),
     "pruning": partial(_fields, ProgressivePruning),
     "modules": _modules,
+    "floors": _floors,
     "public": _public,
 }
 
@@ -214,7 +229,7 @@ TABLES = {
 def verbs(_):
     """Every verb with its examples and its own fields."""
     sections = []
-    for verb, summary in VERBS.items():
+    for verb in VERBS:
         module = importlib.import_module(f"sparsebert.commands.{verb}")
         command = module.command([])
         sections += [f"## {verb}", _plain(inspect.getdoc(module))]

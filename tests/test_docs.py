@@ -1,0 +1,214 @@
+"""README and docs: commands that parse, links that lead somewhere, examples that run, messages that exist."""
+
+import ast
+import configparser
+import contextlib
+import importlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsebert.commands import parse
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = ("sh", "console")
+# The verb, script or program of a command in running text, after which it has arguments.
+PROGRAMS = r"(?:sparsebert|python|pip|make) "
+
+
+def blocks(page, *languages):
+    """Fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        body for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if language in languages
+    ]
+
+
+def commands(page):
+    """Every command of a page: in its blocks, one or more lines each, and in its text."""
+    found = []
+    for body in blocks(page, "sh"):
+        found += body.replace("\\\n", " ").splitlines()
+    for body in blocks(page, "console"):
+        found += [line[2:] for line in body.splitlines() if line.startswith("$ ")]
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found += re.findall(rf"`({PROGRAMS}[^`]+)`", text)
+    words = [shlex.split(command, comments=True) for command in found]
+    return [command for command in words if command]
+
+
+COMMANDS = {
+    f"{page.name}: {shlex.join(command)}": command
+    for page in PAGES
+    for command in commands(page)
+    if command != ["sparsebert", "VERB", "--help"]
+}
+
+
+def test_commands_are_found():
+    verbs = {command[1] for command in COMMANDS.values() if command[0] == "sparsebert"}
+    assert len(COMMANDS) > 80 and {"pretrain", "finetune", "search", "prune", "reproduce"} <= verbs
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
+def test_command_parses(command):
+    program, *arguments = command
+    if program == "sparsebert":
+        if not {"--help", "--version"} & set(arguments):
+            parse(arguments)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert {word for word in arguments if "=" not in word} <= {*targets}
+    elif program == "pip":
+        config = configparser.ConfigParser()
+        config.read(ROOT / "setup.cfg")
+        extras = config["options.extras_require"]
+        asked = [name for word in arguments for name in re.findall(r"^\.\[(.*)\]$", word)]
+        assert arguments[0] == "install" and all(name in extras for group in asked for name in group.split(","))
+    elif program == "python" and arguments[0].endswith(".py"):
+        assert (ROOT / arguments[0]).is_file()
+    else:
+        assert [program, arguments[0]] == ["python", "-m"], f"what is {program}?"
+        module, flags = arguments[1], [word for word in arguments[2:] if word.startswith("--")]
+        if module == "sparsebert":
+            return parse(arguments[2:]) if arguments[2:] else None
+        assert module.startswith("benchmarks.")
+        assert set(flags) <= benchmark_flags(module)
+
+
+def benchmark_flags(module):
+    """Flags in the help of a benchmark."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--help"])
+    return set(re.findall(r"--[\w-]+", printed.getvalue()))
+
+
+def python(*arguments, path=ROOT, cwd=ROOT):
+    """Output of a Python process that imports the package from `path`."""
+    environment = os.environ | {"PYTHONPATH": str(path), "COLUMNS": "119", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+CONSOLE = [body for page in PAGES for body in blocks(page, "console")]
+
+
+@pytest.mark.parametrize("body", CONSOLE, ids=[body.partition("\n")[0] for body in CONSOLE])
+def test_console_blocks_run(body):
+    """Their output, where the page shows one, is what they print, but for space at the end of lines."""
+    command, _, expected = body.partition("\n")
+    prompt, program, *arguments = shlex.split(command)
+    assert (prompt, program) == ("$", "sparsebert")
+    printed = python("-m", "sparsebert", *arguments)
+    if expected:
+        assert [line.rstrip() for line in printed.splitlines()] == [line.rstrip() for line in expected.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", ["--help", "theory window --length 32", "pretrain --help"])
+def test_short_commands_run(arguments):
+    assert python("-m", "sparsebert", *arguments.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?://", target):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.is_file(), target
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
+                assert anchor in {
+                    re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in headings
+                }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_are_python(page):
+    for body in blocks(page, "python"):
+        if not body.startswith(">>>"):
+            ast.parse(body)
+
+
+def test_front_page_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+# The examples of extending.md: what to add below which registry of which file, and what then works.
+EXAMPLES = re.findall(
+    r"^## (?:A|An) ([^\n]*)\n(.*?)^```python\n(.*?)^```$(?:.*?)^```python\n(.*?)^```$",
+    (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"),
+    re.M | re.S,
+)
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of the package with all examples added."""
+    root = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "sparsebert", root / "sparsebert", ignore=shutil.ignore_patterns("__pycache__"))
+    for _, text, addition, _ in EXAMPLES:
+        file, registry = re.search(r"`(sparsebert/[\w/]+\.py)`,\s+below\s+`(\w+)`", text).groups()
+        source = (root / file).read_text(encoding="utf-8")
+        ends = [node.end_lineno for node in ast.parse(source).body if registry in assigned(node)]
+        assert len(ends) == 1, f"{file} has {len(ends)} assignments to {registry}"
+        lines = source.splitlines(keepends=True)
+        (root / file).write_text("".join([*lines[: ends[0]], "\n\n", addition, "\n", *lines[ends[0] :]]))
+    return root
+
+
+def assigned(node):
+    """Names that a statement assigns to."""
+    targets = (
+        node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    )
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def test_every_registry_has_an_example():
+    names = [name for name, *_ in EXAMPLES]
+    assert names == ["pattern", "backend", "search", "probability map", "task", "experiment"]
+
+
+@pytest.mark.parametrize(
+    "name, use", [(name, use) for name, _, _, use in EXAMPLES], ids=[name for name, *_ in EXAMPLES]
+)
+def test_examples_of_extending_run(name, use, extended):
+    python("-c", use, path=extended, cwd=extended)
+
+
+def test_a_new_task_is_fine_tuned(extended, checkpoints, tmp_path):
+    flags = "--max_steps 2 --report_to none --max_length 32".split()
+    run = ["finetune", "--task", "lengths", "--model", checkpoints["window"], "--output_dir", tmp_path / "out", *flags]
+    python("-m", "sparsebert", *run, path=extended, cwd=extended)
+    assert (tmp_path / "out" / "metrics.json").is_file()
+
+
+def test_messages_of_troubleshooting_exist():
+    """Their fixed parts are texts of the package."""
+    texts = {
+        node.value
+        for path in (ROOT / "sparsebert").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", page, re.M)
+    assert len(messages) > 10
+    for message in messages:
+        for part in filter(None, map(str.strip, message.split("..."))):
+            assert any(part in text for text in texts), f"{message}: no text of the package holds {part!r}"
