@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsebert.masks.sparse_mask import MaskFileError, SparseMask, toeplitz_index
+from sparsebert.masks.expansion import toeplitz_index
+from sparsebert.masks.mask_files import MaskFileError
+from sparsebert.masks.sparse_mask import SparseMask
 
 
 CONFIG = "mask_config.json"
@@ -186,7 +188,7 @@ def test_equality():
         ({"keep": [[True]]}, "keep must be a bool tensor"),
         ({"keep": bits(1, 2, 4, 5)}, "must have shape"),
         ({"keep": bits(4, 4)}, "must have 4 dimensions"),
-        ({"length": 4.0}, "length must be a positive integer"),
+        ({"length": 4.0}, "length must be an integer of at least 1"),
         ({"keep": bits(1, 0, 4, 4)}, "must have shape"),
         ({"keep": bits(1, 2, 5), "form": "offsets"}, "must have shape"),
         ({"keep": bits(1, 2, 3), "form": "blocks", "block_size": 2}, "must have shape"),

@@ -16,8 +16,9 @@ from transformers.utils import logging
 
 from ..attention.backends import check_backend
 from ..checks import check_choice
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.patterns import PATTERNS
-from ..masks.sparse_mask import DIAGONALS, MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SparseMask
+from ..masks.sparse_mask import DIAGONALS, SparseMask
 from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, input_shape, sliding_window
 from .configuration_sparsebert import SparseBertConfig

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..masks.sparse_mask import SPECIAL_TOKENS, SparseMask, toeplitz_index
+from ..masks.expansion import parameter_index
+from ..masks.sparse_mask import SPECIAL_TOKENS, SparseMask
 
 
 @dataclass(frozen=True)
@@ -113,23 +114,6 @@ def num_parameters(form, length, symmetric=True, special_tokens="none", block_si
     if form == "blocks":
         return -(-length // block_size)
     return length - SPECIAL_TOKENS.index(special_tokens)
-
-
-def parameter_index(form, length, mask_length, symmetric=True, block_size=None, device=None):
-    """
-    Which parameter decides each entry: a long tensor of shape `(length, length)`.
-
-    A value of K or more means "not learned": beyond the mask's length, or in the rows of special tokens.
-    """
-    if form != "table":
-        return toeplitz_index(length, block_size if form == "blocks" else 1, device)
-    position = torch.arange(length, device=device)
-    row, column = torch.broadcast_tensors(position[:, None], position[None, :])
-    if symmetric:
-        larger, smaller = torch.maximum(row, column), torch.minimum(row, column)
-        return larger * (larger + 1) // 2 + smaller
-    beyond = torch.maximum(row, column) >= mask_length
-    return torch.where(beyond, mask_length * mask_length, row * mask_length + column)
 
 
 def parameter_distance(form, size, length, symmetric=True):

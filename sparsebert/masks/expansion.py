@@ -1,0 +1,119 @@
+"""
+From the parameters of a mask to its entries.
+
+Letters: L layers (1 when shared), H heads, n tokens, K parameters per head, B tile size, i query, j key.
+
+The form of a mask says which parameter decides entry (i, j): `"offsets"` has one per `abs(i - j)`, `"blocks"` one per
+tile diagonal `abs(i // B - j // B)`, and `"table"` one per entry, or per unordered pair if it is symmetric.
+"""
+
+import torch
+
+
+FORMS = ("offsets", "blocks", "table")
+LENGTH_POLICIES = ("extend", "dense", "error")
+
+
+def default_length_policy(form: str) -> str:
+    """`"extend"` for Toeplitz forms (offsets and blocks); `"error"` for a table, which knows no others."""
+    return "error" if form == "table" else "extend"
+
+
+def toeplitz_index(length: int, block_size: int = 1, device: torch.device | str | None = None) -> torch.Tensor:
+    """The parameter of each entry in a Toeplitz form, `abs(i // B - j // B)`: a long tensor of shape `(n, n)`."""
+    block = torch.arange(length, device=device) // block_size
+    return (block[:, None] - block[None, :]).abs()
+
+
+def parameter_index(
+    form: str,
+    length: int,
+    mask_length: int,
+    symmetric: bool = True,
+    block_size: int | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """
+    The parameter of each entry at some input length.
+
+    Args:
+        form (`str`): One of `FORMS`.
+        length (`int`): Number of tokens of the input.
+        mask_length (`int`): Number of tokens that the mask was made for.
+        symmetric (`bool`, *optional*, defaults to `True`): Whether entries (i, j) and (j, i) of a table share their
+            parameter.
+        block_size (`int`, *optional*): B, required for form `"blocks"`.
+        device (`torch.device`, *optional*): Device of the result.
+
+    Returns:
+        `torch.Tensor` of shape `(length, length)`, long. An index of K or more means that the entry has no parameter.
+    """
+    if form != "table":
+        return toeplitz_index(length, (block_size or 1) if form == "blocks" else 1, device)
+    position = torch.arange(length, device=device)
+    row, column = torch.broadcast_tensors(position[:, None], position[None, :])
+    if symmetric:
+        larger, smaller = torch.maximum(row, column), torch.minimum(row, column)
+        return larger * (larger + 1) // 2 + smaller
+    beyond = torch.maximum(row, column) >= mask_length
+    return torch.where(beyond, mask_length * mask_length, row * mask_length + column)
+
+
+def expand(
+    values: torch.Tensor,
+    form: str,
+    length: int,
+    mask_length: int,
+    block_size: int | None = None,
+    length_policy: str | None = None,
+    symmetric: bool = True,
+    off: bool | float = False,
+    on: bool | float = True,
+    index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    The value of every entry, given the value of every parameter. Differentiable in `values`.
+
+    Args:
+        values (`torch.Tensor` of shape `(L, H, K)`): Value of each parameter, of any dtype. A table may also be given
+            entry by entry, with shape `(L, H, mask_length, mask_length)`; it is then cropped or padded without an
+            index.
+        form (`str`): One of `FORMS`.
+        length (`int`): n, the number of tokens of the input.
+        mask_length (`int`): Number of tokens that the mask was made for.
+        block_size (`int`, *optional*): B, required for form `"blocks"`.
+        length_policy (`str`, *optional*): What happens when `length` exceeds `mask_length`, one of `LENGTH_POLICIES`:
+            `"extend"` gives new offsets the value `off`, `"dense"` gives all new rows and columns the value `on`,
+            `"error"` raises. Defaults to [`default_length_policy`].
+        symmetric (`bool`, *optional*, defaults to `True`): Whether entries (i, j) and (j, i) of a table share their
+            parameter.
+        off (`bool` or `float`, *optional*, defaults to `False`): Value of an entry that has no parameter.
+        on (`bool` or `float`, *optional*, defaults to `True`): Value of new rows and columns with `"dense"`.
+        index (`torch.Tensor` of shape `(n, n)`, *optional*): The result of [`parameter_index`] on the device of
+            `values`, if the caller keeps it.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, n, n)`, in memory of its own.
+    Raises:
+        ValueError: If `length` exceeds `mask_length` and the length policy is `"error"`.
+    """
+    length_policy = length_policy or default_length_policy(form)
+    if length > mask_length and length_policy == "error":
+        allowed = "'dense'" if form == "table" else "'dense' or 'extend'"
+        raise ValueError(
+            f"input of {length} tokens is longer than the mask ({mask_length}): shorten it, or set length_policy to "
+            f"{allowed}"
+        )
+    new = max(length - mask_length, 0)
+    if values.dim() == 4:
+        return torch.nn.functional.pad(values[..., :length, :length], (0, new, 0, new), value=on)
+    if index is None:
+        index = parameter_index(form, length, mask_length, symmetric, block_size, values.device)
+    # One parameter beyond the last stands for every entry that has none.
+    values = torch.nn.functional.pad(values, (0, 1), value=off)
+    index = index.clamp(max=values.shape[-1] - 1)
+    table = values.flatten(0, 1).index_select(1, index.flatten()).view(*values.shape[:2], length, length)
+    if new and length_policy == "dense":
+        is_new = torch.arange(length, device=values.device) >= mask_length
+        table = table.masked_fill(is_new[:, None] | is_new, on)
+    return table
