@@ -3,8 +3,10 @@
 import ast
 import configparser
 import contextlib
+import functools
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebert.commands import parse
+from sparsebert.commands import VERBS, main, parse
 
 
 ROOT = Path(__file__).parents[1]
@@ -62,64 +64,57 @@ def test_commands_are_found():
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
 def test_command_parses(command):
     program, *arguments = command
-    if program == "sparsebert":
-        if not {"--help", "--version"} & set(arguments):
-            parse(arguments)
+    if [program, *arguments[:2]] == ["python", "-m", "sparsebert"]:
+        program, arguments = "sparsebert", arguments[2:]
+    if program == "sparsebert" and len(arguments) < 2:
+        assert set(arguments) <= {*VERBS, "--help", "--version"}
+    elif program == "sparsebert":
+        parse(arguments)
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert {word for word in arguments if "=" not in word} <= {*targets}
     elif program == "pip":
         config = configparser.ConfigParser()
         config.read(ROOT / "setup.cfg")
-        extras = config["options.extras_require"]
-        asked = [name for word in arguments for name in re.findall(r"^\.\[(.*)\]$", word)]
-        assert arguments[0] == "install" and all(name in extras for group in asked for name in group.split(","))
+        groups = [group for word in arguments for group in re.findall(r"^\.\[(.*)\]$", word)]
+        assert arguments[0] == "install"
+        assert {name for group in groups for name in group.split(",")} <= {*config["options.extras_require"]}
     elif program == "python" and arguments[0].endswith(".py"):
         assert (ROOT / arguments[0]).is_file()
     else:
-        assert [program, arguments[0]] == ["python", "-m"], f"what is {program}?"
-        module, flags = arguments[1], [word for word in arguments[2:] if word.startswith("--")]
-        if module == "sparsebert":
-            return parse(arguments[2:]) if arguments[2:] else None
-        assert module.startswith("benchmarks.")
-        assert set(flags) <= benchmark_flags(module)
+        assert [program, arguments[0]] == ["python", "-m"] and arguments[1].startswith("benchmarks.")
+        assert {word for word in arguments if word.startswith("--")} <= benchmark_flags(arguments[1])
 
 
+@functools.cache
 def benchmark_flags(module):
     """Flags in the help of a benchmark."""
-    printed = io.StringIO()
+    module, printed = importlib.import_module(module), io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
-        importlib.import_module(module).main(["--help"])
+        getattr(module, "run", module.main)(["--help"])
     return set(re.findall(r"--[\w-]+", printed.getvalue()))
-
-
-def python(*arguments, path=ROOT, cwd=ROOT):
-    """Output of a Python process that imports the package from `path`."""
-    environment = os.environ | {"PYTHONPATH": str(path), "COLUMNS": "119", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 CONSOLE = [body for page in PAGES for body in blocks(page, "console")]
 
 
 @pytest.mark.parametrize("body", CONSOLE, ids=[body.partition("\n")[0] for body in CONSOLE])
-def test_console_blocks_run(body):
+def test_console_blocks_run(body, capsys, monkeypatch):
     """Their output, where the page shows one, is what they print, but for space at the end of lines."""
+    monkeypatch.chdir(ROOT)
     command, _, expected = body.partition("\n")
     prompt, program, *arguments = shlex.split(command)
-    assert (prompt, program) == ("$", "sparsebert")
-    printed = python("-m", "sparsebert", *arguments)
+    assert (prompt, program, main(arguments)) == ("$", "sparsebert", 0)
+    printed = capsys.readouterr().out
+    assert printed
     if expected:
         assert [line.rstrip() for line in printed.splitlines()] == [line.rstrip() for line in expected.splitlines()]
 
 
-@pytest.mark.parametrize("arguments", ["--help", "theory window --length 32", "pretrain --help"])
-def test_short_commands_run(arguments):
-    assert python("-m", "sparsebert", *arguments.split())
+@pytest.mark.parametrize("arguments", ["--help", "--version", "theory window --length 32", "pretrain --help"])
+def test_short_commands_run(arguments, capsys):
+    assert main(arguments.split()) == 0
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -173,9 +168,7 @@ def extended(tmp_path_factory):
 
 def assigned(node):
     """Names that a statement assigns to."""
-    targets = (
-        node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    )
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -184,18 +177,41 @@ def test_every_registry_has_an_example():
     assert names == ["pattern", "backend", "search", "probability map", "task", "experiment"]
 
 
-@pytest.mark.parametrize(
-    "name, use", [(name, use) for name, _, _, use in EXAMPLES], ids=[name for name, *_ in EXAMPLES]
-)
-def test_examples_of_extending_run(name, use, extended):
-    python("-c", use, path=extended, cwd=extended)
+# Runs programs given as JSON, and prints how each ended.
+RUNNER = """
+import json, sys, traceback
+ends = {}
+for name, program in json.loads(sys.argv[1]).items():
+    try:
+        exec(program, {"__name__": name})
+        ends[name] = ""
+    except BaseException:
+        ends[name] = traceback.format_exc()
+print("\\n" + json.dumps(ends))
+"""
 
 
-def test_a_new_task_is_fine_tuned(extended, checkpoints, tmp_path):
-    flags = "--max_steps 2 --report_to none --max_length 32".split()
-    run = ["finetune", "--task", "lengths", "--model", checkpoints["window"], "--output_dir", tmp_path / "out", *flags]
-    python("-m", "sparsebert", *run, path=extended, cwd=extended)
-    assert (tmp_path / "out" / "metrics.json").is_file()
+@pytest.fixture(scope="module")
+def ends(extended, checkpoints):
+    """How the use of each example ended, in one process that has the extended package."""
+    programs = {name: use for name, _, _, use in EXAMPLES}
+    run = f"finetune --task lengths --model {checkpoints['window']} --output_dir {extended}/lengths --max_length 32"
+    programs["fine-tuning"] = f"from sparsebert.commands import main\nassert main('{run} --max_steps 2'.split()) == 0"
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, json.dumps(programs)],
+        cwd=extended,
+        env=os.environ | {"PYTHONPATH": str(extended)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*(name for name, *_ in EXAMPLES), "fine-tuning"])
+def test_examples_of_extending_run(name, ends):
+    assert not ends[name], ends[name]
 
 
 def test_messages_of_troubleshooting_exist():
