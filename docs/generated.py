@@ -88,11 +88,11 @@ def _backends():
 
 
 def _maps():
-    yield "`probability_map`", "parameters", "definition", "backends"
-    for name, function in sparsebert.PROBABILITY_MAPS.items():
-        parameters = list(inspect.signature(function).parameters)[1:]
-        able = [backend for backend, row in BACKENDS.items() if name in row.probability_maps]
-        yield f"`{name}`", parameters, _first_sentence(function.__doc__), "all" if len(able) == len(BACKENDS) else able
+    yield "`probability_map`", "parameters", "definition", "backends", "needs entmax"
+    for name, row in sparsebert.PROBABILITY_MAPS.items():
+        able = [backend for backend, other in BACKENDS.items() if name in other.probability_maps]
+        able = "all" if len(able) == len(BACKENDS) else able
+        yield f"`{name}`", row.parameters, _first_sentence(row.function.__doc__), able, "yes" if row.needs_entmax else ""
 
 
 def _mixers():

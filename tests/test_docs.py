@@ -4,11 +4,11 @@ import ast
 import configparser
 import contextlib
 import functools
-import importlib
 import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -89,9 +89,10 @@ def test_command_parses(command):
 @functools.cache
 def benchmark_flags(module):
     """Flags in the help of a benchmark."""
-    module, printed = importlib.import_module(module), io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
-        getattr(module, "run", module.main)(["--help"])
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        patch.setattr(sys, "argv", [module, "--help"])
+        runpy.run_module(module, run_name="__main__")
     return set(re.findall(r"--[\w-]+", printed.getvalue()))
 
 
