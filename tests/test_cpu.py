@@ -313,8 +313,8 @@ def test_no_allocation_of_n_times_n():
         (lambda q, k, v: (q, k, v[:, :, :5]), "value must be"),
         (lambda q, k, v: (q, k[:, :1], v), "key must be"),
         (lambda q, k, v: (q, k.bfloat16(), v), "key must be torch.float32"),
-        (lambda q, k, v: (q[:0], k[:0], v[:0]), "at least one sequence"),
-        (lambda q, k, v: (q, k[:, :, :5], v[:, :, :5]), "at most as many positions"),
+        (lambda q, k, v: (q[:0], k[:0], v[:0]), "at least 1 sequence"),
+        (lambda q, k, v: (q, k[:, :, :5], v[:, :, :5]), "from 1 to 5 positions"),
     ],
     ids=["head size", "value length", "heads", "dtype", "no sequence", "more queries than keys"],
 )

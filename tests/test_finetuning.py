@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from sparsebert import SparseBertForSequenceClassification, SparseMask
+from sparsebert.data.tasks import TASKS
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.finetuning import check_arguments
 from sparsebert.training.finetuning_arguments import FinetuningArguments
@@ -244,11 +245,14 @@ def test_unknown_task_arguments(options):
 # Runs
 
 
-@pytest.mark.parametrize("task", ["rte", "cola", "stsb", "mnli", "squad", "squad_v2", "swag"])
-def test_a_run_of_each_kind(options, glue_folder, squad_folder, swag_folder, tmp_path, task):
-    folder = squad_folder if "squad" in task else swag_folder if task == "swag" else glue_folder
-    lengths = {"max_length": 24, "doc_stride": 6, "max_question_length": 6} if "squad" in task else {}
-    data = prepare(options(task=task, data=str(folder), **lengths))
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_of_each_task(options, task_data, tmp_path, task):
+    fields = {"data": str(task_data(task))}
+    if task == "builtin":
+        fields = {"data": None, "task_kwargs": {"train_size": 90, "validation_size": 45}}
+    if "squad" in task:
+        fields |= {"max_length": 24, "doc_stride": 6, "max_question_length": 6}
+    data = prepare(options(task=task, **fields))
     metrics = run_once(data, {}, TRAINING, tmp_path)
     assert metrics == json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["steps"] == 2 and metrics["mask"] == "window" and 0 < metrics["sparsity"] < 1

@@ -284,7 +284,7 @@ def test_metadata_says_where_the_mask_comes_from():
         ({"name": "dense", "num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
         ({"name": "random", "seed": -1}, "seed must be an integer from 0"),
         ({"name": "dense", "diagonal": None}, "diagonal must be one of True, False, got None"),
-        ({"name": "dense", "head_configuration": "union"}, "head_configuration needs one of the patterns strided_cycle"),
+        ({"name": "dense", "head_configuration": "union"}, "needs one of the patterns strided_cycle"),
         ({"name": "fixed_cycle", "head_configuration": "unoin"}, "'sequential', 'union', 'multihead', got 'unoin'"),
         ({"name": "fixed_cycle", "head_configuration": "multihead", "num_heads": 3}, "multiple of 2"),
     ],

@@ -63,7 +63,7 @@ def short_help(verb: str, command: Command) -> str:
     """What a verb does, examples, and its fields with their defaults, a line each."""
     description = inspect.cleandoc(inspect.getdoc(inspect.getmodule(command.run)) or "").split("\n\n")
     lines = [f"usage: sparsebert {verb} {command.words} [--field value ...]", ""]
-    lines += [*_wrapped(" ".join(description[0].split())), "", "examples:"]
+    lines += [*_wrapped(" ".join(description[0].split()), hanging=""), "", "examples:"]
     lines += [f"  sparsebert {verb} {example}" for example in command.examples]
     if recipes := command.positional is None and recipe_names(command.sections):
         lines += ["", *_wrapped(f"recipes: {', '.join(recipes)}, or the path of one")]
@@ -89,7 +89,7 @@ def long_help(verb: str, command: Command) -> str:
             text = f"{section}{', too' if own else ''}: the fields of transformers' {host[0].__name__}: "
             texts.append("\n".join(_wrapped(text + ", ".join(names))))
         if command.excluded.get(section):
-            texts.append(f"{section}: set by this verb, and no flags: {', '.join(command.excluded[section])}")
+            texts.append(f"{section}: not to be set here: {', '.join(command.excluded[section])}")
     return "\n\n".join(texts)
 
 
@@ -129,18 +129,26 @@ def _fields(section, cls, command):
 
 def _field(name, default, text):
     head = f"  --{name} {default}".rstrip()
-    if name in CHOICES:
-        text = " | ".join(CHOICES[name])
-    else:
-        text = re.split(r"(?<=[a-z)\]\"`0-9])[.;:](?:\s|$)", text, maxsplit=1)[0]
-    text = text.replace("`", "").replace("[", "").replace("]", "")
+    text = " | ".join(CHOICES[name]) if name in CHOICES else _first_clause(text)
     if len(head) > INDENT - 2:
         yield head
         head = ""
-    limit = 1 if name not in CHOICES else 3
+    limit = 3 if name in CHOICES else 1
     lines = textwrap.wrap(text, WIDTH - INDENT, max_lines=limit, placeholder=" ...") or [""]
     yield f"{head:<{INDENT}}{lines[0]}"
     yield from (" " * INDENT + line for line in lines[1:])
+
+
+def _first_clause(text):
+    """An explanation up to its first stop that is not within code or brackets."""
+    depth = 0
+    for index, character in enumerate(text):
+        if character == "`":
+            depth = 0 if depth else 1
+        elif character in ".;:" and not depth and text[index + 1 : index + 2] in ("", " "):
+            text = text[:index]
+            break
+    return re.sub(r"\[`(\w+)`\]", r"\1", text).replace("`", "")
 
 
 def _default(item):
@@ -156,5 +164,7 @@ def _default(item):
     return "" if isinstance(value, (dict, tuple)) else str(getattr(value, "value", value))
 
 
-def _wrapped(text, indent=""):
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
+def _wrapped(text, indent="", hanging="  "):
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False
+    )

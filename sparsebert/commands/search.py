@@ -7,18 +7,26 @@ frozen mask after that. The result is compared with random and manual masks at t
 `mask_probs.safetensors` and pictures (with the extra `viz`).
 """
 
+import dataclasses
+
+from ..models.attaching import allowed_fields
+from ..search.searches import SEARCHES
 from ..training.post_hoc import SECTIONS, agreement_table, search_post_hoc
 from ._command import Command, Printing, needed, print_note, print_results
 
 
 def command(words):
+    meaningful = {"search", *(name for search in SEARCHES for name in allowed_fields(search))}
+    fields = {item.name for item in dataclasses.fields(SECTIONS["model"])}
     return Command(
         run,
         {**SECTIONS, "print": Printing},
         examples=(
             "--model DIR_OR_HUB_ID --data FILE --target_sparsity 0.9 --output_dir DIR",
-            "--model DIR_OR_HUB_ID --data FILE --target_sparsity 0.9 --search dam_b --recover 500 --output_dir DIR",
+            "--model DIR --data FILE --target_sparsity 0.9 --recover 500 --output_dir DIR2",
         ),
+        # The model keeps its own configuration.
+        excluded={"model": tuple(sorted(fields - meaningful))},
     )
 
 

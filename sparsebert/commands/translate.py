@@ -16,7 +16,7 @@ def command(words):
         {**SECTIONS, "print": Printing},
         examples=(
             "translation --train PAIRS.tsv --test PAIRS2.tsv --output_dir DIR",
-            "translation --train train.en train.cs --test test.en test.cs --pattern star_cycle",
+            "translation --train a.en a.cs --test b.en b.cs --output_dir DIR",
         ),
     )
 

@@ -208,7 +208,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name in ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
-    check_output_dir(options.output_dir, options.overwrite)
+    check_output_dir(str(options.output_dir), options.overwrite)
     if fields.get("target_sparsity") is None:
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):

@@ -107,7 +107,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     training = TrainingArguments(**recipe["training"])
     output = Path(str(training.output_dir))
     check_backend(data.attn_implementation)
-    check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
     pruning = ProgressivePruning.from_settings(data.pruning)
     for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
         if pruning is not None and getattr(data, name) != unset:

@@ -130,7 +130,7 @@ def _value(what: str, texts: list[str], annotation):
         texts = ["true"]
     if len(texts) == 1:
         value = _parse(what, texts[0], annotation)
-        if allowed == {list} and not isinstance(value, list):
+        if list in allowed and not allowed & {bool, dict, str} and not isinstance(value, (list, type(None))):
             value = [texts[0]] if _item(annotation) is str else [value]
         return convert(what, value, annotation)
     if list not in allowed:

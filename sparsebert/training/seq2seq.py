@@ -289,7 +289,7 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     output = Path(str(training.output_dir))
     check_data(data)
     check_model(recipe["model"], data.max_length)
-    check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
     train = read_pairs(data.train, data.max_train_pairs)
     test = read_pairs(data.test, data.max_test_pairs)
     set_seed(training.seed)

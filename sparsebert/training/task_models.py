@@ -57,7 +57,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         meaningful, why = (), "there is no mask"
     else:
         check_architecture(model.model_type)
-        probability_map = config.get("probability_map") or getattr(model, "probability_map", "softmax")
+        probability_map = str(config.get("probability_map") or getattr(model, "probability_map", "softmax"))
         check_backend(options.attn_implementation or "sparse_auto", probability_map)
         if options.mask in SEARCHES:
             raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask it found")

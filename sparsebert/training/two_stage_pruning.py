@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..analysis.pictures import plot_scores
+from ..analysis.charts import plot_scores
 from ..analysis.runs import MASK_ONLY, Run, read_run
 from ..analysis.statistics import summarize
 from ..analysis.tables import Table
@@ -55,7 +55,7 @@ class PruningArguments:
     """
 
     run: str | None = None
-    sparsities: list = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    sparsities: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     random_controls: int = 0
     output_dir: str | None = None
     finetune: str | None = None

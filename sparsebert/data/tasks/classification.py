@@ -32,7 +32,7 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
             features["labels"] = batch["label"]
         return features
 
-    return examples.map(tokenize, batched=True, remove_columns=examples.column_names)
+    return examples.map(tokenize, batched=True, remove_columns=examples.column_names, desc="Tokenizing")
 
 
 def collator(tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None) -> "DataCollatorWithPadding":

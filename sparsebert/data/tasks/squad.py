@@ -290,7 +290,12 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
         return columns
 
     return examples.map(
-        windows, batched=True, with_indices=True, remove_columns=examples.column_names, features=features
+        windows,
+        batched=True,
+        with_indices=True,
+        remove_columns=examples.column_names,
+        features=features,
+        desc="Tokenizing",
     )
 
 

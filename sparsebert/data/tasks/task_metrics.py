@@ -6,7 +6,7 @@ They need neither the network nor a cache folder, so several processes can use t
 
     evaluate.combine([METRICS["accuracy"](), METRICS["matthews"]()])
 
-This module imports `evaluate`; [`Task.load_metric`] imports it only when a metric is needed.
+Importing this module imports `evaluate`, so [`Task.load_metric`] does it only when a metric is needed.
 """
 
 import inspect
