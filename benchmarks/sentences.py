@@ -23,7 +23,6 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import CONFIG_NAME
 
 from sparsebert import attach, load
-from sparsebert.commands.command_line import run_script
 from sparsebert.data.tasks import glue
 from sparsebert.files import write_metrics
 from sparsebert.masks.matched import matched_patterns
@@ -86,7 +85,7 @@ def measure(model, tokenizer, pairs, dense=None):
     }, embeddings
 
 
-def main(arguments):
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sentences", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="the dense encoder")
     parser.add_argument("--data", required=True, metavar="DIR", help="folder of STS-B, with the file of the split")
@@ -129,4 +128,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

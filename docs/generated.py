@@ -92,7 +92,13 @@ def _maps():
     for name, row in sparsebert.PROBABILITY_MAPS.items():
         able = [backend for backend, other in BACKENDS.items() if name in other.probability_maps]
         able = "all" if len(able) == len(BACKENDS) else able
-        yield f"`{name}`", row.parameters, _first_sentence(row.function.__doc__), able, "yes" if row.needs_entmax else ""
+        yield (
+            f"`{name}`",
+            row.parameters,
+            _first_sentence(row.function.__doc__),
+            able,
+            "yes" if row.needs_entmax else "",
+        )
 
 
 def _mixers():
@@ -103,10 +109,20 @@ def _mixers():
 
 
 def _tasks():
-    yield "task", "metric that decides", "tokens", "batch per device", "epochs", "learning rate"
+    yield (
+        "task",
+        "metrics",
+        "the one that decides",
+        "tokens",
+        "batch per device",
+        "epochs",
+        "learning rate",
+        "of the paper",
+    )
     for name, task in TASKS.items():
         settings = [task.settings.get(key, "") for key in SETTINGS]
-        yield f"`{name}`", task.main_metric, task.max_length, *settings
+        paper = "yes" if task.paper_settings else ""
+        yield f"`{name}`", f"`{task.metric}`", task.main_metric, task.max_length, *settings, paper
 
 
 SETTINGS = ("per_device_train_batch_size", "num_train_epochs", "learning_rate")
