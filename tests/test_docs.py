@@ -92,6 +92,7 @@ def benchmark_flags(module):
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
         patch.setattr(sys, "argv", [module, "--help"])
+        patch.delitem(sys.modules, module, raising=False)
         runpy.run_module(module, run_name="__main__")
     return set(re.findall(r"--[\w-]+", printed.getvalue()))
 
