@@ -95,5 +95,5 @@ def test_command(checkpoints, tmp_path, capsys, kind, mask):
     model = model_class.from_pretrained(tmp_path)
     assert model.config.max_position_embeddings == AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64
     assert model(torch.ones(1, 64, dtype=torch.long)).logits.shape[1] == 64
-    assert main(["lengthen", checkpoints[kind], "--length", "64", "--output_dir", str(tmp_path)]) == 2
+    assert main(command) == 2
     assert "not empty" in capsys.readouterr().err
