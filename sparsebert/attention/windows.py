@@ -8,7 +8,9 @@ from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
 
 
-def local_inputs(inputs: MaskInputs, window: int, name: str, request: tuple[Any, ...], needs: set[str]) -> MaskInputs:
+def local_inputs(
+    inputs: MaskInputs, window: int, name: str, request: tuple[Any, ...], needs: frozenset[str]
+) -> MaskInputs:
     """
     The mask inputs of the layers that have a sliding window.
 

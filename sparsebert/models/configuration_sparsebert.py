@@ -264,8 +264,8 @@ def requests(config: SparseBertConfig) -> dict[str, str | None]:
 def pattern_mask(config: SparseBertConfig) -> SparseMask:
     """The mask of a configuration with a pattern."""
     mask = build_pattern(
-        config.pattern,
-        config.mask_length,
+        str(config.pattern),
+        int(config.mask_length or 0),
         config.num_attention_heads,
         num_layers=max(config.num_attention_layers, 1),
         seed=config.mask_seed,

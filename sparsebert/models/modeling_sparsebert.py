@@ -58,7 +58,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         sparse_attention = model.sparse_attention
         if sparse_attention.mask is None and not sparse_attention.searching:
-            mask = SparseMask.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            mask = SparseMask.from_pretrained(str(pretrained_model_name_or_path), **hub_arguments)
             sparse_attention.load_mask(mask, search=model.config.search)
         return loaded
 

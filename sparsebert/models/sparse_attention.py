@@ -341,7 +341,7 @@ class SparseAttention(nn.Module):
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         self._sample = None
         if learned is None:
-            prepared = BACKENDS[backend].prepare(mask, inputs)
+            prepared = BACKENDS[backend].prepare(self._frozen_mask(), inputs)
         elif sampling:
             prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")
         elif learned.search.pruning:

@@ -164,7 +164,10 @@ def check_universality(
     if (tables == tables[:, :1]).all():
         facts = {"one pattern": check_patterns(tables[:, 0], seed)}
     else:
-        facts = {"union": check_patterns(tables.any(1), seed), "intersection": check_patterns(tables.all(1), seed)}
+        facts = {
+            "union": check_patterns(np.asarray(tables.any(1)), seed),
+            "intersection": check_patterns(np.asarray(tables.all(1)), seed),
+        }
     universal, reason = _verdict(facts, length, mask.num_heads)
     return Universality(universal, reason, length, mask.num_heads, len(tables), sparsity, facts)
 
