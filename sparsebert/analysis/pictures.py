@@ -7,6 +7,7 @@ Letters: S runs, L layers, H heads, n length, P the probability that a position 
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ KEPT = "P, probability that the position is kept"
 _LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
 
 # The cycles' defaults are made for 256 tokens; at the gallery's length they would be nearly dense.
-_GALLERY_PARAMETERS = {
+_GALLERY_PARAMETERS: dict[str, dict[str, Any]] = {
     "strided_cycle": {"stride": 4},
     "fixed_cycle": {"stride": 4},
     "star_cycle": {"window_size": 1},
