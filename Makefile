@@ -1,4 +1,5 @@
-# make demo, make test, make lint: each sets up $(VENV) first where that is needed. make clean removes it and runs/.
+# make demo, make test, make lint, make docs: each sets up $(VENV) first where that is needed. make clean removes it,
+# runs/ and what was built.
 # Another interpreter: make test PYTHON=python3.12. Other extras of setup.cfg: make test EXTRAS=dev,gpu.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ EXTRAS ?= dev
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -32,6 +33,10 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy sparsebert
 
+docs: $(INSTALLED)
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "$(PYTHON) is not Python 3.10 or newer with the venv module. Install it (Debian, Ubuntu: apt install" \
@@ -42,5 +47,5 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) docs/_build runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find sparsebert tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,7 +43,6 @@ SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
     "no penalty": PAPER | {"sparsity_weight": 0},
     "hard samples, additive": PAPER | TARGET,
-    "hard samples, log, noise to 0.1": PAPER | TARGET | {"mask_form": "log", "noise_scale_end": 0.1},
     "annealed": ANNEALED,
     "annealed, frozen at 40 %": ANNEALED | EARLY,
     "annealed, frozen at 20 %": ANNEALED | {"search_end": 0.2},

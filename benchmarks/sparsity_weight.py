@@ -45,10 +45,10 @@ class Gradients(TrainerCallback):
         self.task, self.penalty = [], []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        search = model.sparse_attention
-        probs = torch.sigmoid(search.alpha())
-        (penalty,) = torch.autograd.grad((probs * search._counts()).sum(), search.mask_logits)
-        for values, gradient in ((self.task, search.mask_logits.grad), (self.penalty, penalty)):
+        learned = model.sparse_attention.learned
+        probs = torch.sigmoid(learned.alpha())
+        (penalty,) = torch.autograd.grad((probs * learned.search.counts).sum(), learned.logits)
+        for values, gradient in ((self.task, learned.logits.grad), (self.penalty, penalty)):
             values.append(gradient.square().mean().sqrt().item())
 
 
