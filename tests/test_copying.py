@@ -151,7 +151,7 @@ def test_backends_agree():
         ({"pattern": "stridded_cycle"}, "unknown pattern 'stridded_cycle'"),
         ({"pattern": "strided_cycle", "pattern_kwargs": {"stride": 0}}, "stride must be .* at least 1, got 0"),
         ({"pattern": "random", "pattern_kwargs": {"sparsity": 1.5}}, "sparsity must be a number from 0 to 1, got 1.5"),
-        ({"pattern": "random", "head_configuration": "union"}, "head_configuration is for"),
+        ({"pattern": "random", "head_configuration": "union"}, "head_configuration needs one of the patterns"),
         ({"depth": 0}, "depth must be an integer of at least 1, got 0"),
         ({"source_length": 0}, "source_length"),
         ({"num_symbols": 1}, "num_symbols"),

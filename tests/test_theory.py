@@ -444,7 +444,7 @@ SCALES = [
 
 
 def needs_package(name):
-    if name not in ("softmax", "topk"):
+    if PROBABILITY_MAPS[name].needs_entmax:
         pytest.importorskip("entmax")
 
 
@@ -490,22 +490,24 @@ def test_every_map_is_in_the_table():
 
 
 def test_a_map_without_a_formula_is_unknown(monkeypatch):
-    squares = MapFunction(lambda scores: scores.square() / scores.square().sum(-1, True))
-    monkeypatch.setitem(PROBABILITY_MAPS, "squares", squares)
+    def powers(scores, *, power):
+        return scores.abs() ** power / (scores.abs() ** power).sum(-1, keepdim=True)
+
+    monkeypatch.setitem(PROBABILITY_MAPS, "squares", MapFunction(powers))
     (found,) = (scale for scale in standard_scales() if scale.name == "squares")
     assert found.verdict == "unknown" and found.scale is None and found.as_json()["verdict"] == "unknown"
     table = scales_table(standard_scales())
     assert ["squares", "unknown"] in [[row[0], row[-1]] for row in table.rows]
     assert "squares: no scale is known for this map" in table.notes
     with pytest.raises(ValueError, match="no scale is known for the probability map 'squares'"):
-        hardmax_scale("squares", 1.0, 0.1, 8)
+        hardmax_scale("squares", 1.0, 0.1, 8, power=2)
 
 
 def test_a_map_whose_package_is_missing_is_unknown(monkeypatch):
     def missing(scores):
         raise ValueError("needs the package entmax")
 
-    monkeypatch.setitem(PROBABILITY_MAPS, "sparsemax", MapFunction(missing))
+    monkeypatch.setitem(PROBABILITY_MAPS, "sparsemax", MapFunction(missing, needs_entmax=True))
     found = check_scale("sparsemax", 0.5, 0.1, 8)
     assert found.scale == 1.8 and found.verdict == "unknown" and "entmax" in found.reason
 

@@ -186,7 +186,6 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
         folder.mkdir(parents=True)
         start, cpu = time.perf_counter(), time.process_time()
         metrics = experiment.run(cells[cell], folder)
-        folder.mkdir(parents=True, exist_ok=True)  # a cell need not write anything itself
         metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         made = {"settings": cells[cell], "metrics": metrics, "made_with": _versions()}
         # Another process may have added cells.

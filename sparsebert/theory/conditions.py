@@ -161,13 +161,10 @@ def check_universality(
         tables = np.tril(tables)
     sparsity = 1.0 - float(np.count_nonzero(tables)) / tables.size
     tables = tables[: _period(tables)]
-    if (tables == tables[:, :1]).all():
-        facts = {"one pattern": check_patterns(tables[:, 0], seed)}
-    else:
-        facts = {
-            "union": check_patterns(np.asarray(tables.any(1)), seed),
-            "intersection": check_patterns(np.asarray(tables.all(1)), seed),
-        }
+    kinds = {"one pattern": tables[:, 0]}
+    if not (tables == tables[:, :1]).all():
+        kinds = {"union": np.any(tables, axis=1), "intersection": np.all(tables, axis=1)}
+    facts = {kind: check_patterns(patterns, seed) for kind, patterns in kinds.items()}
     universal, reason = _verdict(facts, length, mask.num_heads)
     return Universality(universal, reason, length, mask.num_heads, len(tables), sparsity, facts)
 
