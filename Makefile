@@ -1,4 +1,5 @@
-# make demo, make test, make lint: each sets up $(VENV) first where that is needed. make clean removes it and runs/.
+# make demo, make test, make lint, make docs: each sets up $(VENV) first where that is needed. make clean removes it,
+# runs/ and what was built.
 # Another interpreter: make test PYTHON=python3.12. Other extras of setup.cfg: make test EXTRAS=dev,gpu.
 
 PYTHON ?= python3
@@ -7,22 +8,22 @@ EXTRAS ?= dev
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(INSTALLED)
 	@echo "1/5 A small BERT learns its mask on the documentation of the installed packages"
-	$(VENV)/bin/python pretrain.py recipes/demo_dam_s.yaml
+	$(VENV)/bin/sparsebert pretrain demo_dam_s
 	@echo "2/5 The same without a mask"
-	$(VENV)/bin/python pretrain.py recipes/demo_dense.yaml
+	$(VENV)/bin/sparsebert pretrain demo_dense
 	@echo "3/5 Fine-tuning through the frozen mask"
-	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dam_s --output_dir runs/demo/dam_s_task
+	$(VENV)/bin/sparsebert finetune demo_finetune --model runs/demo/dam_s --output_dir runs/demo/dam_s_task
 	@echo "4/5 Fine-tuning the dense model"
-	$(VENV)/bin/python finetune.py recipes/demo_finetune.yaml --model runs/demo/dense --output_dir runs/demo/dense_task --simple_baseline false
+	$(VENV)/bin/sparsebert finetune demo_finetune --model runs/demo/dense --output_dir runs/demo/dense_task --simple_baseline false
 	@echo "5/5 Results"
-	$(VENV)/bin/python -m sparsebert.report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
+	$(VENV)/bin/sparsebert report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
@@ -30,6 +31,11 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy sparsebert
+
+docs: $(INSTALLED)
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
@@ -41,5 +47,5 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) docs/_build runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find sparsebert tests -name __pycache__ -type d -prune -exec rm -rf {} +

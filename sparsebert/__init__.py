@@ -18,8 +18,9 @@ from transformers import (
 from .analysis.plans import Plan, plan
 from .attention.dot_product import sparse_dot_product_attention
 from .attention.probability_maps import PROBABILITY_MAPS
+from .masks.mask_files import MaskFileError
 from .masks.patterns import PATTERNS, build_pattern
-from .masks.sparse_mask import MaskFileError, SparseMask
+from .masks.sparse_mask import SparseMask
 from .models.architectures import ARCHITECTURES
 from .models.attaching import attach, detach, sparsity, sparsity_loss
 from .models.configuration_sparsebert import SparseBertConfig

@@ -1,23 +1,48 @@
 """Errors about what a user gave: each names the field, the value and what is allowed."""
 
 import difflib
+from collections.abc import Collection, Iterable
+from typing import Any
 
 
-def nearest(what, name, allowed):
-    """A `ValueError` for an unknown name that suggests the nearest allowed one."""
+def nearest(what: str, name: object, allowed: Iterable[str]) -> ValueError:
+    """
+    An error for an unknown name, to be raised by the caller.
+
+    Args:
+        what (`str`): The kind of name, such as `"task"`.
+        name (`object`): The unknown name.
+        allowed (`Iterable[str]`): The known names.
+
+    Returns:
+        `ValueError`: Its message suggests the known name nearest to `name`, or lists them all if none is near.
+    """
+    name, allowed = str(name), sorted(allowed)
     match = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"did you mean {match[0]!r}?" if match else f"allowed: {', '.join(sorted(allowed))}"
+    hint = f"did you mean {match[0]!r}?" if match else f"allowed: {', '.join(allowed) or 'none'}"
     return ValueError(f"unknown {what} {name!r}; {hint}")
 
 
-def check_choice(field, value, allowed):
-    """Raise a `ValueError` naming field, value and choices unless `value` is one of `allowed`."""
+def check_choice(field: str, value: object, allowed: Collection[Any]) -> None:
+    """
+    Raises:
+        ValueError: If `value` is not one of `allowed`.
+    """
     if value not in allowed:
         raise ValueError(f"{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def check_range(field, value, low, high=None, kinds=int):
-    """Raise a `ValueError` naming field, value and range unless `value` is a number from `low` to `high`."""
+def check_range(
+    field: str,
+    value: Any,
+    low: float,
+    high: float | None = None,
+    kinds: type[int] | tuple[type[int | float], ...] = int,
+) -> None:
+    """
+    Raises:
+        ValueError: If `value` is not a number of one of the `kinds` from `low` to `high`, both included.
+    """
     valid = isinstance(value, kinds) and not isinstance(value, bool) and low <= value
     if not valid or (high is not None and value > high):
         number = "an integer" if kinds is int else "a number"

@@ -1,33 +1,45 @@
-"""Files that every part writes: output folders, metrics, compressed text."""
+"""Output folders, metrics files and compressed text, for all parts of the package."""
 
 import gzip
+import io
 import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from accelerate import PartialState
 
 
-# Suffix of a compressed file to what opens it.
-COMPRESSIONS = {".gz": gzip.open, ".xz": lzma.open}
+# The function that opens a compressed file, by the file's suffix.
+COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+# What reading a damaged compressed file raises.
+DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 
 
-def check_output_dir(path, overwrite=False, resume=False):
+def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
     """
     Raises:
-        FileExistsError: If the folder holds anything, unless told to overwrite or resume.
+        FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
     """
     if not (overwrite or resume) and Path(path).is_dir() and any(Path(path).iterdir()):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
 
 
-def write_metrics(path, metrics):
-    """Write a metrics file (JSON, 6 significant digits), whole or not at all, and return what a reader gets."""
+def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
+    """
+    Write metrics as JSON, with floats rounded to 6 significant digits. An interrupted write leaves no partial file.
+
+    Args:
+        path (`str` or `os.PathLike`): File to write. Only the main process of a distributed run writes it.
+        metrics (`dict` or `list`): Values that JSON can express.
+
+    Returns:
+        `dict` or `list`: The metrics as read back from the file.
+    """
     text = json.dumps(_rounded(metrics), indent=2) + "\n"
     state = PartialState()
     if state.is_main_process:
@@ -46,23 +58,29 @@ def _rounded(value):
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def open_binary(path: str | os.PathLike) -> IO[bytes]:
+    """Open a file for reading, decompressed if its name ends in `.gz` or `.xz`."""
+    opener = COMPRESSIONS.get(Path(path).suffix, open)
+    return opener(path, "rb")
+
+
 @contextmanager
-def open_text(path: str | Path, newline: str | None = "\n") -> Iterator[TextIO]:
+def open_text(path: str | os.PathLike, newline: str | None = "\n") -> Iterator[TextIO]:
     """
-    Open a text file in UTF-8, with or without a byte order mark, for a `with` statement.
+    Context manager that opens a UTF-8 text file, with or without a byte order mark.
 
     Args:
-        path (`str` or `Path`): The file, decompressed if its name ends in `.gz` or `.xz`.
-        newline (`str`, *optional*, defaults to `"\\n"`): As of `open`. By default only a line feed ends a line.
+        path (`str` or `os.PathLike`): File to read, decompressed if its name ends in `.gz` or `.xz`.
+        newline (`str`, *optional*, defaults to `"\\n"`): The argument of `open`. By default only a line feed ends a
+            line.
 
     Raises:
-        ValueError: If, while it is read, the file turns out not to be UTF-8 or not to be compressed as its name says.
+        ValueError: On reading, if the file is not UTF-8 or cannot be decompressed.
     """
-    opener = COMPRESSIONS.get(Path(path).suffix, open)
-    with opener(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+    with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline=newline) as file:
         try:
             yield file
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text: {error.reason}") from error
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        except DECOMPRESSION_ERRORS as error:
             raise ValueError(f"{path}: cannot be decompressed: {error}") from error

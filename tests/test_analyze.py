@@ -9,9 +9,16 @@ from conftest import TINY
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach
-from sparsebert.analysis.runs import analyze, importance, read_run, read_runs
-from sparsebert.commands.analyze import main
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertLMHeadModel, attach
+from sparsebert.analysis.runs import (
+    analyze,
+    find_mask,
+    importance_table,
+    is_pattern,
+    measure_importance,
+    read_run,
+    read_runs,
+)
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
 
@@ -78,9 +85,35 @@ def test_reads_masks(tmp_path, runs):
     assert torch.equal(read_run(tmp_path / "run").probs, mask.to_table().float())
 
 
+def test_names_of_patterns_and_masks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build_pattern("window", 12, 2).save_pretrained(tmp_path / "mask")
+    assert is_pattern("bigbird") and not is_pattern("mask") and not is_pattern("owner/name")
+    with pytest.raises(ValueError, match="unknown pattern, folder .* 'bigbrid'; did you mean 'bigbird'"):
+        is_pattern("bigbrid")
+    assert torch.equal(find_mask("mask").to_table(), build_pattern("window", 12, 2).to_table())
+    star = find_mask("star", 20, 3, window_size=2)
+    assert (star.length, star.num_heads) == (20, 3)
+    assert torch.equal(star.to_table(), build_pattern("star", 20, 3, window_size=2).to_table())
+
+
+def test_runs_of_decoders_and_mixers_say_so(tmp_path, tiny_config):
+    mixed = tiny_config(pattern="window", mask_length=20, token_mixers=["average", "attention"])
+    SparseBertForMaskedLM(mixed).save_pretrained(tmp_path / "mixed")
+    run = read_run(tmp_path / "mixed")
+    assert not run.is_decoder and run.token_mixers == ("average",)
+    decoder = tiny_config(pattern="window", mask_length=20, is_decoder=True)
+    SparseBertLMHeadModel(decoder).save_pretrained(tmp_path / "decoder")
+    run = read_run(tmp_path / "decoder")
+    assert run.is_decoder and run.token_mixers == ()
+    build_pattern("window", 12, 2).save_pretrained(tmp_path / "mask")
+    run = read_run(tmp_path / "mask")
+    assert not run.is_decoder and run.token_mixers == ()
+
+
 def test_numbers(runs):
     probs = torch.stack([read_run(run).probs for run in runs])  # (2, 1, 4, 20, 20)
-    numbers = importance(read_runs(runs))
+    numbers = measure_importance(read_runs(runs))
     group = numbers["all_layers"]["groups"]["offset_1"]
     near = probs[..., 1:-1, 1:-1].diagonal(1, -2, -1).mean((1, 2, 3)).double()
     assert group["mean"] == pytest.approx(near.mean().item())
@@ -94,13 +127,13 @@ def test_numbers(runs):
     assert len(numbers["all_layers"]["sketch"]) == 16
     assert (
         "layers" not in numbers
-        and "over_seeds" not in importance(read_runs(runs[:1]))["all_layers"]["groups"]["others"]
+        and "over_seeds" not in measure_importance(read_runs(runs[:1]))["all_layers"]["groups"]["others"]
     )
 
 
 def test_layers_apart(tmp_path):
     probs = search(tmp_path / "run", share_layers=False, diagonal="remove")
-    numbers = importance(read_runs([tmp_path / "run"]))
+    numbers = measure_importance(read_runs([tmp_path / "run"]))
     means = [layer["groups"]["others"]["mean"] for layer in numbers["layers"]]
     assert len(means) == 2 and means[0] != means[1]
     assert sum(means) / 2 == pytest.approx(numbers["all_layers"]["groups"]["others"]["mean"])
@@ -110,23 +143,28 @@ def test_layers_apart(tmp_path):
     assert numbers["fixed_groups"] == ["special_tokens", "diagonal"]
 
 
-def test_command(tmp_path, runs, capsys):
+def test_analyze_writes_numbers_and_pictures(tmp_path, runs):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    main([*map(str, runs), "--output_dir", str(out)])
+    returned = analyze([*map(str, runs)], out)
     names = ["groups", "heads_1", "heads_2", "mean_probs", "offset_profile", "sketch"]
     assert sorted(path.stem for path in out.glob("*.png")) == names
     assert sorted(path.stem for path in out.glob("*.svg")) == names
     numbers = json.loads((out / "importance.json").read_text())
     assert [run["source"] for run in numbers["runs"]] == list(map(str, runs))
-    assert numbers["search"] == "dam_s" and numbers["num_heads"] == 4
-    printed = capsys.readouterr().out
-    assert "95 % over_seeds" in printed and "special_tokens  1.000" in printed
+    assert numbers["search"] == "dam_s" and numbers["num_heads"] == 4 and numbers == returned
+    table = importance_table(numbers)
+    assert table.columns == ["group", "mean P", "95 % over_heads", "95 % over_seeds"]
+    low, high = numbers["all_layers"]["groups"]["offset_1"]["over_seeds"]
+    mean = numbers["all_layers"]["groups"]["offset_1"]["mean"]
+    assert table.rows[1][::3] == ["offset_1", f"[{low:.3f}, {high:.3f}]"] and table.rows[1][1] == f"{mean:.3f}"
+    assert ["special_tokens", "1.000"] == table.rows[-1][:2]
 
-    before = (out / "importance.json").read_bytes()
-    with pytest.raises(FileExistsError, match="is not empty"):
-        main([str(runs[0]), "--output_dir", str(out)])
-    assert (out / "importance.json").read_bytes() == before
+
+def test_table_of_a_mask_has_no_seeds(tmp_path):
+    build_pattern("window", 20, 2).save_pretrained(tmp_path / "mask")
+    table = importance_table(measure_importance(read_runs([tmp_path / "mask"])))
+    assert table.columns == ["group", "mean of M", "95 % over_heads"]
 
 
 def test_short_mask_has_no_sketch(tmp_path):

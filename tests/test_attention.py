@@ -1,12 +1,17 @@
 """
 Every backend against dense attention in float64, forward and gradients, and what a backend must refuse.
 
+The tests follow the registries: a new backend, pattern or search is in them without a change here. What a backend is
+expected to refuse is taken from its row.
+
 Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
+import functools
 import itertools
 import random
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from transformers import AttentionInterface, StaticCache
 
 from sparsebert import (
     PATTERNS,
+    SEARCHES,
     SparseBertForMaskedLM,
     SparseBertLMHeadModel,
     SparseBertModel,
@@ -21,13 +27,22 @@ from sparsebert import (
     build_pattern,
     sparse_dot_product_attention,
 )
-from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS
+from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, CHOICES
+from sparsebert.attention.choice import WANTED, Request, refusal
 
 
-# What serves a frozen mask on any machine, gradients and dropout included.
-NAMES = ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto", "sparse_measure"]
-ADDITIVE_NAMES = [name for name in NAMES if name != "sparse_cpu"]
 HEADS = 4
+TRAINING = Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True, padded=True)
+
+
+def serving(**fields):
+    """The backends whose rows do not refuse a request like `TRAINING` with these fields."""
+    request = replace(TRAINING, **fields)
+    return [name for name in BACKENDS if refusal(BACKENDS, name, request) is None]
+
+
+NAMES = [*serving(), *CHOICES]
+ADDITIVE_NAMES = [*serving(needs=frozenset({"additive"})), *CHOICES]
 
 
 def reference(query, key, value, keep):
@@ -64,13 +79,13 @@ def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0,
 
     truth = with_gradients(formula, query, key, value, grad, torch.float64)
     plain = with_gradients(formula, query, key, value, grad)
-    # Of the largest number about, since a gradient that is 0 is a difference of others.
+    # Relative to the largest number, since a gradient of 0 is a difference of larger numbers.
     unit = torch.finfo(query.dtype).eps * max(1.0, *(want.abs().max().item() for want in truth))
     for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=True):
         assert got.dtype == query.dtype and got.isfinite().all(), (about, what)
         error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
         assert error <= 2 * allowed + units * unit, (about, what, error, allowed, unit)
-    # Without a live key: exactly 0, and nothing flows back.
+    # Without a live key, the output is exactly 0 and gets no gradient.
     empty, unseen = ~keep.any(-1), ~keep.any(-2)
     assert (results[0][empty] == 0).all() and (results[1][empty] == 0).all(), about
     assert (results[2][unseen] == 0).all() and (results[3][unseen] == 0).all(), about
@@ -101,15 +116,27 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-GRID_NAMES = ["sparse_eager", "sparse_sdpa", "sparse_cpu"]
-CUDA_NAMES = ["sparse_eager", "sparse_sdpa", "sparse_triton", "sparse_flex"]
-MASKS = [*PATTERNS, "dam_s", "dam_u", "dam_b", "per head", "empty rows"]
+MASKS = [*PATTERNS, *SEARCHES, "per head", "empty rows"]
 LENGTHS = (1, 7, 63, 64, 100, 128, 257, 512)
 PADDINGS = ("none", "right", "left", "holes", "nothing real")
-HEAD_SIZES = {"sparse_cpu": (8, 20, 32, 64, 128)}
-# Of these sparse_triton represents 0.125 only, and sparse_flex none.
-DROPOUTS = {"sparse_triton": (0.0, 0.125), "sparse_flex": (0.0,)}
+HEAD_SIZES = (8, 20, 32, 64, 128)
+DROPOUTS = (0.0, 0.125)  # a multiple of 1/65536, which sparse_triton rounds to
 LAYOUTS = ("contiguous", "heads last", "one projection", "strided")
+BLOCK_SIZE = 16
+
+
+@functools.cache
+def able(name, device, field, values):
+    """The values of a field of a request that a backend serves, or all if it refuses any."""
+    request = replace(TRAINING, device=device, head_size=64)
+    return [v for v in values if refusal(BACKENDS, name, replace(request, **{field: v})) is None] or values
+
+
+@functools.cache
+def special_tokens_of(mask):
+    if mask in SEARCHES:
+        return SEARCHES[mask].special_tokens
+    return build_pattern(mask, 17, 1).special_tokens if mask in PATTERNS else "first"
 
 
 @dataclass(frozen=True)
@@ -130,7 +157,7 @@ class Case:
 
 
 def draw(name, device, mask, length, padding=None, dropout=None):
-    """A case of the grid; what is not given is drawn, from the arguments alone."""
+    """A case of the grid. Whatever is not given is drawn at random, with the arguments as the seed."""
     rng = random.Random(f"{name} {mask} {length} {padding} {dropout}")
     return Case(
         name,
@@ -138,11 +165,11 @@ def draw(name, device, mask, length, padding=None, dropout=None):
         mask,
         length,
         padding or rng.choice(PADDINGS),
-        rng.choice(DROPOUTS.get(name, (0.0, 0.1))) if dropout is None else dropout,
-        rng.choice(HEAD_SIZES.get(name, (32, 64, 128))),
+        rng.choice(able(name, device, "dropout", DROPOUTS)) if dropout is None else dropout,
+        rng.choice(able(name, device, "head_size", HEAD_SIZES)),
         rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
         rng.choice(LAYOUTS),
-        rng.random() < 0.25 and mask not in ("dam_s", "dam_b", "bigbird"),  # these have a global last token
+        rng.random() < 0.25 and special_tokens_of(mask) != "first_last",
         rng.choice((None, None, True, False)),
         rng.choice(("real", "real", "position")),
         max(length + rng.choice((0, 0, 9)), 17),  # patterns need some tokens
@@ -156,16 +183,15 @@ def make_mask(case, num_heads=2):
         fields["diagonal"] = case.diagonal
     if case.mask in PATTERNS:
         return build_pattern(case.mask, length, num_heads, num_layers=2).replace(**fields)
-    if case.mask == "dam_s":
-        return SparseMask(
-            torch.rand(num_heads, length) < 0.1, length, "offsets", special_tokens="first_last", **fields
-        )
-    if case.mask == "dam_b":
-        keep = torch.rand(num_heads, -(-length // 16)) < 0.3
-        return SparseMask(keep, length, "blocks", 16, special_tokens="first_last", **fields)
-    if case.mask == "dam_u":
+    if case.mask in SEARCHES:
+        form, fields["special_tokens"] = SEARCHES[case.mask].form, special_tokens_of(case.mask)
+        if form == "offsets":
+            return SparseMask(torch.rand(num_heads, length) < 0.1, length, form, **fields)
+        if form == "blocks":
+            keep = torch.rand(num_heads, -(-length // BLOCK_SIZE)) < 0.3
+            return SparseMask(keep, length, form, BLOCK_SIZE, **fields)
         table = torch.rand(num_heads, length, length) < 0.2
-        return SparseMask(table | table.mT, length, **fields)
+        return SparseMask(table | table.mT, length, form, **fields)
     table = torch.rand(num_heads, length, length) < torch.tensor([0.03, 0.7])[:, None, None]
     if case.mask == "empty rows":
         table[0] = False
@@ -240,7 +266,7 @@ def attend(case, mask, padding, query, key, value):
 
 
 def dropout_factors(case, mask, padding, keep):
-    """What dropout multiplied each probability by: uniform ones, read through values that are columns of 1."""
+    """The factor that dropout applied to each probability, read from uniform probabilities and one-hot values."""
     width = case.head_size
     batch, num_heads, length = keep.shape[:3]
     zeros = torch.zeros(batch, num_heads, length, width, dtype=case.dtype, device=case.device)
@@ -263,6 +289,13 @@ def dropout_factors(case, mask, padding, keep):
 def check(case):
     mask, padding = make_mask(case), make_padding(case)
     query, key, value, grad = laid_out(case, 2 if padding is None else len(padding))
+    shape = (*query.shape[:3], *key.shape[2:])
+    flags = {"gradients": True, "padded": padding is not None, "causal": case.causal}
+    reason = refusal(BACKENDS, case.name, Request(case.device, case.dtype, *shape, case.dropout, **flags))
+    if reason is not None:
+        with pytest.raises(ValueError, match=re.escape(f"{case.name} cannot run here: {reason}. Use ")):
+            attend(case, mask, padding, query.requires_grad_(), key, value)
+        return
     keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query)).to(case.device)
     padding = None if padding is None else padding.to(case.device)
     results = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
@@ -272,8 +305,8 @@ def check(case):
             factors = dropout_factors(case, mask, padding, keep)
         again = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
         assert all(map(torch.equal, results, again)), case
-    # PyTorch's own fused attention is not as exact as its formula.
-    units = 16 if case.name == "sparse_sdpa" else 4
+    # These are as exact as the formula; PyTorch's own fused attention, for one, is not.
+    units = 4 if case.name in ("sparse_eager", "sparse_cpu", "sparse_triton", "sparse_flex") else 16
     assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)
 
 
@@ -285,25 +318,25 @@ def check_sample(name, device, mask):
 
 
 def check_all(name, device, mask):
-    for chosen in itertools.product(LENGTHS, PADDINGS, DROPOUTS.get(name, (0.0, 0.1))):
+    for chosen in itertools.product(LENGTHS, PADDINGS, able(name, device, "dropout", DROPOUTS)):
         check(draw(name, device, mask, *chosen))
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", GRID_NAMES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_grid(poisoned_memory, name, mask):
     check_sample(name, "cpu", mask)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", GRID_NAMES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_whole_grid(poisoned_memory, name, mask):
     check_all(name, "cpu", mask)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CUDA_NAMES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_grid_on_cuda(poisoned_memory, name):
     for mask in MASKS:
         check_sample(name, "cuda", mask)
@@ -311,7 +344,7 @@ def test_grid_on_cuda(poisoned_memory, name):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CUDA_NAMES)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_whole_grid_on_cuda(poisoned_memory, name):
     for mask in MASKS:
         check_all(name, "cuda", mask)
@@ -429,7 +462,7 @@ def test_mask_of_each_layer_is_its_own(tiny_config, name):
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*serving(num_queries=3, causal=True), *CHOICES])
 def test_queries_of_a_cache_are_the_last_positions(tiny_config, name, padded):
     """3 new queries against 10 keys: rows 7 to 9 of the mask."""
     table = random_table(10) | torch.eye(10, dtype=torch.bool)
@@ -458,7 +491,7 @@ def test_4d_mask_applies_on_top(tiny_config, name, kind):
 
 @pytest.mark.parametrize("name", ADDITIVE_NAMES)
 def test_4d_mask_through_the_model(tiny_config, name):
-    """The padding mask, written out, gives what the 2-D mask gives on real tokens."""
+    """A padding mask written out in 4-D gives the same as in 2-D on real tokens."""
     model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name)).eval()
     ids = torch.randint(100, (2, 12))
     padding = torch.arange(12) < torch.tensor([12, 8])[:, None]
@@ -468,15 +501,15 @@ def test_4d_mask_through_the_model(tiny_config, name):
     torch.testing.assert_close(states[padding], expected_states[padding])
 
 
-# Of the forms sparse_sdpa refuses the multiplicative one, see test_refusals.
+NEEDS = {
+    "additive": frozenset({"learned"}),
+    "log": frozenset({"learned"}),
+    "multiplicative": frozenset({"learned", "gate"}),
+}
+
+
 @pytest.mark.parametrize(
-    "name, form",
-    [
-        (name, form)
-        for name in ADDITIVE_NAMES
-        for form in ("additive", "log", "multiplicative")
-        if (name, form) != ("sparse_sdpa", "multiplicative")
-    ],
+    "name, form", [(name, form) for form, needs in NEEDS.items() for name in (*serving(needs=needs), *CHOICES)]
 )
 @pytest.mark.parametrize("hard", [True, False], ids=["hard", "soft"])
 def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
@@ -524,7 +557,7 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
 # Dropout
 
 
-@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto"])
+@pytest.mark.parametrize("name", [*serving(dropout=0.1), *CHOICES])
 def test_mean_over_dropout_is_the_output_without(name):
     query, key, value, _ = (tensor[:1] for tensor in numbers(1, 24))
     mask = SparseMask(random_table(24), 24)
@@ -536,7 +569,7 @@ def test_mean_over_dropout_is_the_output_without(name):
     assert deviation.max() < 5 and drawn.std(0).max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+@pytest.mark.parametrize("name", serving(dropout=0.3))
 def test_gradients_under_dropout_by_finite_differences(name):
     """Along a random direction, in float32 with the same dropout each time."""
     query, key, value, grad = numbers(2, 13)
@@ -572,7 +605,7 @@ def test_stock_name_on_a_masked_model_is_refused(tiny_config, stock, phase):
         model(torch.randint(100, (1, 8)))
 
 
-# What a frozen mask's backends cannot do: head size, dtype, dropout, queries that are fewer than keys, gradients.
+# The reasons that backends give: head size, dtype, dropout, fewer queries than keys, gradients.
 CANNOT = {
     "sparse_triton on CPU": ("sparse_triton", {}, "it needs a CUDA device, got 'cpu'"),
     "sparse_flex, gradients": ("sparse_flex", {"gradients": True}, "it has no gradients on device 'cpu'"),
@@ -605,28 +638,26 @@ def test_refusals(what):
         torch.testing.assert_close(output, attention("sparse_eager"))
 
 
-# What only some backends do on a model: probabilities, masks of the caller's own, masks that are being learned.
+# What only some backends do on a model: the needs, the fields of the model, the arguments of its forward.
 MODELS = {
-    "probabilities": ({"pattern": "window"}, {"output_attentions": True}, "output_attentions=True"),
-    "4-D mask": ({"pattern": "window"}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "a 4-D attention_mask"),
-    "searching": ({}, {}, "a mask that is being learned"),
-    "multiplicative": ({"mask_form": "multiplicative"}, {}, "mask_form 'multiplicative'|a mask that is being learned"),
+    "probabilities": ({"weights"}, {"pattern": "window"}, {"output_attentions": True}),
+    "4-D mask": ({"additive"}, {"pattern": "window"}, {"attention_mask": torch.ones(1, 1, 8, 8)}),
+    "searching": ({"learned"}, {}, {}),
+    "multiplicative": ({"learned", "gate"}, {"mask_form": "multiplicative"}, {}),
 }
-ABLE = {what: ["sparse_eager"] for what in MODELS} | dict.fromkeys(
-    ("4-D mask", "searching"), ["sparse_eager", "sparse_sdpa"]
-)
 
 
 @pytest.mark.parametrize(
     "what, name",
-    [(what, name) for what in MODELS for name in BACKENDS if name not in ABLE[what]],
+    [(what, name) for what in MODELS for name, backend in BACKENDS.items() if MODELS[what][0] - backend.supports],
 )
 def test_refusals_of_models(tiny_config, what, name):
-    fields, given, words = MODELS[what]
+    needs, fields, given = MODELS[what]
     model = SparseBertModel(tiny_config(attn_implementation=name, **fields)).train()
     ids = torch.randint(100, (1, 8))
+    lacking = "|".join(re.escape(WANTED[need]) for need in needs - BACKENDS[name].supports)
     with pytest.raises(
-        ValueError, match=f"^{name} cannot run here: it does not support .*({words}).*Use sparse_eager"
+        ValueError, match=f"^{name} cannot run here: it does not support ({lacking}). Use sparse_eager"
     ):
         model(ids, **given)
     model.set_attn_implementation("sparse_auto")
@@ -663,9 +694,9 @@ def test_static_cache_is_refused(tiny_config):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["sparse_sdpa", "sparse_cpu", "sparse_auto", "sparse_flex"])
+@pytest.mark.parametrize("name", [*serving(gradients=False), *CHOICES])
 def test_model_in_evaluation_equals_eager(tiny_config, name):
-    """sparse_flex too, which has gradients on CUDA only."""
+    """Includes backends that have no gradients on CPU."""
     model = SparseBertForMaskedLM(tiny_config(pattern="bigbird", attn_implementation="sparse_eager")).eval()
     ids = torch.randint(100, (2, 40))
     attention_mask = (torch.arange(40) < torch.tensor([40, 23])[:, None]).long()
@@ -677,7 +708,7 @@ def test_model_in_evaluation_equals_eager(tiny_config, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*CUDA_NAMES[1:], "sparse_auto", "sparse_measure"])
+@pytest.mark.parametrize("name", [*serving(device="cuda", head_size=32), *CHOICES])
 def test_training_on_cuda_equals_eager(tiny_config, name):
     config = tiny_config(pattern="bigbird", hidden_size=128, attn_implementation="sparse_eager")
     model = SparseBertForMaskedLM(config).cuda().train()

@@ -10,6 +10,7 @@ from transformers import BertTokenizerFast
 from sparsebert.data.tasks.classification import (
     accuracy,
     accuracy_and_f1,
+    accuracy_and_macro_f1,
     collator,
     correlations,
     decode,
@@ -88,6 +89,10 @@ class TestMetrics:
         assert scores == {"accuracy": pytest.approx(5 / 8), "f1": pytest.approx(6 / 9)}
         assert accuracy_and_f1([0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 0.0}
         assert accuracy_and_f1([0, 0], [0, 1]) == {"accuracy": 0.5, "f1": 0.0}
+
+    def test_macro_f1(self):
+        scores = accuracy_and_macro_f1([0, 1, 1, 2], [0, 1, 0, 2])
+        assert scores == {"accuracy": pytest.approx(0.75), "macro_f1": pytest.approx((2 / 3 + 2 / 3 + 1) / 3)}
 
     def test_matthews(self):
         scores = matthews(self.PREDICTIONS, self.REFERENCES)

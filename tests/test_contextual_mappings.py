@@ -1,17 +1,17 @@
 """Contextual mappings: layers against their formulas, lemmas on all inputs, and the page that shows them."""
 
 import doctest
+import io
 import itertools
+import json
 import re
-import shlex
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from sparsebert.theory import contextual_mappings
-from sparsebert.theory import verdicts as theory
 from sparsebert.theory.contextual_layers import (
     Head,
     Layer,
@@ -31,14 +31,16 @@ from sparsebert.theory.contextual_mappings import (
     check_no_diagonal,
     check_sparse,
     find_collision,
-    main,
+    mappings_table,
     pattern_tables,
+    plot_shifts,
     standard_checks,
 )
+from sparsebert.theory.verdicts import check_cases, details, pattern_case, verdict_table
 
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "universality.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = next(page for page in DOCS.rglob("*.md") if "selective_shifts.png" in page.read_text(encoding="utf-8"))
 
 
 def integers(values):
@@ -200,15 +202,24 @@ def test_bad_input(call, message):
         call()
 
 
-def test_figure(tmp_path, capsys):
+def test_figure(tmp_path):
     pytest.importorskip("matplotlib")
-    main(["--figure", str(tmp_path / "new" / "shifts.png")])
+    plot_shifts(tmp_path / "new" / "shifts.png")
     assert (tmp_path / "new" / "shifts.png").read_bytes().startswith(b"\x89PNG")
-    assert "shifts.png" in capsys.readouterr().out
 
 
-def test_standard_checks():
-    for check in standard_checks():
+def test_standard_checks(capsys):
+    checks = standard_checks()
+    assert capsys.readouterr() == ("", "")  # no progress bar where stderr is no terminal
+    table = mappings_table(checks)
+    assert len(table.rows) == len(checks) and set(COUNTER_EXAMPLES) <= {row[1] for row in table.rows}
+    assert sum(check.collision is not None for check in checks) == len(table.notes) == 3
+    assert "no diagonal, 1 shift, n = 4: (0, 1/3, 1/2, 5/6) and (1/6, 1/3, 2/3, 5/6) share a number" in table.notes
+    saved = json.loads(json.dumps([check.as_json() for check in checks]))
+    by_attention = {(check["attention"], check["num_columns"]): check for check in saved}
+    assert by_attention["full", 4]["collision"] is None and by_attention["full", 4]["num_inputs"] == 360
+    assert by_attention["no diagonal, 1 shift", 4]["collision"][0] == [["0", "1/3", "1/2", "5/6"]]
+    for check in checks:
         fails = any(word in check.attention for word in ("1 shift", *COUNTER_EXAMPLES))
         fails = fails and check.num_columns > 3
         assert (check.collision is not None) == fails
@@ -220,19 +231,23 @@ def test_page_examples():
     assert result.attempted > 10 and result.failed == 0
 
 
-COMMANDS = {"sparsebert.theory": theory.main, "sparsebert.contextual_mappings": contextual_mappings.main}
-CONSOLE = re.findall(r"```console\n\$ python -m (\S+)(.*)\n((?:.*\n)*?)```", PAGE.read_text())
+def table_lines(table):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table.rich())
+    return [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
 
 
-@pytest.mark.parametrize("module, arguments, output", CONSOLE)
-def test_page_commands(module, arguments, output, capsys):
-    """Their output is what the page says, but for space at the end of lines."""
-    COMMANDS[module](shlex.split(arguments))
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert printed == [line.rstrip() for line in output.splitlines()]
+def test_page_shows_what_is_found():
+    """The tables and facts on the page are those of today's code, whichever command prints them."""
+    lines = {line.rstrip() for line in PAGE.read_text().splitlines()}
+    cases = [pattern_case(name, 32, 4) for name in ("star", "strided_cycle", "no_diag", "bigbird")]
+    found = check_cases(cases)
+    shown = table_lines(verdict_table(cases, found)) + table_lines(mappings_table(standard_checks()))
+    for case, verdict in zip(cases, found, strict=True):
+        shown += details(case, verdict).splitlines()
+    assert len(shown) > 50 and [line for line in shown if line.rstrip() not in lines] == []
 
 
-def test_page_has_commands_and_its_figure():
-    assert {module for module, _, _ in CONSOLE} == set(COMMANDS)
+def test_page_has_its_figure():
     pictures = re.findall(r"\]\((\S+\.png)\)", PAGE.read_text())
     assert pictures and all((PAGE.parent / picture).is_file() for picture in pictures)

@@ -15,15 +15,16 @@ from transformers import (
 )
 
 from sparsebert import SparseBertForSequenceClassification, SparseMask
+from sparsebert.data.tasks import TASKS
 from sparsebert.masks.patterns import build_pattern
-from sparsebert.training.finetuning import (
-    FinetuningArguments,
+from sparsebert.training.finetuning import check_arguments
+from sparsebert.training.finetuning_arguments import FinetuningArguments
+from sparsebert.training.single_run import (
     MissingSplitError,
-    check,
     choose_splits,
     prepare,
     read_predictions,
-    train,
+    run_once,
 )
 from sparsebert.training.task_models import load_model, mask_metrics
 
@@ -79,7 +80,7 @@ def test_missing_splits(options, available, fields, message):
 
 @pytest.mark.parametrize("fields", [{"train_split": "x"}, {"validation_split": ["x"]}, {"test_split": "x"}])
 def test_a_missing_split_that_was_asked_for_is_no_lack_of_data(options, fields):
-    with pytest.raises(ValueError, match="'x' is missing.*there are: train, validation") as caught:
+    with pytest.raises(ValueError, match="'x' is missing.*available: train, validation") as caught:
         choose_splits(["train", "validation"], options(**fields))
     assert caught.type is ValueError
 
@@ -132,14 +133,14 @@ def test_any_encoder_keeps_stock_files_and_its_mask(options, word_tokenizer, tmp
     DistilBertModel(config).save_pretrained(tmp_path / "stock")
     word_tokenizer.save_pretrained(tmp_path / "stock")
     arguments = options(model=str(tmp_path / "stock"), mask=mask)
-    check(arguments, {"mask_seed": 5} if mask == "bigbird" else {})
-    metrics = train(prepare(arguments), {"model": {}, "training": TRAINING}, tmp_path / "run")
+    check_arguments(arguments, {"mask_seed": 5} if mask == "bigbird" else {})
+    metrics = run_once(prepare(arguments), {}, TRAINING, tmp_path / "run")
     assert metrics["mask"] == mask and metrics["sparsity"] > 0.5
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model_type"] == "distilbert"
     assert type(DistilBertForSequenceClassification.from_pretrained(tmp_path / "run")) is not None
     # The next run goes on through the same mask, with the head of its own task, or through another.
     again = options(model=str(tmp_path / "run"), task="stsb")
-    check(again, {"diagonal": "remove"})
+    check_arguments(again, {"diagonal": "remove"})
     model = load_model(prepare(again), {"diagonal": "remove"})
     expected = build_pattern(mask, 32, 4).replace(diagonal=False)
     assert model.sparse_attention.mask == expected and model.num_labels == 1
@@ -181,7 +182,7 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
     changes = {"diagonal": "remove", "length_policy": "dense", "last_token": "position"}
     for mask in (str(tmp_path), "bigbird", None):
         arguments = options(mask=mask)
-        check(arguments, changes)
+        check_arguments(arguments, changes)
         used = load_model(prepare(arguments), changes).sparse_attention.mask
         assert (used.diagonal, used.length_policy, used.last_token) == (False, "dense", "position")
 
@@ -191,7 +192,7 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
     [
         ({"model": "stock", "attn_implementation": "sparse_sdpa"}, {}, "applies a mask.*--mask"),
         ({"model": "stock"}, {"diagonal": "remove"}, "model.diagonal has no meaning here: there is no mask"),
-        ({}, {"mask_length": 16}, "model.mask_length has no meaning here: of a mask that is fixed, length_policy"),
+        ({}, {"mask_length": 16}, "model.mask_length has no meaning here: of a frozen mask only length_policy"),
         ({"mask": "FOLDER"}, {"mask_seed": 1}, "model.mask_seed has no meaning here"),
         ({"mask": "bigbird"}, {"pattern": "star"}, "model.pattern has no meaning here.*--mask"),
         ({"mask": "bigbird"}, {"search": "soft"}, "model.search has no meaning here"),
@@ -214,7 +215,7 @@ def test_what_is_refused_before_any_data_is_read(options, checkpoints, tmp_path,
     if "model" in fields:
         fields["model"] = checkpoints.get(fields["model"], fields["model"])
     with pytest.raises((ValueError, OSError), match=message):
-        check(options(**fields), config)
+        check_arguments(options(**fields), config)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_models_and_masks_that_do_not_fit(options, checkpoints, tmp_path, fields
     fields = {name: str(tmp_path) if value == "FOLDER" else value for name, value in fields.items()}
     if "model" in fields:
         fields["model"] = checkpoints[fields["model"]]
-    check(options(**fields), config)
+    check_arguments(options(**fields), config)
     with pytest.raises(ValueError, match=message.replace("FOLDER", str(tmp_path))):
         load_model(prepare(options(**fields)), config)
 
@@ -244,12 +245,15 @@ def test_unknown_task_arguments(options):
 # Runs
 
 
-@pytest.mark.parametrize("task", ["rte", "cola", "stsb", "mnli", "squad", "squad_v2", "swag"])
-def test_a_run_of_each_kind(options, glue_folder, squad_folder, swag_folder, tmp_path, task):
-    folder = squad_folder if "squad" in task else swag_folder if task == "swag" else glue_folder
-    lengths = {"max_length": 24, "doc_stride": 6, "max_question_length": 6} if "squad" in task else {}
-    data = prepare(options(task=task, data=str(folder), **lengths))
-    metrics = train(data, {"model": {}, "training": TRAINING}, tmp_path)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_of_each_task(options, task_data, tmp_path, task):
+    fields = {"data": str(task_data(task))}
+    if task == "builtin":
+        fields = {"data": None, "task_kwargs": {"train_size": 90, "validation_size": 45}}
+    if "squad" in task:
+        fields |= {"max_length": 24, "doc_stride": 6, "max_question_length": 6}
+    data = prepare(options(task=task, **fields))
+    metrics = run_once(data, {}, TRAINING, tmp_path)
     assert metrics == json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["steps"] == 2 and metrics["mask"] == "window" and 0 < metrics["sparsity"] < 1
     for split in data.evaluation_splits:
@@ -259,7 +263,7 @@ def test_a_run_of_each_kind(options, glue_folder, squad_folder, swag_folder, tmp
         rows = read_predictions(tmp_path, split)
         assert list(rows) == data.examples[split]["id"][:]
         predictions, references = zip(*rows.values(), strict=True)
-        again = data.task.metrics(list(predictions), list(references))
+        again = data.metric.compute(predictions=predictions, references=references)
         assert again[metrics["main_metric"]] == pytest.approx(values[metrics["main_metric"]], abs=1e-5)
     assert metrics["score"] == metrics["splits"][data.evaluation_splits[0]][metrics["main_metric"]]
     files = {path.name for path in tmp_path.iterdir()}
@@ -280,16 +284,16 @@ def test_accumulation_changes_nothing(options, checkpoints, tmp_path, model):
     for batch, accumulation in ((8, 1), (2, 4)):
         training = TRAINING | {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
         training |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "warmup_steps": 0}
-        train(data, {"model": {}, "training": training}, tmp_path / str(batch))
+        run_once(data, {}, training, tmp_path / str(batch))
         weights.append(load_file(tmp_path / str(batch) / "model.safetensors"))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_a_run_replaces_what_another_left(options, checkpoints, tmp_path):
-    train(prepare(options()), {"model": {}, "training": TRAINING}, tmp_path)
+    run_once(prepare(options()), {}, TRAINING, tmp_path)
     (tmp_path / "notes.txt").touch()
-    train(prepare(options(task="cola", model=checkpoints["stock"])), {"model": {}, "training": TRAINING}, tmp_path)
+    run_once(prepare(options(task="cola", model=checkpoints["stock"])), {}, TRAINING, tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
     assert not {"RTE.tsv", "predictions_test.jsonl", "mask.safetensors", "mask_config.json"} & files
     assert {"notes.txt", "model.safetensors", "predictions_validation.jsonl"} <= files
@@ -300,12 +304,12 @@ def test_skipped_rows_are_counted(options, tmp_path):
     for split in ("train", "dev"):
         (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence1\tsentence2\tlabel", *rows]) + "\n")
     data = prepare(options(data=str(tmp_path), skip_bad=True))
-    metrics = train(data, {"model": {}, "training": TRAINING}, tmp_path / "run")
+    metrics = run_once(data, {}, TRAINING, tmp_path / "run")
     assert metrics["skipped"]["train"].startswith("skipped 1 of 3 rows, the first: row 3, field 'label'")
 
 
 def test_trackers_get_the_development_results(options, tmp_path):
-    train(prepare(options()), {"model": {}, "training": TRAINING | {"report_to": "tensorboard"}}, tmp_path)
+    run_once(prepare(options()), {}, TRAINING | {"report_to": "tensorboard"}, tmp_path)
     events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents*")).parent))
     events.Reload()
     assert {"eval/validation_accuracy", "eval/validation_loss"} <= set(events.Tags()["scalars"])
@@ -313,14 +317,14 @@ def test_trackers_get_the_development_results(options, tmp_path):
 
 def test_head_of_another_task(options, checkpoints, tmp_path):
     """MNLI first, then a task with other classes, as is usual for RTE and STS-B."""
-    train(prepare(options(task="mnli")), {"model": {}, "training": TRAINING}, tmp_path / "mnli")
+    run_once(prepare(options(task="mnli")), {}, TRAINING, tmp_path / "mnli")
     model = load_model(prepare(options(task="stsb", model=str(tmp_path / "mnli"))), {})
     assert model.classifier.out_features == 1 and model.config.problem_type == "regression"
 
 
 def test_training_learns_the_task_and_the_pipeline_names_the_classes(options, checkpoints, tmp_path):
     arguments = TRAINING | {"max_steps": 200, "learning_rate": 2e-3, "per_device_train_batch_size": 16}
-    metrics = train(prepare(options()), {"model": {}, "training": arguments}, tmp_path)
+    metrics = run_once(prepare(options()), {}, arguments, tmp_path)
     assert metrics["score"] >= 0.9
     classify = pipeline("text-classification", str(tmp_path))
     answers = [
@@ -337,7 +341,7 @@ def test_predictions_keep_the_order_of_the_examples_when_grouped_by_length(optio
     for strategy in ("random", "group_by_length"):
         training = TRAINING | {"max_steps": 1, "learning_rate": 0.0, "train_sampling_strategy": strategy}
         training |= {"per_device_eval_batch_size": 4}
-        train(data, {"model": {}, "training": training}, tmp_path / strategy)
+        run_once(data, {}, training, tmp_path / strategy)
         predictions.append(read_predictions(tmp_path / strategy, "validation"))
     assert predictions[0] == predictions[1]
 
@@ -345,7 +349,7 @@ def test_predictions_keep_the_order_of_the_examples_when_grouped_by_length(optio
 def test_best_checkpoint_by_the_metric_of_the_task(options, tmp_path):
     training = TRAINING | {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
     training |= {"save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
-    metrics = train(prepare(options()), {"model": {}, "training": training}, tmp_path)
+    metrics = run_once(prepare(options()), {}, training, tmp_path)
     states = [json.loads(path.read_text()) for path in tmp_path.glob("checkpoint-*/trainer_state.json")]
     evaluated = [entry["eval_accuracy"] for entry in states[-1]["log_history"] if "eval_accuracy" in entry]
     assert metrics["score"] == pytest.approx(max(evaluated), abs=1e-5)

@@ -184,22 +184,22 @@ class TestSplits:
 
     def test_missing(self, write):
         data = write("RTE/odd.tsv", ORIGINALS["rte"][1])
-        with pytest.raises(ValueError, match="split 'test' is missing in .*; there are: odd"):
+        with pytest.raises(ValueError, match="split 'test' is missing in .*; available: odd"):
             glue.load("rte", data, ["test"])
-        with pytest.raises(ValueError, match="no folder RTE .* train, dev, .*; there are the splits: odd"):
+        with pytest.raises(ValueError, match="in a folder RTE; .* train, dev, .*; available splits: odd"):
             glue.load("rte", data)
-        with pytest.raises(ValueError, match="no folder CoLA .*; there are the splits: none"):
+        with pytest.raises(ValueError, match="in a folder CoLA; .*; available splits: none"):
             glue.load("cola", data)
         with pytest.raises(FileNotFoundError, match="no folder .*nowhere"):
             glue.load("rte", f"{data}/nowhere")
-        with pytest.raises(ValueError, match="split 'dev' is missing in nyu-mll/glue; there are: train"):
+        with pytest.raises(ValueError, match="split 'dev' is missing in nyu-mll/glue; available: train"):
             glue.load("rte", None, ["dev"])
         with pytest.raises(OSError, match="cannot load split 'train' of nyu-mll/glue .*--data DIR"):
             glue.load("rte", None, ["train"])
 
     def test_missing_label_column(self, write):
         data = write("train.tsv", "index\tsentence\n0\tA\n")
-        message = "train.tsv: row 1: no column label; there are: index, sentence"
+        message = "train.tsv: row 1: no column label; available: index, sentence"
         with pytest.raises(ValueError, match=message):
             glue.load("sst2", data)
 

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from sparsebert.analysis.importance import as_runs, estimate, head_groups, offset_profile, position_groups, sketch
-from sparsebert.masks.sparse_mask import toeplitz_index
+from sparsebert.masks.expansion import toeplitz_index
 
 
 def framed(length):

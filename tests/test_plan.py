@@ -1,9 +1,13 @@
 """What a mask costs to run, as it is printed before training."""
 
+import json
+
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
-from sparsebert import SparseBertModel, SparseMask, build_pattern, plan
+from sparsebert import SparseBertModel, SparseMask, attach, build_pattern, plan
+from sparsebert.analysis.plans import make_plan, saved_plan
 from sparsebert.attention.backends import BACKENDS
 
 
@@ -70,6 +74,48 @@ def test_text_is_printed(capsys):
     assert [line.split("  ")[0] for line in choices] == ["inference", "training", "training with dropout"]
 
 
+def test_a_plan_without_printing(capsys):
+    mask = make_mask()
+    result = make_plan(mask, 33, dtype=torch.bfloat16)
+    assert capsys.readouterr().out == "" and result == plan(mask, 33, dtype=torch.bfloat16)
+
+
+def test_table_and_json():
+    result = make_plan(make_mask(), 33, dtype=torch.bfloat16)
+    table = result.table()
+    assert table.title == str(result).splitlines()[0] and table.columns == ["phase", "backend", "reason"]
+    assert {phase: (name, reason) for phase, name, reason in table.rows} == result.choices
+    (note,) = table.notes
+    assert note.startswith("live tiles by tile size: 16: ")
+    read = json.loads(json.dumps(result.as_json()))
+    assert (read["length"], read["dtype"], read["sparsity"]) == (33, "bfloat16", result.sparsity)
+    assert read["live_tiles"] == {str(size): share for size, share in result.live_tiles.items()}
+    name, reason = result.choices["training"]
+    assert read["choices"]["training"] == {"backend": name, "reason": reason}
+
+
+def test_saved_masks_and_models(tmp_path, tiny_config):
+    mask = make_mask()
+    mask.save_pretrained(tmp_path / "mask")
+    assert saved_plan(tmp_path / "mask", 33) == make_plan(mask, 33)
+    model = SparseBertModel(tiny_config(pattern="dense", mask_length=16, is_decoder=True)).bfloat16()
+    model.save_pretrained(tmp_path / "decoder")
+    result = saved_plan(tmp_path / "decoder")
+    assert result == make_plan(model) and result.dtype == torch.bfloat16
+    attached = attach(BertModel(tiny_config(BertConfig)), build_pattern("window", 16, 4))
+    attached.save_pretrained(tmp_path / "attached")
+    assert saved_plan(tmp_path / "attached", device="cuda") == make_plan(attached, device="cuda")
+
+
+def test_saved_searches_have_no_plan(tmp_path, tiny_config):
+    SparseBertModel(tiny_config()).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="this model is still searching"):
+        saved_plan(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        saved_plan(tmp_path / "empty")
+
+
 def test_of_a_model(tiny_config):
     model = SparseBertModel(tiny_config(pattern="bigbird", mask_length=32)).bfloat16()
     result = plan(model)
@@ -95,9 +141,7 @@ def test_on_cuda():
 
 def test_a_search_has_no_plan(tiny_config):
     model = SparseBertModel(tiny_config())
-    with pytest.raises(
-        ValueError, match="plan needs a frozen mask, this model's is being searched or not loaded: freeze"
-    ):
+    with pytest.raises(ValueError, match="plan needs a frozen mask, but this model is still searching: freeze it"):
         plan(model)
 
 
@@ -107,7 +151,5 @@ def test_length_beyond_the_mask():
 
 
 def test_a_model_without_a_mask(tiny_config):
-    from transformers import BertConfig, BertModel
-
     with pytest.raises(ValueError, match="BertModel carries no sparse attention"):
         plan(BertModel(tiny_config(BertConfig)))

@@ -1,6 +1,7 @@
-"""Post-hoc search: what is learned, against what, on which models; the command; recovery; bad input."""
+"""Post-hoc search: what is learned, against what, on which models; recovery; the run; bad input."""
 
 import copy
+import dataclasses
 import importlib.metadata
 import json
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from test_attach import base_model, head_model
 from transformers import AutoModel, AutoTokenizer
 
-import sparsebert.training.post_hoc
 from sparsebert import attach, build_pattern, load
 from sparsebert.training.matching import (
     agreement,
@@ -24,15 +25,16 @@ from sparsebert.training.matching import (
     squared_errors,
     start_from_attention,
 )
+from sparsebert.training.post_hoc import FIELDS, PostHocArguments, agreement_table, search_post_hoc
 
 
 LENGTH, HEADS = 16, 4
 ROWS = torch.randint(5, 100, (24, LENGTH), generator=torch.Generator().manual_seed(7))
-FIELDS = sparsebert.training.post_hoc.FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6}
+DATA_FIELDS = {field.name for field in dataclasses.fields(PostHocArguments)}
 
 
 def searching(name, model=None, **fields):
-    fields = FIELDS | fields
+    fields = FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6} | fields
     return attach(model or base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
 
 
@@ -167,32 +169,27 @@ def text(tmp_path_factory):
     return path
 
 
-def command(model, text, output, *arguments):
-    arguments = (
-        "--max_length",
-        32,
-        "--steps",
-        3,
-        "--target_sparsity",
-        0.7,
-        "--max_validation_tokens",
-        256,
-        *arguments,
-    )
-    given = ("--model", model, "--data", text, "--validation", text, "--output_dir", output)
-    sparsebert.training.post_hoc.main([str(argument) for argument in (*given, *arguments)])
+def search(model, text, output, **fields):
+    """Search with a recipe of these fields; those of `data` are told by their names."""
+    fields = {"max_length": 32, "steps": 3, "target_sparsity": 0.7, "max_validation_tokens": 256} | fields
+    recipe = {"data": {"model": str(model), "data": str(text), "validation": str(text), "output_dir": str(output)}}
+    recipe["data"] |= {name: value for name, value in fields.items() if name in DATA_FIELDS}
+    recipe["model"] = {name: value for name, value in fields.items() if name not in DATA_FIELDS}
+    return search_post_hoc(recipe)
 
 
-def test_command(model_folder, text, tmp_path, capsys):
-    command(model_folder, text, tmp_path / "out", "--recover", 2, "--search", "dam_b", "--block_size", 16)
-    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+def test_run(model_folder, text, tmp_path):
+    metrics = search(model_folder, text, tmp_path / "out", recover=2, search="dam_b", block_size=16)
+    assert metrics == json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
     names = ["dense", "learned", "dense model's attention", "strided", "random", "window", "learned, recovered"]
     assert set(names) <= set(metrics["agreement"]) == set(metrics["sparsity"])
     assert metrics["agreement"]["dense"]["cosine"] == pytest.approx(1, abs=1e-5)
     assert all(numbers["mlm_loss"] > 0 for numbers in metrics["agreement"].values())
     assert abs(metrics["sparsity"]["window"] - metrics["sparsity"]["learned"]) < 0.03
-    assert "| learned, recovered" in capsys.readouterr().out
+    table = agreement_table(metrics)
+    assert [row[0] for row in table.rows] == list(metrics["agreement"]) and "MLM loss" in table.columns
+    assert "| learned, recovered |" in table.markdown()
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
         "heads.png",
         "mean_probs.png",
@@ -209,43 +206,41 @@ def test_command(model_folder, text, tmp_path, capsys):
 def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
     base_model("albert").save_pretrained(tmp_path / "model")
     word_tokenizer.save_pretrained(tmp_path / "model")
-    command(tmp_path / "model", text, tmp_path / "out", "--patterns", "false", "--train", "norms")
+    metrics = search(tmp_path / "model", text, tmp_path / "out", patterns=False, train="norms")
+    assert "MLM loss" not in agreement_table(metrics).columns
     assert load(tmp_path / "out").sparse_attention.mask.num_layers == 1
     with pytest.raises(ValueError, match="share_layers must be true"):
-        command(tmp_path / "model", text, tmp_path / "new", "--share_layers", "false")
+        search(tmp_path / "model", text, tmp_path / "new", share_layers=False)
 
 
-def test_command_keeps_the_weights(model_folder, text, tmp_path):
-    command(model_folder, text, tmp_path, "--patterns", "false", "--overwrite")
+def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
+    metrics = search(model_folder, text, tmp_path, patterns=False, overwrite=True)
     read = transformers.RobertaForMaskedLM.from_pretrained
     before, after = (read(folder).state_dict() for folder in (model_folder, tmp_path))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert set(json.loads((tmp_path / "metrics.json").read_text())["agreement"]) == {
-        "dense",
-        "learned",
-        "dense model's attention",
-    }
+    assert set(metrics["agreement"]) == {"dense", "learned", "dense model's attention"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("fields", "message"),
     [
-        (("--target_sparsity", "0.99"), "target_sparsity must be at most .* got 0.99"),
-        (("--target_sparsity", "1.5"), "target_sparsity"),
-        (("--target_sparsity", "null"), "--target_sparsity is needed"),
-        (("--search", "dam_x"), "dam_x"),
-        (("--pattern", "window"), "pattern has no meaning"),
-        (("--hidden_size", "8"), "hidden_size has no meaning here"),
-        (("--train", "bias"), "train must be one of"),
-        (("--max_length", "40"), "at most the model's 39 positions, got 40"),
-        (("--batch_size", "100000"), "too few for a batch of 100000"),
-        (("--steps", "-1"), "steps must be at least 0"),
-        (("--shortest", "64"), "shortest must be from 8 to max_length"),
+        ({"target_sparsity": 0.99}, "target_sparsity must be at most .* got 0.99"),
+        ({"target_sparsity": 1.5}, "target_sparsity"),
+        ({"target_sparsity": None}, "--target_sparsity is needed"),
+        ({"search": "dam_x"}, "dam_x"),
+        ({"pattern": "window"}, "pattern has no meaning"),
+        ({"hidden_size": 8}, "hidden_size has no meaning here"),
+        ({"train": "bias"}, "train must be one of"),
+        ({"max_length": 40}, "at most the model's 39 positions, got 40"),
+        ({"batch_size": 100_000}, "too few for a batch of 100000"),
+        ({"steps": -1}, "steps must be an integer of at least 0"),
+        ({"shortest": 64}, "shortest must be from 8 to max_length"),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_errors(model_folder, text, tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        command(model_folder, text, tmp_path / "out", *arguments)
+def test_errors(model_folder, text, tmp_path, fields, message):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        search(model_folder, text, tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
 
 
@@ -253,17 +248,17 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").touch()
     with pytest.raises(FileExistsError, match="not empty"):
-        command(model_folder, text, tmp_path / "out")
-    with pytest.raises(ValueError, match="carries a mask already"):
-        command(checkpoints["window"], text, tmp_path / "new")
+        search(model_folder, text, tmp_path / "out")
+    with pytest.raises(ValueError, match="already has a mask"):
+        search(checkpoints["window"], text, tmp_path / "new")
     transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="'gpt2' cannot carry a mask"):
-        command(tmp_path / "gpt2", text, tmp_path / "new")
+        search(tmp_path / "gpt2", text, tmp_path / "new")
     with pytest.raises(ValueError, match="--data is needed"):
-        sparsebert.training.post_hoc.main(["--model", str(model_folder)])
+        search(model_folder, text, tmp_path / "new", data=None)
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     with pytest.raises(ValueError, match="too few for one row"):
-        command(model_folder, tmp_path / "short.txt", tmp_path / "new")
+        search(model_folder, tmp_path / "short.txt", tmp_path / "new")
 
 
 @pytest.mark.slow
@@ -272,8 +267,7 @@ def test_real_weights(tmp_path, real_bert):
     text = tmp_path / "text.txt"
     licences = [path.read_text() for d in importlib.metadata.distributions() for path in _licences(d)]
     text.write_text("\n\n".join(" ".join(licence.split()) for licence in licences))
-    command(real_bert, text, tmp_path / "out", "--max_length", 128, "--steps", 5, "--target_sparsity", 0.8)
-    report = json.loads((tmp_path / "out/metrics.json").read_text())["agreement"]
+    report = search(real_bert, text, tmp_path / "out", max_length=128, steps=5, target_sparsity=0.8)["agreement"]
     assert report["learned"]["cosine"] > report["window"]["cosine"]
 
 

@@ -1,11 +1,11 @@
 """Probability maps: as functions of scores, as the attention of a model, as fields of a configuration."""
 
 import copy
-import importlib.util
 import json
 import math
+import re
+import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,43 +25,45 @@ from sparsebert import (
     sparse_dot_product_attention,
 )
 from sparsebert.attention.backends import BACKENDS
-from sparsebert.attention.choice import Request, by_measurement, by_table, check
-from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map, hardmax_scale
+from sparsebert.attention.choice import Request, by_measurement, by_table, check, refusal
+from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map
+from sparsebert.commands import main
 from sparsebert.training.trainer import SparseBertTrainer
 
 
-ROOT = Path(__file__).parents[1]
-# Every map, with parameters that make the sparse ones sparse on scores of size 1.
-MAPS = {
-    "softmax": {},
-    "topk": {"k": 3},
-    "sparsegen_lin": {"lam": 0.3},
-    "sparsemax": {},
-    "entmax15": {},
-    "entmax": {"alpha": 1.3},
-}
-SPARSE = {name: parameters for name, parameters in MAPS.items() if name != "softmax"}
+# A value of every parameter, for scores of size 1.
+VALUES = {"k": 3, "lam": 0.3, "alpha": 1.3}
+MAPS = {name: {key: VALUES[key] for key in row.parameters} for name, row in PROBABILITY_MAPS.items()}
+OTHERS = {name: parameters for name, parameters in MAPS.items() if name != "softmax"}
 EVERY = pytest.mark.parametrize("name", MAPS)
-EVERY_SPARSE = pytest.mark.parametrize("name", SPARSE)
+EVERY_OTHER = pytest.mark.parametrize("name", OTHERS)
+INSTALL = re.escape("pip install 'sparsebert[maps]'")
 IDS = torch.arange(5, 25).view(2, 10)
 PADDING = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
+
+
+def able(name, **fields):
+    """The backends that can apply a map."""
+    request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name, **fields)
+    return [backend for backend in BACKENDS if refusal(BACKENDS, backend, request) is None]
 
 
 def probabilities(name, scores):
     return PROBABILITY_MAPS[name](scores, **MAPS[name])
 
 
+def fitting(name, length):
+    """The parameters of a map for rows of `length` keys."""
+    return {key: min(value, length) if key == "k" else value for key, value in MAPS[name].items()}
+
+
 def scores_of(*shape):
-    """Random float64 scores, far from ties, and which of them are absent: of the last row, all."""
+    """Random float64 scores without ties, and which of them are absent: in the last row, all."""
     scores = torch.randn(shape, dtype=torch.float64)
     absent = torch.rand(shape) < 0.4
     absent[..., 0] = False
     absent[..., -1, :] = True
     return scores, absent
-
-
-def test_every_map_is_tested():
-    assert MAPS.keys() == PROBABILITY_MAPS.keys()
 
 
 # Functions
@@ -75,7 +77,11 @@ def test_rows_are_probabilities_in_the_order_of_the_scores(name):
     assert (probs >= 0).all()
     assert (probs.gather(-1, scores.argsort(-1)).diff() >= 0).all()
     torch.testing.assert_close(probabilities(name, scores + 7.0), probs)
-    assert ((probs == 0).any() if name in SPARSE else (probs > 0).all()) or name == "entmax"
+
+
+@pytest.mark.parametrize("name, sparse", [("softmax", False), ("topk", True), ("sparsemax", True), ("entmax15", True)])
+def test_sparse_maps_give_zeros(name, sparse):
+    assert (probabilities(name, torch.randn(50, 12)) == 0).any() == sparse
 
 
 @EVERY
@@ -84,7 +90,7 @@ def test_absent_scores_are_as_if_they_were_not_there(name):
     probs = probabilities(name, scores.masked_fill(absent, -torch.inf))
     assert (probs[absent] == 0).all() and probs[-1].sum() == 0
     for row, removed, got in zip(scores[:-1], absent[:-1], probs[:-1], strict=True):
-        parameters = {"k": min(3, int((~removed).sum()))} if name == "topk" else MAPS[name]
+        parameters = fitting(name, int((~removed).sum()))
         torch.testing.assert_close(got[~removed], PROBABILITY_MAPS[name](row[~removed], **parameters))
 
 
@@ -130,7 +136,7 @@ def test_maps_that_are_the_same():
 
 @pytest.mark.parametrize("lam", [-3.0, 0.0, 0.5, 0.99])
 def test_sparsegen_lin_by_its_definition(lam):
-    """`max(0, (s - tau) / (1 - lambda))`: the same tau for all that is left."""
+    """`max(0, (s - tau) / (1 - lambda))`, with the same tau for all keys that are left."""
     scores = torch.randn(20, 9, dtype=torch.float64)
     probs = PROBABILITY_MAPS["sparsegen_lin"](scores, lam=lam)
     for row, got in zip(scores, probs, strict=True):
@@ -153,78 +159,27 @@ def test_entmax_in_float32(alpha):
     torch.testing.assert_close(got.double(), exact, atol=2e-3, rtol=0)
 
 
-# Assumption 2 of O(n) Connections are Expressive Enough: a scaled map approaches the hardmax.
-
-CASES = [
-    *((name, parameters) for name, parameters in MAPS.items()),
-    ("topk", {"k": 1}),
-    ("sparsegen_lin", {"lam": 0.9}),
-    ("sparsegen_lin", {"lam": -2.0}),
-    ("entmax", {"alpha": 1}),
-    ("entmax", {"alpha": 1.05}),
-    ("entmax", {"alpha": 4.0}),
-]
-
-
-@pytest.mark.parametrize("name, parameters", CASES, ids=str)
-def test_assumption_2(name, parameters):
-    length = 9
-    for margin in (1e-2, 0.5, 3.0):
-        others = torch.cat([torch.zeros(1, length - 1), -5 * torch.rand(50, length - 1)]).double()
-        scores = torch.cat([others.amax(-1, keepdim=True) + margin, others], dim=-1)  # all equal is the worst case
-        for error in (1e-4, 0.1, 0.9, 1.0):
-            t = hardmax_scale(name, margin, error, length, **parameters)
-            assert t > 0
-            probs = PROBABILITY_MAPS[name](t * scores, **parameters)
-            assert (probs[:, 0] >= 1 - error - 1e-9).all()
-            assert (probs[:, 1:].sum(-1) <= error + 1e-9).all()
-
-
-def test_closed_forms_of_the_scale():
-    """O(n) Connections are Expressive Enough, Section B."""
-    assert hardmax_scale("softmax", 0.5, 0.1, 8) == pytest.approx(math.log(7 * 9) / 0.5)
-    assert hardmax_scale("topk", 0.5, 0.1, 8, k=3) == pytest.approx(math.log(2 * 9) / 0.5)
-    assert hardmax_scale("sparsemax", 0.5, 0.1, 8) == hardmax_scale("sparsegen_lin", 0.5, 0.1, 8, lam=0.7) == 1.8
-    assert hardmax_scale("entmax", 0.5, 0.1, 8, alpha=1.5) == hardmax_scale("entmax15", 0.5, 0.1, 8) == 4.0
-    # Half the scale is too little for some scores: the forms are not trivial.
-    scores = torch.tensor([[0.5] + 7 * [0.0]], dtype=torch.float64)
-    for name, parameters in MAPS.items():
-        t = hardmax_scale(name, 0.5, 0.1, 8, **parameters)
-        assert PROBABILITY_MAPS[name](t / 8 * scores, **parameters)[0, 0] < 0.9, name
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (("softmax", 0.0, 0.1, 8), "margin must be more than 0"),
-        (("softmax", 1.0, 0.0, 8), r"error must be in \(0, 1\]"),
-        (("softmax", 1.0, 1.5, 8), r"error must be in \(0, 1\]"),
-    ],
-)
-def test_bad_scales(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        hardmax_scale(*arguments)
-    with pytest.raises(ValueError, match="'learned'"):
-        hardmax_scale("entmax", 1.0, 0.1, 8, alpha="learned")
-
-
 # Bad input
 
 
 @pytest.mark.parametrize(
     "name, parameters, said",
     [
-        ("softmx", {}, "softmax, topk"),
+        ("softmx", {}, "'softmax', 'topk'.*'softmx'"),
         ("topk", {}, "'topk' needs the parameter 'k'"),
         ("topk", {"k": 0}, "k of topk must be a whole number from 1 to the 40 keys, got 0"),
         ("topk", {"k": 41}, "from 1 to the 40 keys, got 41"),
         ("topk", {"k": 2.0}, "got 2.0"),
         ("topk", {"k": True}, "got True"),
-        ("topk", {"kk": 3}, "unknown parameter 'kk'.*did you mean 'k'"),
+        ("topk", {"kk": 3}, "unknown parameter of probability map 'topk': 'kk'; did you mean 'k'"),
         ("sparsegen_lin", {"lam": 1}, "lam of sparsegen_lin must be less than 1, got 1"),
         ("sparsegen_lin", {"lam": math.nan}, "got nan"),
-        ("sparsegen_lin", {"lambda": 0.5}, "unknown parameter 'lambda'.*'lam'"),
-        ("sparsemax", {"k": 3}, "unknown parameter 'k' of the probability map 'sparsemax'; allowed: none"),
+        (
+            "sparsegen_lin",
+            {"lambda": 0.5},
+            "unknown parameter of probability map 'sparsegen_lin': 'lambda'; did you mean 'lam'",
+        ),
+        ("sparsemax", {"k": 3}, "unknown parameter of probability map 'sparsemax': 'k'; allowed: none"),
         ("entmax", {"alpha": 0.99}, r"alpha of entmax must be 1 \(softmax\) or at least 1.001, got 0.99"),
         ("entmax", {"alpha": 1.0001}, "or at least 1.001, got 1.0001"),
         ("entmax", {"alpha": "lerned"}, "got 'lerned'"),
@@ -237,7 +192,7 @@ def test_bad_parameters(tiny_config, name, parameters, said):
     with pytest.raises(ValueError, match=said):
         check_probability_map(name, parameters, 40)
     errors = (StrictDataclassClassValidationError, StrictDataclassFieldValidationError)
-    with pytest.raises(errors, match=said.replace("softmax, topk", "'softmax', 'topk'")):
+    with pytest.raises(errors, match=said):
         tiny_config(probability_map=name, probability_map_kwargs=parameters)
 
 
@@ -290,28 +245,29 @@ def test_attention_under_a_mask_is_attention_to_its_keys_alone(name, is_causal):
                     assert not got.any() and not query.grad[sequence, head, row].any()
                     continue
                 scores = key[sequence, head, keep] @ query[sequence, head, row] * 8**-0.5
-                parameters = {"k": min(3, len(scores))} if name == "topk" else MAPS[name]
-                expected = PROBABILITY_MAPS[name](scores, **parameters) @ value[sequence, head, keep]
+                expected = PROBABILITY_MAPS[name](scores, **fitting(name, len(scores))) @ value[sequence, head, keep]
                 torch.testing.assert_close(got, expected)
 
 
-@EVERY_SPARSE
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "sparse_eager"])
+@pytest.mark.parametrize(
+    "name, backend",
+    [(name, backend) for name in MAPS for backend, row in BACKENDS.items() if name not in row.probability_maps],
+)
 def test_backends_refuse_maps_that_they_cannot_apply(name, backend):
     request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name)
-    said = f"{backend} cannot run here: it does not support probability_map '{name}'. Use sparse_eager or sparse_auto"
+    said = f"{backend} cannot run here: it does not support probability_map '{name}'. Use {', '.join(able(name))} or"
     with pytest.raises(ValueError, match=said):
         check(BACKENDS, backend, request)
 
 
-@EVERY_SPARSE
+@EVERY_OTHER
 def test_the_choosing_backends_take_the_one_that_can(name):
     mask = build_pattern("window", 16, 4)
     request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name)
     for needs in (frozenset(), frozenset({"learned"}), frozenset({"weights"})):
         for choose in (by_table, by_measurement):
             chosen, reason = choose(BACKENDS, mask, replace(request, needs=needs))
-            assert chosen == "sparse_eager" and f"probability_map '{name}'" in reason
+            assert chosen in able(name, needs=needs) and reason
 
 
 def test_the_plan_knows_the_map(tiny_config):
@@ -322,7 +278,7 @@ def test_the_plan_knows_the_map(tiny_config):
 def test_learned_alpha_needs_a_model():
     states = torch.randn(1, 4, 10, 8)
     mask = build_pattern("window", 10, 4)
-    with pytest.raises(ValueError, match="alpha of entmax must be a number here"):
+    with pytest.raises(ValueError, match="alpha of entmax must be a number outside a model"):
         sparse_dot_product_attention(
             states, states, states, mask, probability_map="entmax", probability_map_kwargs={"alpha": "learned"}
         )
@@ -333,11 +289,11 @@ def test_learned_alpha_needs_a_model():
 
 def model_with(tiny_config, name, model_class=SparseBertForMaskedLM, **fields):
     fields = fields if fields.keys() & {"search", "pattern"} else {"pattern": "window"} | fields
-    kwargs = fields.pop("probability_map_kwargs", SPARSE[name])
+    kwargs = fields.pop("probability_map_kwargs", OTHERS[name])
     return model_class(tiny_config(probability_map=name, probability_map_kwargs=kwargs, **fields))
 
 
-@EVERY_SPARSE
+@EVERY_OTHER
 @pytest.mark.parametrize("fields", [{"pattern": "bigbird"}, {"search": "dam_s"}, {"search": "soft"}], ids=str)
 def test_models_train_and_reload(tiny_config, tmp_path, name, fields):
     model = model_with(tiny_config, name, **fields, attention_probs_dropout_prob=0.1).train()
@@ -350,7 +306,7 @@ def test_models_train_and_reload(tiny_config, tmp_path, name, fields):
         model.freeze(sparsity=0.5)
     model.eval().save_pretrained(tmp_path)
     loaded = SparseBertForMaskedLM.from_pretrained(tmp_path)
-    assert (loaded.config.probability_map, loaded.config.probability_map_kwargs) == (name, SPARSE[name])
+    assert (loaded.config.probability_map, loaded.config.probability_map_kwargs) == (name, OTHERS[name])
     with torch.no_grad():
         expected = model(IDS, attention_mask=PADDING).logits
         assert torch.equal(loaded(IDS, attention_mask=PADDING).logits, expected)
@@ -358,7 +314,7 @@ def test_models_train_and_reload(tiny_config, tmp_path, name, fields):
         assert not torch.equal(dense(IDS, attention_mask=PADDING).logits, expected)
 
 
-@EVERY_SPARSE
+@EVERY_OTHER
 def test_padding_changes_nothing(tiny_config, name):
     model = model_with(tiny_config, name, pattern="bigbird").eval()
     with torch.no_grad():
@@ -367,18 +323,20 @@ def test_padding_changes_nothing(tiny_config, name):
     torch.testing.assert_close(batch, alone)
 
 
-@EVERY_SPARSE
+@EVERY_OTHER
 def test_probabilities_that_a_model_returns(tiny_config, name):
     model = model_with(tiny_config, name, SparseBertModel, pattern="dense", initializer_range=0.5).eval()
     with torch.no_grad():
         attentions = model(IDS, attention_mask=PADDING, output_attentions=True).attentions
-    assert len(attentions) == 2 and (torch.stack(attentions) == 0).any()
+    assert len(attentions) == 2 and (name != "sparsemax" or (torch.stack(attentions) == 0).any())
     for weights in attentions:
         torch.testing.assert_close(weights.sum(-1)[PADDING.bool()[:, None].expand(2, 4, 10)].sum(), torch.tensor(64.0))
 
 
-@EVERY_SPARSE
-@pytest.mark.parametrize("backend", ["sparse_sdpa", "sparse_flex"])
+@pytest.mark.parametrize(
+    "name, backend",
+    [(name, backend) for name in MAPS for backend, row in BACKENDS.items() if name not in row.probability_maps],
+)
 def test_a_model_says_which_backend_can(tiny_config, name, backend):
     model = model_with(tiny_config, name, attn_implementation=backend).eval()
     with pytest.raises(ValueError, match=f"{backend} cannot run here.*'{name}'. Use sparse_eager"):
@@ -393,7 +351,7 @@ def test_inputs_shorter_than_k(tiny_config):
         torch.testing.assert_close(model(IDS).logits, same(IDS).logits)
 
 
-@EVERY_SPARSE
+@EVERY_OTHER
 def test_a_decoder_sees_no_future_and_generates(tiny_config, name):
     model = model_with(tiny_config, name, SparseBertLMHeadModel, is_decoder=True, initializer_range=0.3).eval()
     changed = IDS.clone()
@@ -461,7 +419,7 @@ def test_learned_alpha_is_trained_per_layer_and_head_and_saved(tiny_config, tmp_
     assert low.sparse_attention.probability_map.alpha_logits.dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-        # Each head of each layer has its own.
+        # Each head of each layer has its own alpha.
         other = copy.deepcopy(model)
         other.sparse_attention.probability_map.alpha_logits[1, 2] += 1.0
         before, after = (m(IDS, output_attentions=True).attentions for m in (model, other))
@@ -498,43 +456,55 @@ def test_another_map_forgets_the_parameters_of_the_last(tiny_config, tmp_path):
         SparseBertForMaskedLM.from_pretrained(tmp_path, probability_map="topk")
 
 
+# Without the package entmax
+
+
+@pytest.fixture
+def no_entmax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "entmax", None)
+    with pytest.raises(ImportError):
+        import entmax  # noqa: F401
+
+
+@EVERY
+def test_only_maps_that_need_entmax_are_refused_without_it(tiny_config, no_entmax, name):
+    if PROBABILITY_MAPS[name].needs_entmax:
+        said = f"the probability maps .*{name}.* need the package entmax: {INSTALL}"
+        with pytest.raises(ValueError, match=said):
+            probabilities(name, torch.randn(2, 5))
+        with pytest.raises(ValueError, match=said):
+            ProbabilityMap(name, MAPS[name], 2, 4)
+        return
+    scores = torch.randn(2, 5)
+    assert probabilities(name, scores).isfinite().all()
+    config = tiny_config(pattern="window", probability_map=name, probability_map_kwargs=MAPS[name])
+    assert SparseBertForMaskedLM(config)(IDS, attention_mask=PADDING).logits.isfinite().all()
+
+
 def test_softmax_costs_nothing():
     assert ProbabilityMap("softmax", None, 2, 4)(10) == (None,)
     assert not list(ProbabilityMap("topk", {"k": 3}, 2, 4).parameters())
 
 
-# Scripts
+# Commands
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_finetuning_with_another_map(checkpoints, glue_folder, tmp_path):
-    arguments = ["--task", "rte", "--data", str(glue_folder), "--max_length", "32", "--max_steps", "2"]
+def test_finetuning_with_another_map(checkpoints, glue_folder, tmp_path, capsys):
+    arguments = ["finetune", "--task", "rte", "--data", str(glue_folder), "--max_length", "32", "--max_steps", "2"]
     arguments += ["--report_to", "none", "--seeds", "1", "--output_dir", str(tmp_path / "run")]
     arguments += ["--probability_map", "topk", "--probability_map_kwargs", "{k: 3}", "--model"]
-    with pytest.raises(ValueError, match="sparse_sdpa does not support probability_map 'topk': use sparse_eager"):
-        script("finetune").main([*arguments, checkpoints["window"], "--attn_implementation", "sparse_sdpa"])
-    with pytest.raises(ValueError, match="model.probability_map has no meaning here"):
-        script("finetune").main([*arguments, checkpoints["stock"], "--mask", checkpoints["window"]])
+    assert main([*arguments, checkpoints["window"], "--attn_implementation", "sparse_sdpa"]) == 2
+    assert "sparse_sdpa does not support probability_map 'topk': use sparse_eager" in capsys.readouterr().err
+    assert main([*arguments, checkpoints["stock"], "--mask", checkpoints["window"]]) == 2
+    assert "model.probability_map has no meaning here" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    script("finetune").main([*arguments, checkpoints["window"]])
+    assert main([*arguments, checkpoints["window"]]) == 0
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert (config["probability_map"], config["probability_map_kwargs"]) == ("topk", {"k": 3})
 
 
-def test_pretraining_on_a_backend_that_lacks_the_map(tmp_path):
-    arguments = [
-        str(ROOT / "recipes/small.yaml"),
-        "--probability_map",
-        "sparsemax",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    with pytest.raises(ValueError, match="sparse_sdpa does not support probability_map 'sparsemax'"):
-        script("pretrain").main([*arguments, "--attn_implementation", "sparse_sdpa"])
+def test_pretraining_on_a_backend_that_lacks_the_map(tmp_path, capsys):
+    arguments = ["pretrain", "small", "--probability_map", "sparsemax", "--output_dir", str(tmp_path / "run")]
+    assert main([*arguments, "--attn_implementation", "sparse_sdpa"]) == 2
+    assert "sparse_sdpa does not support probability_map 'sparsemax'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -1,19 +1,26 @@
 """Two-stage pruning: masks from a saved P, their random controls, and fine-tuning through them."""
 
 import json
-import re
 
 import pytest
 import torch
+import yaml
 from conftest import TINY
 from safetensors.torch import save_file
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, build_pattern
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
-from sparsebert.commands.prune import main
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
-from sparsebert.training.two_stage_pruning import fixed_entries, make_masks, prune_by_probs, random_control
+from sparsebert.training.two_stage_pruning import (
+    PruningArguments,
+    fixed_entries,
+    make_masks,
+    prune_by_probs,
+    prune_run,
+    pruning_table,
+    random_control,
+)
 
 
 def search(folder, frozen=True, **fields):
@@ -75,87 +82,109 @@ def test_random_control_removes_as_many(tmp_path):
     assert kept[..., 1:16, 1:31].mean() == pytest.approx(kept[..., 16:31, 1:31].mean().item(), abs=0.06)
 
 
-def test_command_writes_masks_once(tmp_path, capsys):
+def prune(run, output, sparsities, recipe=None, **fields):
+    return prune_run(PruningArguments(str(run), sparsities, output_dir=str(output), **fields), recipe)
+
+
+def test_masks_are_written_once(tmp_path):
     run, output = search(tmp_path / "run"), tmp_path / "masks"
-    arguments = [str(run), "--sparsities", "0.8", "0.4", "--random", "--seeds", "2", "--output_dir", str(output)]
-    main(arguments)
+    result = prune(run, output, [0.8, 0.4], random_controls=2)
     names = {"p_0.4", "random_0.4_seed0", "random_0.4_seed1", "p_0.8", "random_0.8_seed0", "random_0.8_seed1"}
     assert {path.name for path in output.iterdir()} == names | {"pruning.json"}
-    printed = capsys.readouterr().out
     table = json.loads((output / "pruning.json").read_text())["masks"]
-    assert table.keys() == names
+    assert table.keys() == names and result["scores"] is None
     for name, row in table.items():
         mask = SparseMask.from_pretrained(output / name)
         assert mask.sparsity == pytest.approx(row["got"], abs=1e-5) and row["empty_rows"] == 0
         assert row["asked"] == float(name.split("_")[1]) == pytest.approx(row["got"], abs=0.03)
-        assert re.search(rf"{name} +{row['asked']:.3f} +{row['got']:.4f}", printed)
+    printed = {row[0]: row[1:] for row in pruning_table(result).rows}
+    assert printed == {name: [f"{row['asked']:.3f}", f"{row['got']:.4f}", "0"] for name, row in table.items()}
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    main(arguments)
+    prune(run, output, [0.4, 0.8], random_controls=2)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     with pytest.raises(FileExistsError, match="is not empty"):
-        main([str(run), "--sparsities", "0.7", "--output_dir", str(output)])
+        prune(run, output, [0.7])
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    prune(run, output, [0.7], overwrite=True)
+    assert (output / "p_0.7").is_dir()
 
 
 def test_rows_that_keep_nothing_are_counted(tmp_path):
     run, output = search(tmp_path / "run", search="soft"), tmp_path / "masks"
-    arguments = [str(run), "--sparsities", "0.5", "0.95", "--random", "--output_dir", str(output)]
     masks = make_masks(read_run(run), [0.95], [0])
     counts = [masks[name].num_empty_rows() for name in ("p_0.95", "random_0.95_seed0")]
     assert min(counts) > 0
     said = rf"of 128 mask rows .* {counts[0]} in p_0.95, {counts[1]} in random_0.95_seed0; .* --allow_empty_rows"
     with pytest.raises(ValueError, match=said):
-        main(arguments)
+        prune(run, output, [0.5, 0.95], random_controls=1)
     assert not output.exists()
-    main([*arguments, "--allow_empty_rows"])
-    assert json.loads((output / "pruning.json").read_text())["masks"]["p_0.95"]["empty_rows"] == counts[0]
+    result = prune(run, output, [0.5, 0.95], random_controls=1, allow_empty_rows=True)
+    assert result["masks"]["p_0.95"]["empty_rows"] == counts[0]
 
 
-def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path, capsys):
+def finetuning(checkpoints, glue_folder, **data):
+    """A recipe of one step."""
+    data = {"task": "rte", "model": checkpoints["stock"], "data": str(glue_folder), "max_length": 32} | data
+    training = {"max_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    return {"data": data, "model": {}, "training": training}
+
+
+def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path):
     """Two masks and dense, one step each; the second time nothing is run again."""
     run, output = search(tmp_path / "run"), tmp_path / "figure"
-    arguments = [str(run), "--sparsities", "0.4", "0.7", "--random", "--output_dir", str(output), "--finetune"]
-    arguments += ["--task", "rte", "--model", checkpoints["stock"], "--data", str(glue_folder), "--max_length", "32"]
-    arguments += ["--max_steps", "1", "--report_to", "none", "--use_cpu", "true", "--simple_baseline", "false"]
-    main(arguments)
+    recipe = finetuning(checkpoints, glue_folder)
+    result = prune(run, output, [0.4, 0.7], recipe, random_controls=1)
     scores = json.loads((output / "scores.json").read_text())
-    assert scores["task"] == "rte" and scores["metric"] == "accuracy"
+    assert scores == result["scores"] and scores["task"] == "rte" and scores["metric"] == "accuracy"
     assert scores["masks"].keys() == {"p_0.4", "p_0.7", "random_0.4_seed0", "random_0.7_seed0"}
     for name, score in scores["masks"].items():
         metrics = json.loads((output / "finetuned" / name / "metrics.json").read_text())
         assert metrics["score"] == score["score"] and metrics["mask"] == name
         assert metrics["sparsity"] == pytest.approx(float(name.split("_")[1]), abs=0.03)
     assert (output / "scores.png").stat().st_size > 5000 and (output / "scores.svg").is_file()
-    assert "dense" in capsys.readouterr().out
+    table = pruning_table(result)
+    printed = {row[0]: row[table.columns.index("accuracy")] for row in table.rows}
+    assert printed == {name: f"{score['score']:.4f}" for name, score in scores["masks"].items()} | {
+        "dense": f"{scores['dense']['score']:.4f}"
+    }
     weights = (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns
-    main(arguments)
+    prune(run, output, [0.4, 0.7], recipe, random_controls=1)
     assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights
 
 
+def test_the_recipe_of_the_fine_tuning_is_read(checkpoints, glue_folder, tmp_path):
+    recipe = finetuning(checkpoints, glue_folder)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    result = prune(search(tmp_path / "run"), tmp_path / "out", [0.4], finetune=str(tmp_path / "recipe.yaml"))
+    assert result["scores"]["task"] == "rte"
+
+
 @pytest.mark.parametrize(
-    "arguments, said",
+    "fields, data, said",
     [
-        (["--sparsities", "1.5"], r"sparsities must be in \(0, 1\) and, as special tokens .* at most 0.8789, got 1.5"),
-        (["--sparsities", "0.9"], "at most 0.8789, got 0.9"),
-        (["--seeds", "2"], "--seeds is a number of at least 1 and goes with --random, got 2"),
-        (["--random", "--seeds", "0"], "--seeds is a number of at least 1"),
-        (["--sparsities", "0.5", "--finetune", "--task", "rtee", "--model", "x"], "did you mean 'rte'"),
-        (["--sparsities", "0.5", "--finetune", "--mask", "window"], "mask has no meaning in --finetune"),
-        (["--sparsities", "0.5", "--finetune", "--tsk", "rte"], "did you mean '--task'"),
+        ({"sparsities": [1.5]}, None, r"sparsities must be in \(0, 1\) and, since special .* at most 0.8789, got 1.5"),
+        ({"sparsities": [0.9]}, None, "at most 0.8789, got 0.9"),
+        ({"random_controls": -1}, None, "random_controls must be an integer of at least 0, got -1"),
+        ({"output_dir": None}, None, "--output_dir is needed"),
+        ({}, {"task": "rtee"}, "did you mean 'rte'"),
+        ({}, {"mask": "window"}, "mask has no meaning here"),
+        ({}, {"all": True}, "all has no meaning here"),
+        ({"finetune": "finetune_smal"}, None, "finetune_smal"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_input(arguments, said, tmp_path):
-    run = search(tmp_path / "run")
-    with pytest.raises(ValueError, match=said):
-        main([str(run), "--output_dir", str(tmp_path / "masks"), *arguments])
+def test_bad_input(fields, data, said, checkpoints, glue_folder, tmp_path):
+    options = {"run": str(search(tmp_path / "run")), "sparsities": [0.5], "output_dir": str(tmp_path / "masks")}
+    recipe = None if data is None else finetuning(checkpoints, glue_folder, **data)
+    with pytest.raises((ValueError, OSError), match=said):
+        prune_run(PruningArguments(**options | fields), recipe)
     assert not (tmp_path / "masks").exists()
 
 
 def test_runs_without_a_ranking(tmp_path):
     build_pattern("bigbird", 20, 4).save_pretrained(tmp_path / "mask")
     with pytest.raises(ValueError, match="holds a mask without P"):
-        main([str(tmp_path / "mask"), "--sparsities", "0.95", "--output_dir", str(tmp_path / "masks")])
+        prune(tmp_path / "mask", tmp_path / "masks", [0.95])
     probs = (torch.rand(4, 20, 20) > 0.5).float().triu() * 0.7
     mask = SparseMask(probs > 0, 20, metadata={"search": "dam_u"})
     run = Run("run", KEPT, probs[None], mask, {"symmetric": False})
@@ -163,4 +192,4 @@ def test_runs_without_a_ranking(tmp_path):
     with pytest.raises(ValueError, match="at least that of the run, 0.7.*, got 0.3: the run was pruned"):
         prune_by_probs(run, 0.3)
     with pytest.raises(ValueError, match="no such folder"):
-        main(["nowhere at all", "--output_dir", str(tmp_path / "masks")])
+        prune("nowhere at all", tmp_path / "masks", [0.5])

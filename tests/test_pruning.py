@@ -14,7 +14,7 @@ from sparsebert.masks.sparse_mask import special_entries
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
 from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
 from sparsebert.search.searches import best_of_rows, prune
-from sparsebert.training.repetitions import run
+from sparsebert.training.finetuning import finetune
 
 
 def model_of(search="dam_s", **fields):
@@ -274,14 +274,14 @@ def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
         (model_of("dense"), "search was 'dam_s', is None"),
         (model_of("dam_s", target_sparsity=0.5), "target_sparsity was None, is 0.5"),
     ):
-        with pytest.raises(ValueError, match=f"resumed with another mode: {said}"):
+        with pytest.raises(ValueError, match=f"cannot resume with other settings: {said}"):
             make_trainer(model, tmp_path / "new", **arguments).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="pruning.final_sparsity was None, is 0.65"):
         train(tmp_path / "new", model_of("dam_s"), {}, checkpoint)
     make_trainer(model_of("dense"), tmp_path / "dense", **arguments).train()
     model = model_of("dense")
     model.set_mask(model.sparse_attention.mask.without_diagonal())
-    with pytest.raises(ValueError, match="another m"):
+    with pytest.raises(ValueError, match="cannot resume with other settings"):
         make_trainer(model, tmp_path, **arguments).train(resume_from_checkpoint=str(tmp_path / "dense/checkpoint-1"))
 
 
@@ -293,13 +293,13 @@ def test_in_fine_tuning(checkpoints, glue_folder, tmp_path):
         "model": {},
         "training": {"output_dir": str(tmp_path / "run"), "max_steps": 4, "report_to": "none", "use_cpu": True},
     }
-    run(recipe)
+    finetune(recipe)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["mask"] == "pruned" and metrics["sparsity"] == pytest.approx(0.5, abs=0.01)
     assert SparseMask.from_pretrained(tmp_path / "run").sparsity == pytest.approx(0.5, abs=0.01)
     recipe["data"] |= {"mask": "window"}
-    with pytest.raises(ValueError, match="pruning in fine-tuning needs score 'attention' and --mask dense"):
-        run(recipe)
+    with pytest.raises(ValueError, match="pruning during fine-tuning needs the score 'attention' and --mask dense"):
+        finetune(recipe)
 
 
 # Bad input

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sparsebert.analysis.tables import Table, read_runs, tables
-from sparsebert.commands.report import main
+from sparsebert.analysis.reports import read_metrics, report_tables
+from sparsebert.analysis.tables import Table, print_tables
 from sparsebert.files import write_metrics
 
 
@@ -57,7 +57,7 @@ def folders(tmp_path):
 
 
 def test_pretraining_and_finetuning_are_two_tables(folders):
-    pretraining, finetuning = tables(read_runs(folders))
+    pretraining, finetuning = report_tables(read_metrics(folders))
     assert cells(pretraining) == {
         "run": "model",
         "removed": "90.0 %",
@@ -84,7 +84,7 @@ def test_pretraining_and_finetuning_are_two_tables(folders):
     assert finetuning.notes[1:] == (
         "* tuned: trained on a part, 9 examples of train_part9",
         "tuned, validation: skipped 1 of 3 rows, the first: row 2",
-        "tuned: difference to runs/dense, paired by example and seed (0, 1)",
+        "tuned: difference from runs/dense, paired by example and seed (0, 1)",
     )
 
 
@@ -94,7 +94,7 @@ def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
     for name, more in (("plain", plain), ("other", other)):
         (tmp_path / name).mkdir()
         write_metrics(tmp_path / name / "metrics.json", PRETRAINED | more)
-    (table,) = tables(read_runs([tmp_path / "plain", tmp_path / "other"]))
+    (table,) = report_tables(read_metrics([tmp_path / "plain", tmp_path / "other"]))
     found = [(row["map"], row["mixers"]) for row in (cells(table, 0), cells(table, 1))]
     assert found == [("", ""), ("topk", "2 sepconv, 1 attention")]
 
@@ -106,15 +106,21 @@ def test_markdown():
     )
 
 
-def test_main_prints_tables_and_pictures(folders, capsys):
-    (folders[0] / "heads.png").touch()
-    main(folders)
+def test_json():
+    table = Table("Title", ["run", "x"], [["a", "1"], ["b", ""]], ("note",))
+    assert table.as_json() == {
+        "title": "Title",
+        "rows": [{"run": "a", "x": "1"}, {"run": "b", "x": ""}],
+        "notes": ["note"],
+    }
+
+
+def test_tables_are_printed(folders, capsys):
+    print_tables(report_tables(read_metrics(folders)))
     printed = capsys.readouterr().out
-    assert "Pre-training" in printed and "80.0 ± 2.0" in printed and str(folders[0] / "heads.png") in printed
+    assert "Pre-training" in printed and "80.0 ± 2.0" in printed and "difference from runs/dense" in printed
 
 
 def test_a_folder_without_metrics(tmp_path):
-    with pytest.raises(FileNotFoundError, match="metrics.json.*run pretrain.py or finetune.py first"):
-        main([tmp_path])
-    with pytest.raises(ValueError, match="expected the output folders"):
-        main([])
+    with pytest.raises(FileNotFoundError, match="metrics.json: no such file; expected the output folder"):
+        read_metrics([tmp_path])

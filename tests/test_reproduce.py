@@ -1,20 +1,17 @@
 """The runner of the papers' tables and figures: what is run, what is taken over, what is refused, what is written."""
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 
-from sparsebert.commands.reproduce import main
+from sparsebert.commands import main, parse
+from sparsebert.commands._help import explanations
 from sparsebert.experiments import EXPERIMENTS, Experiment
-from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, run_experiment
+from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
 from sparsebert.masks.patterns import build_pattern
 
 
-ROOT = Path(__file__).parents[1]
 SMALL_COPYING = (
     "--source_length 7 --num_symbols 8 --hidden_size 16 --head_size 4 --intermediate_size 16 --train_size 200 "
     "--test_size 20 --max_steps 2 --batch_size 8 --stride 4 --window_size 2"
@@ -27,10 +24,16 @@ SMALL_TEXT = (
 
 @dataclass
 class Settings:
-    """Settings of the experiment below."""
+    """
+    Settings of the experiment below.
+
+    Args:
+        factor (`int`): Factor.
+        names (`list[str]`): Names.
+    """
 
     factor: int = 2
-    names: list = ("a", "b")
+    names: list[str] = field(default_factory=lambda: ["a", "b"])
 
 
 @pytest.fixture
@@ -40,7 +43,6 @@ def experiment(monkeypatch):
 
     def run(cell, folder):
         ran.append(cell["name"])
-        folder.mkdir(parents=True)
         (folder / "file").write_text("")
         if cell["name"] == "broken":
             raise RuntimeError("no result")
@@ -67,13 +69,19 @@ def experiment(monkeypatch):
     return ran
 
 
+def reproduce(*arguments):
+    """The command, with its errors as exceptions."""
+    command, values = parse(["reproduce", *map(str, arguments)])
+    command.run(values)
+
+
 @pytest.fixture
 def run(tmp_path, capsys):
     """`run(*arguments)`: the command, with its folders in `tmp_path`; what it printed."""
 
     def command(*arguments):
         folders = ["--output", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
-        main([*map(str, arguments), *folders])
+        reproduce(*arguments, *folders)
         return capsys.readouterr().out
 
     return command
@@ -131,9 +139,9 @@ def test_folders_of_other_results_are_kept(experiment, run, tmp_path):
     kept = tmp_path / "runs/products_tiny/a/file"
     kept.write_text("mine")
     with pytest.raises(FileExistsError, match="choose another --runs, or pass --overwrite"):
-        main(["products", "--output", str(tmp_path / "others"), "--runs", str(tmp_path / "runs")])
+        reproduce("products", "--output", tmp_path / "others", "--runs", tmp_path / "runs")
     assert kept.read_text() == "mine" and experiment == ["a", "b"] and not (tmp_path / "others").exists()
-    main(["products", "--output", str(tmp_path / "others"), "--runs", str(tmp_path / "runs"), "--overwrite"])
+    reproduce("products", "--output", tmp_path / "others", "--runs", tmp_path / "runs", "--overwrite")
     assert experiment == ["a", "b", "a", "b"]
 
 
@@ -169,7 +177,6 @@ def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
         (["products", "--only", "z*"], "unknown cell in --only 'z\\*'; allowed: a, b"),
         (["products", "--fctor", "1"], "unknown field '--fctor'; did you mean '--factor'"),
         (["products", "--factor", "x"], "--factor must be a whole number, got 'x'"),
-        (["products", "--names", "a"], "--names must be a list, such as .*, got 'a'"),
         (["products", "--only", "5"], "unknown cell in --only '5'"),
         (["products", "--factor", "-1"], "factor must be at least 0, got -1"),
     ],
@@ -184,7 +191,7 @@ def test_a_file_of_something_else_is_not_overwritten(experiment, run, tmp_path):
     path = tmp_path / "results/products_tiny.json"
     path.parent.mkdir()
     path.write_text('{"other": 1}')
-    with pytest.raises(ValueError, match="holds no results of this command"):
+    with pytest.raises(ValueError, match="holds no results of an experiment"):
         run("products")
     assert path.read_text() == '{"other": 1}' and experiment == []
 
@@ -194,20 +201,27 @@ def test_cells_are_listed(experiment, run, tmp_path):
     assert experiment == [] and not (tmp_path / "results").exists()
 
 
+def test_results_as_json(experiment, run):
+    tables = json.loads(run("products", "--json"))
+    assert [table["rows"][0] for table in tables] == [
+        {"name": "a", "factor 3": "3.0 / 7.0"},
+        {"cell": "a", "product": "3.0", "product, paper": "7.0", "seconds": "0"},
+    ]
+
+
 def test_help_explains_fields(capsys):
-    main([])
+    assert main(["reproduce", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in EXPERIMENTS) and "overwrite (`bool`)" in printed
-    main(["copying", "--help"])
+    assert all(name in printed for name in EXPERIMENTS) and "--overwrite" in printed
+    assert main(["reproduce", "copying", "--help-all"]) == 0
     printed = capsys.readouterr().out
     assert "scale (`str`)" in printed and "source_length (`int`)" in printed and "window_size (`int`)" in printed
 
 
-def test_command_line_error_is_one_line():
-    command = [sys.executable, "-m", "sparsebert.reproduce", "copyng"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == "reproduce.py: unknown experiment 'copyng'; did you mean 'copying'?"
+def test_run_experiment_refuses_unknown_names(tmp_path):
+    with pytest.raises(ValueError, match="unknown experiment 'copyng'; did you mean 'copying'?"):
+        run_experiment("copyng", ReproductionArguments(output=str(tmp_path / "results")), {})
+    assert not (tmp_path / "results").exists()
 
 
 # The experiments
@@ -231,11 +245,82 @@ def text(tmp_path):
     return str(path)
 
 
+# Each row of EXPERIMENTS, whatever it is; fields are given by their names.
+
+# Sizes that make any experiment run in seconds.
+SMALLEST = {
+    "source_length": 7, "num_symbols": 8, "vocab_size": 150, "max_length": 16, "max_validation_tokens": 1000,
+    "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
+    "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
+    "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1],
+}  # fmt: skip
+EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
+
+
+def known_fields(name, values):
+    """Those of the values that are settings of the experiment."""
+    return {field.name: values[field.name] for field in fields(EXPERIMENTS[name].arguments) if field.name in values}
+
+
+@pytest.fixture
+def inputs(text, pairs):
+    """`inputs(name)`: settings that name the data of an experiment."""
+    return lambda name: known_fields(name, {"text": text, "validation": text, "train": pairs, "test": pairs})
+
+
+@EVERY
+def test_cells_of_every_scale_can_run(name, inputs):
+    experiment, published = EXPERIMENTS[name], {}
+    assert {"tiny", "paper"} <= experiment.scales.keys()
+    for scale, own in experiment.scales.items():
+        assert own.keys() <= {field.name for field in fields(experiment.arguments)}
+        cells = cells_of(name, scale, **inputs(name))  # checks each of them
+        assert cells and json.loads(json.dumps(cells)) == cells
+        assert len({json.dumps(cell, sort_keys=True) for cell in cells.values()}) == len(cells)
+        published |= {cell: experiment.published[cell] for cell in cells.keys() & experiment.published.keys()}
+    assert published == experiment.published
+    assert {metric for values in published.values() for metric in values} <= experiment.columns.keys()
+
+
+@EVERY
+def test_every_setting_is_explained_and_plain(name):
+    arguments = EXPERIMENTS[name].arguments
+    assert {field.name for field in fields(arguments)} <= explanations(arguments).keys()
+    assert all(field.init and not isinstance(field.type, str) for field in fields(arguments))
+    assert not {field.name for field in fields(arguments)} & {field.name for field in fields(ReproductionArguments)}
+    arguments()
+
+
+@EVERY
+def test_smallest_run(name, inputs, tmp_path):
+    experiment = EXPERIMENTS[name]
+    settings = known_fields(name, SMALLEST) | inputs(name)
+    cell = next(iter(cells_of(name, **settings)))
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"), only=cell)
+    tables = run_experiment(name, options, settings)
+    files = result_files(name, options)
+    assert [path.suffix for path in files][:2] == [".json", ".md"] and all(path.stat().st_size for path in files)
+    (made,) = read(files[0]).values()
+    values = made["settings"] | made["metrics"]
+    assert set(experiment.plot) | set(experiment.layout or ()) <= values.keys()
+    assert experiment.layout is None or experiment.layout[2] in experiment.columns
+    # What only some settings give, such as the score of a task, may be missing; headings are of what is there.
+    there = [heading for metric, (heading, _) in experiment.columns.items() if metric in made["metrics"]]
+    assert there and set(there) <= set(tables[-1].columns)
+    assert {"seconds", "cpu_seconds"} < made["metrics"].keys()
+    assert all(isinstance(value, (int, float, str)) for value in made["metrics"].values())
+    # A finished cell is reused.
+    run_experiment(name, options, settings)
+    assert read(files[0])[cell] == made
+
+
+# What the papers' tables and figures hold.
+
+
 @pytest.mark.parametrize("scale", ["tiny", "paper"])
 def test_copying_has_the_cells_of_the_table(scale):
     cells = cells_of("copying", scale)
     assert len(cells) == 32 and cells.keys() == EXPERIMENTS["copying"].published.keys()
-    assert len({json.dumps(cell) for cell in cells.values()}) == 32
 
 
 def test_copying_at_the_papers_size_removes_what_the_paper_removes():
@@ -256,7 +341,6 @@ def test_sweeps_have_every_pattern(name, scale, pairs):
         f"{pattern}_{layout}" for pattern in ("strided", "fixed") for layout in ("union", "multihead", "sequential")
     }
     assert {cell["series"] for cell in cells.values()} == families | {"dense", "star", "random"}
-    assert len({json.dumps(cell) for cell in cells.values()}) == len(cells)
 
 
 def test_mixers_are_the_tables_and_the_figures():

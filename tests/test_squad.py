@@ -97,15 +97,15 @@ def test_only_the_splits_asked_for_are_opened(tmp_path):
         "small": "cat",
         "validation": "fox",
     }
-    with pytest.raises(ValueError, match="split 'other' is missing in .*; there are: train, validation, small"):
+    with pytest.raises(ValueError, match="split 'other' is missing in .*; available: train, validation, small"):
         load("squad", str(tmp_path), ["other"])
-    with pytest.raises(ValueError, match="split 'test' is missing in rajpurkar/squad; there are: train, validation"):
+    with pytest.raises(ValueError, match="split 'test' is missing in rajpurkar/squad; available: train, validation"):
         load("squad", splits=["test"])
 
 
 def test_folder_with_parts_only_needs_the_names(tmp_path):
     write(tmp_path / "part.json", squad_file(qa("1", answers=[answer("fox")])))
-    with pytest.raises(ValueError, match="none of train, validation, test is in .*; there are: part"):
+    with pytest.raises(ValueError, match="none of train, validation, test is in .*; available: part"):
         load("squad", str(tmp_path))
 
 
@@ -154,7 +154,7 @@ BAD_ROWS = {
     "over the end": (qa("7", answers=[{"text": "dog. ran", "answer_start": 95}]), "answers", "its context has 'dog.'"),
     "empty answer": (qa("7", answers=[{"text": " ", "answer_start": 3}]), "answers", "'7' has an empty answer"),
     "no answer": (qa("7", answers=[]), "answers", "'7' has no answer, which only squad_v2 allows"),
-    "no list": (qa("7"), "answers", "'7' has no list of answers, unlike others of the file"),
+    "no list": (qa("7"), "answers", "'7' has no list of answers, unlike others in the file"),
     "no text": (qa("7", answers=[{"answer_start": 3}]), "answers", "expected a 'text' and an integer 'answer_start'"),
     "no offset": (qa("7", answers=[{"text": "fox", "answer_start": "8"}]), "answers", "an integer 'answer_start'"),
     "impossible": (qa("7", answers=[answer("fox")], is_impossible=True), "is_impossible", "1 answers, but True"),

@@ -124,9 +124,9 @@ class TestSplits:
 
     def test_missing(self, write_table):
         data = write_table("odd.csv", COLUMNS, ROWS)
-        with pytest.raises(ValueError, match="no file named train, val, .*; there are the splits: odd"):
+        with pytest.raises(ValueError, match="no file named train, val, .*; available splits: odd"):
             swag.load(data)
-        with pytest.raises(ValueError, match="split 'train' is missing in .*; there are: odd"):
+        with pytest.raises(ValueError, match="split 'train' is missing in .*; available: odd"):
             swag.load(data, ["train"])
         with pytest.raises(FileNotFoundError, match="no folder"):
             swag.splits(f"{data}/nowhere")
@@ -136,9 +136,9 @@ class TestSplits:
     @pytest.mark.parametrize(
         ("columns", "message"),
         [
-            (COLUMNS[:-1], "row 1: no column label or answer; there are: "),
-            (["sent1", "sent2", "label"], "no column endings or choices; there are: .*sent1, sent2, label"),
-            (["sent1", "ending0", "ending1", "label"], "no column startphrase or context or ctx; there are"),
+            (COLUMNS[:-1], "row 1: no column label or answer; available: "),
+            (["sent1", "sent2", "label"], "no column endings or choices; available: .*sent1, sent2, label"),
+            (["sent1", "ending0", "ending1", "label"], "no column startphrase or context or ctx; available"),
         ],
     )
     def test_columns(self, write_table, columns, message):

@@ -65,9 +65,9 @@ class TestFindFiles:
 
 def test_check_splits():
     check_splits(["test"], iter(["train", "test"]), "DIR")
-    with pytest.raises(ValueError, match="split 'dev' is missing in DIR; there are: train, test"):
+    with pytest.raises(ValueError, match="split 'dev' is missing in DIR; available: train, test"):
         check_splits(["train", "dev"], ["train", "test"], "DIR")
-    with pytest.raises(ValueError, match="there are: none"):
+    with pytest.raises(ValueError, match="available: none"):
         check_splits(["dev"], [], "DIR")
 
 
@@ -155,7 +155,7 @@ class TestReadRows:
 
     @pytest.mark.parametrize(
         ("text", "message"),
-        [('{"a": 1}', "a.json: expected a JSON list of objects, found dict"), ('{"a": 1}\n{}', "not valid JSON")],
+        [('{"a": 1}', "a.json: expected a JSON list of objects, got dict"), ('{"a": 1}\n{}', "not valid JSON")],
     )
     def test_json_of_another_form(self, write, text, message):
         with pytest.raises(ValueError, match=message):
@@ -206,7 +206,7 @@ def test_find_columns():
     accepted = {"text": ("sentence", "text"), "label": ("gold", "label")}
     assert find_columns("FILE", ["label", "text", "gold"], accepted) == {"text": "text", "label": "gold"}
     assert find_columns("FILE", ["text"], accepted, optional=("label",)) == {"text": "text"}
-    message = "FILE: row 1: no column gold or label; there are: text, x"
+    message = "FILE: row 1: no column gold or label; available: text, x"
     with pytest.raises(ValueError, match=message):
         find_columns("FILE", ["text", "x"], accepted)
 

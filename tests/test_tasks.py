@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from sparsebert.data.builtin_corpus import Document, builtin_documents
 from sparsebert.data.tasks import TASKS
-from sparsebert.data.tasks.builtin import bag_of_words_baseline, load, majority_share, metrics, splits
+from sparsebert.data.tasks.builtin import bag_of_words_baseline, load, majority_share, splits
 
 
 LABELS = ("asyncio", "email", "unittest")
@@ -30,6 +30,16 @@ def test_registry_rows_can_be_used():
         assert hasattr(transformers, task.head)
         assert {"train", "validation"} <= {split.split("_")[0] for split in task.splits(None)}
         assert TrainingArguments(**task.settings, report_to="none").learning_rate > 0
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.paper_settings])
+def test_settings_of_the_paper(name):
+    """SparseBERT, Table 5."""
+    batch_size, epochs = {"swag": (16, 3), "squad_v2": (48, 2)}.get(name, (32, 3))
+    settings = TASKS[name].settings
+    assert (settings["per_device_train_batch_size"], settings["num_train_epochs"]) == (batch_size, epochs)
+    assert settings["learning_rate"] == 2e-5 and settings["weight_decay"] == 0.01
+    assert settings["warmup_steps"] == 0.1 and settings["lr_scheduler_type"] == "linear"
 
 
 def test_the_builtin_task_has_no_files():
@@ -90,11 +100,6 @@ def test_seed_and_caps(documents):
 def test_bad_arguments(documents, arguments, message):
     with pytest.raises(ValueError, match=message):
         load(**({"labels": LABELS, "documents": documents} | arguments))
-
-
-def test_metrics():
-    scores = metrics([0, 1, 1, 2], [0, 1, 0, 2])
-    assert scores == {"accuracy": pytest.approx(0.75), "macro_f1": pytest.approx((2 / 3 + 2 / 3 + 1) / 3)}
 
 
 def test_baseline_learns_but_is_not_perfect(loaded):

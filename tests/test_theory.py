@@ -8,12 +8,29 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebert.commands.theory import main
-from sparsebert.masks.patterns import PATTERNS, build_pattern
+from sparsebert.analysis.runs import read_run
+from sparsebert.attention.probability_maps import PROBABILITY_MAPS
+from sparsebert.masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.theory.chains import Chain, find_chain, is_chain
 from sparsebert.theory.conditions import check_universality, find_reach, fit_growth
-from sparsebert.theory.verdicts import pattern_case, saved_case
+from sparsebert.theory.hardmax_scales import (
+    SCALE_FORMULAS,
+    check_scale,
+    hardmax_scale,
+    least_probability,
+    scales_table,
+    standard_scales,
+)
+from sparsebert.theory.verdicts import (
+    as_json,
+    check_cases,
+    details,
+    pattern_case,
+    pattern_cases,
+    saved_case,
+    verdict_table,
+)
 
 
 def offsets(length, kept):
@@ -329,21 +346,22 @@ def test_long(name):
     assert found.universal == UNIVERSAL[name]
 
 
-def test_command(capsys, tmp_path, checkpoints):
+def test_everything_about_a_case(tmp_path):
     build_pattern("fixed", 24, 2).save_pretrained(tmp_path / "mask")
-    output = tmp_path / "new" / "theory.json"
-    sources = ["star", str(tmp_path / "mask"), checkpoints["window"], checkpoints["searching"]]
-    main([*sources, "--length", "24", "--num_heads", "3", "--output", str(output)])
-    text = capsys.readouterr().out
+    cases = [pattern_case("star", 24, 3), saved_case(str(tmp_path / "mask"), read_run(tmp_path / "mask").mask)]
+    found = check_cases(cases)
+    text = details(cases[0], found[0])
     assert "1.2 chain: identity: 0 1 2 ... 21 22 23" in text
     assert "1.3 hops: 2; reached at least (on average) after 1: 16.7 %" in text
-    saved = json.loads(output.read_text())
-    assert [case["name"] for case in saved] == sources
-    assert [case["universal"] for case in saved[:3]] == ["yes"] * 3
+    saved = json.loads(json.dumps([as_json(*pair) for pair in zip(cases, found, strict=True)]))
+    assert [case["name"] for case in saved] == ["star", str(tmp_path / "mask")]
+    assert [case["universal"] for case in saved] == ["yes"] * 2
     assert saved[0]["facts"]["one pattern"]["chain"]["order"] == list(range(24))
     assert saved[0]["setup"] == {"window_size": 1} and saved[0]["num_heads"] == 3
-    assert saved[0]["growth"]["order"] == saved[2]["growth"]["order"] == "O(n)"
+    assert saved[0]["growth"]["order"] == "O(n)"
     assert saved[1]["growth"] is None  # a table is defined at its own length
+    table = verdict_table(cases, found)
+    assert [row[0] for row in table.rows] == ["star", "mask"] and "universal" in table.columns
 
 
 def test_saved_models_that_no_theorem_speaks_of(tiny_config, tmp_path):
@@ -354,7 +372,10 @@ def test_saved_models_that_no_theorem_speaks_of(tiny_config, tmp_path):
     mixed = SparseBertForMaskedLM(tiny_config(token_mixers=["average", "attention"], **window))
     for name, model in (("decoder", decoder), ("mixed", mixed)):
         model.save_pretrained(tmp_path / name)
-    found = [saved_case(str(tmp_path / name)).check() for name in ("decoder", "mixed")]
+    runs = {name: read_run(tmp_path / name) for name in ("decoder", "mixed")}
+    found = check_cases(
+        [saved_case(name, run.mask, None, run.is_decoder, run.token_mixers) for name, run in runs.items()]
+    )
     assert [case.universal for case in found] == ["no theorem applies"] * 2
     assert "1.3 fails" in found[0].reason and "average" in found[1].reason
 
@@ -362,59 +383,150 @@ def test_saved_models_that_no_theorem_speaks_of(tiny_config, tmp_path):
 @pytest.mark.parametrize("name, order", [("dense", "O(n^2)"), ("no_diag", "O(n^2)"), ("window", "O(n)")])
 def test_growth_of_saved_masks(tmp_path, name, order):
     build_pattern(name, 32, 2).save_pretrained(tmp_path / name)
-    assert saved_case(str(tmp_path / name)).growth.order == order
+    case = saved_case(name, SparseMask.from_pretrained(tmp_path / name))
+    assert case.growth.order == order and case.length == 32
 
 
-def test_command_with_parameters(capsys):
-    main(["strided_cycle", "--parameters", "{stride: 3}", "--head_configuration", "union", "--length", "20"])
-    text = capsys.readouterr().out
-    assert "strided_cycle, union" in text and "stride=3" in text
-    main(["star", "--diagonal", "false", "--length", "20"])
-    text = capsys.readouterr().out
-    assert "star, no diagonal" in text and "1.1 self-attention: no, 20 of 20 rows lack it" in text
+def test_texts_name_the_setup():
+    case = pattern_case("strided_cycle", 20, parameters={"stride": 3}, head_configuration="union")
+    assert "strided_cycle, stride=3, head_configuration=union, 20 tokens" in details(case, case.check())
+    assert verdict_table([case], [case.check()]).rows[0][0] == "strided_cycle, union"
+    case = pattern_case("star", 20, diagonal=False)
+    assert "1.1 self-attention: no, 20 of 20 rows lack it" in details(case, case.check())
+    assert verdict_table([case], [case.check()]).rows[0][0] == "star, no diagonal"
 
 
-def test_command_all(capsys, tmp_path):
-    main(["--all", "--length", "16", "--num_heads", "2", "--output", str(tmp_path / "all.json")])
-    saved = json.loads((tmp_path / "all.json").read_text())
-    assert {case["name"] for case in saved} == set(PATTERNS)
-    assert len(saved) == len(PATTERNS) + 2 + 2  # two cycles of two patterns, in three head configurations
-    assert all(case["universal"] in ("yes", "unknown", "no theorem applies") for case in saved)
-    assert "Universality" in capsys.readouterr().out
+def test_cases_of_all_patterns(capsys):
+    cases = pattern_cases(16, 2)
+    found = check_cases(cases)
+    assert capsys.readouterr() == ("", "")  # no progress bar where stderr is no terminal
+    assert {case.name for case in cases} == set(PATTERNS) and [case.length for case in cases] == [16] * len(cases)
+    layouts = {name: [case.setup.get("head_configuration") for case in cases if case.name == name] for name in CYCLES}
+    for name, given in layouts.items():
+        several = CYCLES[name](2).num_layers > 1
+        assert given == list(HEAD_CONFIGURATIONS)[: None if several else 1]
+    assert all(verdict.universal in ("yes", "unknown", "no theorem applies") for verdict in found)
+    assert len(verdict_table(cases, found).rows) >= len(cases)
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "arguments, fields, message",
     [
-        ([], "expected a pattern"),
-        (["bigbrid"], "did you mean 'bigbird'"),
-        (["star", "--parameters", "{stride: 3}"], "unknown parameter of pattern 'star': 'stride'"),
-        (["star", "--parameters", "3"], "--parameters must be like"),
-        (["star", "--parameters", "{"], "is not YAML"),
-        (["strided_cycle", "--parameters", "{stride: cube}"], "stride must be an integer"),
-        (["star", "--length", "1"], "--length must be at least 2, got 1"),
-        (["star", "--num_heads", "0"], "num_heads must be an integer of at least 1, got 0"),
-        (["star", "--head_configuration", "union"], "head_configuration is for"),
-        (["fixed_cycle", "--head_configuration", "unoin"], "'sequential', 'union', 'multihead', got 'unoin'"),
-        (["--all", "--parameters", "{stride: 3}"], "--parameters goes with the name of a pattern, not with --all"),
-        (["--all", "--head_configuration", "union"], "--head_configuration goes with"),
+        (("star", 16), {"parameters": {"stride": 3}}, "unknown parameter of pattern 'star': 'stride'"),
+        (("strided_cycle", 16), {"parameters": {"stride": "cube"}}, "stride must be an integer"),
+        (("star", 16, 0), {}, "num_heads must be an integer of at least 1, got 0"),
+        (("star", 16), {"head_configuration": "union"}, "head_configuration is for"),
+        (("fixed_cycle", 16), {"head_configuration": "unoin"}, "'sequential', 'union', 'multihead', got 'unoin'"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_bad_patterns(arguments, fields, message):
     with pytest.raises(ValueError, match=message):
-        main(arguments)
+        pattern_case(*arguments, **fields)
 
 
-def test_bad_files(tmp_path):
-    with pytest.raises(ValueError, match="holds no mask"):
-        main([str(tmp_path)])
-    build_pattern("fixed", 24, 2).save_pretrained(tmp_path / "mask")
+def test_a_saved_mask_at_a_bad_length():
     with pytest.raises(ValueError, match="longer than the mask"):
-        main([str(tmp_path / "mask"), "--length", "25"])
-    with pytest.raises(ValueError, match="is a saved mask"):
-        main([str(tmp_path / "mask"), "--parameters", "{stride: 3}"])
-    output = tmp_path / "theory.json"
-    output.write_text("mine")
-    with pytest.raises(FileExistsError, match="exists: choose another"):
-        main(["star", "--output", str(output)])
-    assert output.read_text() == "mine"
+        saved_case("mask", build_pattern("fixed", 24, 2), 25)
+
+
+# Assumption 2 of O(n) Connections are Expressive Enough: a scaled map approaches the hardmax.
+
+MAPS = {"topk": {"k": 3}, "sparsegen_lin": {"lam": 0.3}, "entmax": {"alpha": 1.3}}
+SCALES = [
+    *((name, MAPS.get(name, {})) for name in SCALE_FORMULAS),
+    ("topk", {"k": 1}),
+    ("sparsegen_lin", {"lam": 0.9}),
+    ("sparsegen_lin", {"lam": -2.0}),
+    ("entmax", {"alpha": 1}),
+    ("entmax", {"alpha": 1.05}),
+    ("entmax", {"alpha": 4.0}),
+]
+
+
+def needs_package(name):
+    if name not in ("softmax", "topk"):
+        pytest.importorskip("entmax")
+
+
+@pytest.mark.parametrize("name, parameters", SCALES, ids=str)
+def test_assumption_2(name, parameters):
+    needs_package(name)
+    length = 9
+    for margin in (1e-2, 0.5, 3.0):
+        others = torch.cat([torch.zeros(1, length - 1), -5 * torch.rand(50, length - 1)]).double()
+        scores = torch.cat([others.amax(-1, keepdim=True) + margin, others], dim=-1)  # all equal is the worst case
+        for error in (1e-4, 0.1, 0.9, 1.0):
+            t = hardmax_scale(name, margin, error, length, **parameters)
+            assert t > 0
+            probs = PROBABILITY_MAPS[name](t * scores, **parameters)
+            assert (probs[:, 0] >= 1 - error - 1e-9).all()
+            assert (probs[:, 1:].sum(-1) <= error + 1e-9).all()
+            checked = check_scale(name, margin, error, length, **parameters)
+            assert checked.scale == t and checked.verdict == "holds"
+
+
+def test_closed_forms_of_the_scale():
+    """O(n) Connections are Expressive Enough, Section B."""
+    assert hardmax_scale("softmax", 0.5, 0.1, 8) == pytest.approx(math.log(7 * 9) / 0.5)
+    assert hardmax_scale("topk", 0.5, 0.1, 8, k=3) == pytest.approx(math.log(2 * 9) / 0.5)
+    assert hardmax_scale("sparsemax", 0.5, 0.1, 8) == hardmax_scale("sparsegen_lin", 0.5, 0.1, 8, lam=0.7) == 1.8
+    assert hardmax_scale("entmax", 0.5, 0.1, 8, alpha=1.5) == hardmax_scale("entmax15", 0.5, 0.1, 8) == 4.0
+
+
+@pytest.mark.parametrize("name", SCALE_FORMULAS)
+def test_the_check_finds_a_scale_that_is_too_small(name):
+    """An eighth of the scale is too little for some scores: the forms are not trivial."""
+    needs_package(name)
+    t = hardmax_scale(name, 0.5, 0.1, 8, **MAPS.get(name, {}))
+    assert least_probability(name, t, 0.5, 8, MAPS.get(name, {})) >= 0.9 - 1e-9
+    assert least_probability(name, t / 8, 0.5, 8, MAPS.get(name, {})) < 0.9
+
+
+def test_every_map_is_in_the_table():
+    table = scales_table(standard_scales())
+    assert {row[0] for row in table.rows} == set(PROBABILITY_MAPS)
+    assert {row[-1] for row in table.rows} <= {"holds", "unknown"}
+    json.dumps([scale.as_json() for scale in standard_scales()])
+
+
+def test_a_map_without_a_formula_is_unknown(monkeypatch):
+    monkeypatch.setitem(PROBABILITY_MAPS, "squares", lambda scores: scores.square() / scores.square().sum(-1, True))
+    (found,) = (scale for scale in standard_scales() if scale.name == "squares")
+    assert found.verdict == "unknown" and found.scale is None and found.as_json()["verdict"] == "unknown"
+    table = scales_table(standard_scales())
+    assert ["squares", "unknown"] in [[row[0], row[-1]] for row in table.rows]
+    assert "squares: no scale is known for this map" in table.notes
+    with pytest.raises(ValueError, match="no scale is known for the probability map 'squares'"):
+        hardmax_scale("squares", 1.0, 0.1, 8)
+
+
+def test_a_map_whose_package_is_missing_is_unknown(monkeypatch):
+    def missing(scores):
+        raise ValueError("needs the package entmax")
+
+    monkeypatch.setitem(PROBABILITY_MAPS, "sparsemax", missing)
+    found = check_scale("sparsemax", 0.5, 0.1, 8)
+    assert found.scale == 1.8 and found.verdict == "unknown" and "entmax" in found.reason
+
+
+def test_a_formula_that_is_wrong_fails(monkeypatch):
+    monkeypatch.setitem(SCALE_FORMULAS, "softmax", lambda error, length: 1.0)
+    assert check_scale("softmax", 1.0, 0.1, 8).verdict == "fails"
+
+
+@pytest.mark.parametrize(
+    "arguments, parameters, said",
+    [
+        (("softmax", 0.0, 0.1, 8), {}, "margin must be more than 0, got 0.0"),
+        (("softmax", math.inf, 0.1, 8), {}, "margin must be more than 0, got inf"),
+        (("softmax", 1.0, 0.0, 8), {}, r"error must be in \(0, 1\], got 0.0"),
+        (("softmax", 1.0, 1.5, 8), {}, r"error must be in \(0, 1\], got 1.5"),
+        (("entmax", 1.0, 0.1, 8), {"alpha": "learned"}, "must be numbers here, got 'learned'"),
+        (("softmaks", 1.0, 0.1, 8), {}, "'softmaks'"),
+        (("topk", 1.0, 0.1, 8), {"k": 9}, "k"),
+    ],
+)
+def test_bad_scales(arguments, parameters, said):
+    for function in (hardmax_scale, check_scale):
+        with pytest.raises(ValueError, match=said):
+            function(*arguments, **parameters)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +10,20 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from sparsebert import SparseBertLMHeadModel, SparseBertModel
-from sparsebert.commands.translate import main
 from sparsebert.data.tokenization import train_tokenizer
-from sparsebert.training.seq2seq import bleu, build_model, decode, encode, load_model, read_pairs, translate
+from sparsebert.training.recipes import load_recipe
+from sparsebert.training.seq2seq import (
+    SECTIONS,
+    bleu,
+    build_model,
+    decode,
+    encode,
+    load_model,
+    read_pairs,
+    train_translation,
+)
 
 
-ROOT = Path(__file__).parents[1]
 WORDS = {"one": "jedna", "two": "dvě", "three": "tři", "red": "červená", "blue": "modrá", "house": "dům"}
 MODEL = {
     "vocab_size": 200,
@@ -153,7 +160,7 @@ def recipe(files, folder, steps=2, **model):
 
 
 def test_translation_is_learned(files, tmp_path):
-    metrics = translate(recipe(files, tmp_path / "run", steps=150))
+    metrics = train_translation(recipe(files, tmp_path / "run", steps=150))
     assert metrics["bleu"] > 15 and "case:mixed" in metrics["bleu_signature"]
     assert metrics["bleu_of_references"] == pytest.approx(100)
     assert 0 < metrics["sparsity"] < 0.6 and metrics["train_pairs"] == 600 and metrics["test_pairs"] == 20
@@ -173,7 +180,7 @@ def test_translation_is_learned(files, tmp_path):
         ({"model": {"search": "dam_s", "pattern": None}}, "no search"),
         ({"model": {"pattern_kwargs": {"stride": 0}}}, "stride must be an integer of at least 1, got 0"),
         ({"model": {"mask_length": 8}}, "max_length must be at most .* mask_length 8, got 16"),
-        ({"data": {"train": None}}, "--train must name"),
+        ({"data": {"train": None}}, "--train must be"),
         ({"data": {"num_beams": 0}}, "num_beams must be an integer of at least 1, got 0"),
         ({"data": {"train": ["one.en"]}}, "there is no file 'one.en'"),
         ({"data": {"test": "missing.tsv"}}, "there is no file 'missing.tsv'"),
@@ -183,12 +190,12 @@ def test_bad_recipes(files, tmp_path, changes, message):
     wrong = recipe(files, tmp_path / "run")
     wrong = {section: values | changes.get(section, {}) for section, values in wrong.items()}
     with pytest.raises((ValueError, OSError), match=message):
-        translate(wrong)
+        train_translation(wrong)
     assert not (tmp_path / "run").exists()
 
 
 def test_recipe_file(files, tmp_path):
     flags = [f"--{name}={value}" for name, value in MODEL.items()]
     flags += ["--train", files["train"], "--test", json.dumps(files["test"]), "--max_length", "16", "--max_steps", "2"]
-    main([str(ROOT / "recipes/translation.yaml"), *flags, "--output_dir", str(tmp_path / "run")])
-    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["steps"] == 2
+    recipe = load_recipe(["translation", *flags, "--output_dir", str(tmp_path / "run")], SECTIONS)
+    assert train_translation(recipe)["steps"] == 2

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from sparsebert.analysis.charts import plot_lines, plot_scores
 from sparsebert.analysis.pictures import (
     plot_gallery,
     plot_groups,
@@ -14,7 +15,6 @@ from sparsebert.analysis.pictures import (
     plot_offset_profile,
     plot_sketch,
 )
-from sparsebert.commands.draw import main
 from sparsebert.masks.patterns import build_pattern
 
 
@@ -75,14 +75,17 @@ def test_bad_shapes(tmp_path):
     assert not (tmp_path / "bad.png").exists()
 
 
-def test_command(tmp_path, capsys):
-    main(["--gallery", str(tmp_path / "gallery")])
-    assert [path.name for path in (tmp_path / "gallery").iterdir()] == ["patterns.png"]
-    with pytest.raises(SystemExit):
-        main([])
-    assert "--gallery" in capsys.readouterr().err
+@pytest.mark.parametrize("published", [None, 0.5])
+def test_charts(tmp_path, published):
+    lines = {"dense": [(0, 0.9, None)], "star": [(2, 0.5, None), (1, 0.25, published)], "band": [(1, 0.3, published)]}
+    plot_lines(lines, tmp_path / "lines.png", "Title", "depth", "accuracy", percent="y")
+    curves = {"learned": ([0.5, 0.9], [0.8, 0.7], [None, 0.01]), "random": ([0.5], [0.6], [None])}
+    plot_scores(curves, tmp_path / "scores.png", "accuracy", "Title", dense=published)
+    assert is_picture(tmp_path / "lines.png") and is_picture(tmp_path / "scores.png")
 
 
 def test_import_does_not_load_matplotlib():
-    code = "import sys, sparsebert.analysis.pictures; sys.exit('matplotlib' in sys.modules)"
+    code = (
+        "import sys, sparsebert.analysis.charts, sparsebert.analysis.pictures; sys.exit('matplotlib' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

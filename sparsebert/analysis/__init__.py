@@ -1,1 +1,1 @@
-"""What a mask or run turned out to be: importance of positions, cost, pictures, tables, statistics."""
+"""What a mask or a run turned out to be: which positions matter, what it costs, pictures, tables, statistics."""

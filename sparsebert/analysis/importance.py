@@ -1,30 +1,33 @@
 """
-Which positions matter: means of P by group of positions and by offset, their intervals, and the sketch at 16 tokens.
+Which positions matter: the mean of P by group of positions and by offset, confidence intervals, and a 16-token sketch.
 
 Letters: S runs (seeds of one search), L layers, H heads, n length, K offsets, P the probability that a position is
-kept (a mask is the case of 0 and 1).
+kept (0 or 1 for a mask).
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from scipy import stats
 
-from ..masks.sparse_mask import special_entries, toeplitz_index
+from ..masks.expansion import toeplitz_index
+from ..masks.sparse_mask import special_entries
 
 
 CONFIDENCE = 0.95
 SKETCH_LENGTH = 16
 
-# First and last offset of each group; None is the longest.
-OFFSET_GROUPS = {
+# First and last offset of each group; None stands for the longest.
+OFFSET_GROUPS: dict[str, tuple[int, int | None]] = {
     "diagonal": (0, 0),
     "offset_1": (1, 1),
     "offsets_2_3": (2, 3),
     "offsets_4_8": (4, 8),
     "beyond_8": (9, None),
 }
-# Those of the importance analysis: the paper's, its neighbours one by one.
-IMPORTANCE_GROUPS = {
+# The paper's groups, with its neighbours one by one.
+IMPORTANCE_GROUPS: dict[str, tuple[int, int | None]] = {
     "diagonal": (0, 0),
     "offset_1": (1, 1),
     "offset_2": (2, 2),
@@ -33,14 +36,17 @@ IMPORTANCE_GROUPS = {
 }
 
 
-def as_runs(probs):
+def as_runs(probs: torch.Tensor) -> torch.Tensor:
     """
-    P as `(S, L, H, n, n)`, float32, on the CPU.
+    Bring P into the shape `(S, L, H, n, n)`.
 
     Args:
-        probs (`torch.Tensor`): `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
+        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
+
+    Returns:
+        `torch.Tensor` of shape `(S, L, H, n, n)`: float32, on the CPU.
     Raises:
-        ValueError: If it has another shape.
+        ValueError: If `probs` has another shape.
     """
     probs = torch.as_tensor(probs).detach().cpu().float()
     if probs.dim() not in (3, 4, 5) or probs.shape[-1] != probs.shape[-2] or 0 in probs.shape:
@@ -49,7 +55,7 @@ def as_runs(probs):
 
 
 def _sums_by_offset(probs, special):
-    """Per head the sum of P at each offset outside the special tokens, `(S, L, H, n)`, and their number `(n,)`."""
+    """The sum of P at each offset outside the special tokens, `(S, L, H, n)`, and the number of entries, `(n,)`."""
     length = probs.shape[-1]
     offset = toeplitz_index(length)[~special]
     # Head by head, in double precision: n^2 entries of many heads.
@@ -57,19 +63,19 @@ def _sums_by_offset(probs, special):
     return torch.stack(sums).view(*probs.shape[:3], length).numpy(), offset.bincount(minlength=length).numpy()
 
 
-def offset_profile(probs, special_tokens="first_last"):
+def offset_profile(probs: torch.Tensor, special_tokens: str = "first_last") -> tuple[np.ndarray, np.ndarray]:
     """
     Mean P at each offset `abs(i - j)`, per head.
 
     Args:
-        probs (`torch.Tensor`): As [`as_runs`].
+        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
         special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose rows and columns are left out:
             `"none"`, `"first"` or `"first_last"`.
 
     Returns:
         `tuple` of two `np.ndarray`: the offsets `(K,)`, int64, and the means `(S, L, H, K)`, float64.
     Raises:
-        ValueError: If `probs` has another shape, `special_tokens` is unknown, or these tokens are all there is.
+        ValueError: If `probs` has another shape, `special_tokens` is unknown, or every token is a special token.
     """
     probs = as_runs(probs)
     length = probs.shape[-1]
@@ -81,19 +87,23 @@ def offset_profile(probs, special_tokens="first_last"):
     return offsets, sums[..., offsets] / counts[offsets]
 
 
-def head_groups(probs, special_tokens="first_last", groups=IMPORTANCE_GROUPS):
+def head_groups(
+    probs: torch.Tensor,
+    special_tokens: str = "first_last",
+    groups: Mapping[str, tuple[int, int | None]] = IMPORTANCE_GROUPS,
+) -> dict[str, np.ndarray]:
     """
     Mean P of each group of positions, per head.
 
     Args:
-        probs (`torch.Tensor`): As [`as_runs`].
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): `"none"`, `"first"` or `"first_last"`; their
-            rows and columns are a group of their own and are left out of the others.
-        groups (`dict[str, tuple]`, *optional*): First and last offset of each.
+        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): `"none"`, `"first"` or `"first_last"`. Rows and
+            columns of these tokens form a group of their own and are left out of the others.
+        groups (`dict[str, tuple]`, *optional*): First and last offset of each group.
 
     Returns:
-        `dict[str, np.ndarray]`: The names of `groups` and `special_tokens`, each `(S, L, H)`, float64; a group without
-        positions is left out.
+        `dict[str, np.ndarray]`: Means `(S, L, H)`, float64, by the names of `groups` and `"special_tokens"`. Groups
+        without positions are left out.
     Raises:
         ValueError: If `probs` has another shape or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Section 3.1.2 and Figure 2.
@@ -101,7 +111,7 @@ def head_groups(probs, special_tokens="first_last", groups=IMPORTANCE_GROUPS):
     probs = as_runs(probs)
     special = special_entries(probs.shape[-1], special_tokens)
     sums, counts = _sums_by_offset(probs, special)
-    means = {}
+    means: dict[str, np.ndarray] = {}
     for name, (first, last) in groups.items():
         where = slice(first, None if last is None else last + 1)
         if counts[where].any():
@@ -111,34 +121,36 @@ def head_groups(probs, special_tokens="first_last", groups=IMPORTANCE_GROUPS):
     return means
 
 
-def position_groups(probs, special_tokens="first_last"):
+def position_groups(probs: torch.Tensor, special_tokens: str = "first_last") -> dict[str, float]:
     """
-    Mean P over heads of the diagonal, of near and far offsets, and of the special tokens, for the metrics of a run.
+    Mean P over heads on the diagonal, at near and far offsets, and of the special tokens, for the metrics of a run.
 
     Args:
-        probs, special_tokens: As [`head_groups`].
+        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): See [`head_groups`].
 
     Returns:
-        `dict[str, float]` with `diagonal`, `offset_1`, `offsets_2_3`, `offsets_4_8`, `beyond_8` and `special_tokens`;
-        a group without positions is left out.
+        `dict[str, float]`: Means by `"diagonal"`, `"offset_1"`, `"offsets_2_3"`, `"offsets_4_8"`, `"beyond_8"` and
+        `"special_tokens"`. Groups without positions are left out.
     Raises:
-        ValueError: As [`head_groups`].
+        ValueError: If `probs` has another shape or `special_tokens` is unknown.
     """
     return {name: float(values.mean()) for name, values in head_groups(probs, special_tokens, OFFSET_GROUPS).items()}
 
 
-def estimate(values):
+def estimate(values: np.ndarray) -> dict[str, np.ndarray]:
     """
-    Mean and 95 % intervals of one or many numbers between 0 and 1: Student's t, cut at 0 and 1.
+    Mean and 95 % confidence intervals of numbers between 0 and 1, by Student's t, clipped to [0, 1].
 
-    Not a bootstrap, which is too narrow for the 4 to 12 heads and the few seeds of a search.
+    A bootstrap would be too narrow for the 4 to 12 heads and the few seeds of a search.
 
     Args:
-        values (`np.ndarray`): `(S, N, ...)`: S runs of N heads each.
+        values (`np.ndarray`): Numbers `(S, N, ...)` of S runs with N heads each.
 
     Returns:
-        `dict`: `"mean"` `(...)`; `"over_heads"`, `(2, ...)`, low and high, if there are two heads or more (those of
-        all runs are one sample); `"over_seeds"`, the same of the means of the runs, if there are two runs or more.
+        `dict[str, np.ndarray]`: `"mean"` `(...)`; with two or more heads `"over_heads"` `(2, ...)`, the low and high
+        ends of the interval over the heads of all runs; with two or more runs `"over_seeds"` `(2, ...)`, the same
+        over the means of the runs.
     """
     samples = {"over_heads": values.reshape(-1, *values.shape[2:]), "over_seeds": values.mean(1)}
     result = {"mean": values.mean((0, 1))}
@@ -150,24 +162,24 @@ def estimate(values):
     return result
 
 
-def sketch(probs, special_tokens="first_last", length=SKETCH_LENGTH):
+def sketch(probs: torch.Tensor, special_tokens: str = "first_last", length: int = SKETCH_LENGTH) -> torch.Tensor:
     """
-    P pooled onto a few tokens so that diagonal, neighbours and special tokens stay what they are.
+    Pool P onto a few tokens without mixing the diagonal, its neighbours and the special tokens.
 
     Pooling square tiles would mix the diagonal with its neighbours. Here the row and column of a special token are
-    pooled alone. Of the other cells those at offsets 0, 1, 2 and 3 hold these offsets and nothing else; the cells
-    beyond share the longer offsets, and along each offset its positions, in equal parts. Every entry of P counts in
-    exactly one cell, and P of `length` tokens is its own sketch.
+    pooled on their own. The other cells at offsets 0, 1, 2 and 3 hold exactly these offsets; the cells beyond share
+    the longer offsets, and along each offset its positions, in equal parts. Every entry of P counts in exactly one
+    cell, and P of `length` tokens is its own sketch.
 
     Args:
-        probs (`torch.Tensor`): `(..., n, n)`.
+        probs (`torch.Tensor`): P, `(..., n, n)`.
         special_tokens (`str`, *optional*, defaults to `"first_last"`): `"none"`, `"first"` or `"first_last"`.
-        length (`int`, *optional*, defaults to 16): Tokens of the sketch, 8 to n.
+        length (`int`, *optional*, defaults to 16): Number of tokens of the sketch, from 8 to n.
 
     Returns:
         `torch.Tensor` of shape `(..., length, length)`, float32: the mean of each cell.
     Raises:
-        ValueError: If there are fewer than `length` tokens, `length` is below 8 or `special_tokens` is unknown.
+        ValueError: If `length` is below 8 or above n, or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Figure 2b; how it was pooled is not published.
     """
     num_tokens = probs.shape[-1]

@@ -1,60 +1,41 @@
 """
-Pictures of masks and of mask probabilities. A path without a suffix gets two pictures, PNG and SVG.
+Pictures of masks and of mask probabilities. A path without a suffix gets two files, PNG and SVG.
 
-    python -m sparsebert.visualization --gallery OUT_DIR
-
-Letters: S runs, L layers, H heads, n length, P the probability that a position is kept (a
-mask is the case of 0 and 1).
+Letters: S runs, L layers, H heads, n length, P the probability that a position is kept (0 or 1 for a mask).
 """
 
 import math
-from pathlib import Path
+import os
+from collections.abc import Sequence
 
 import torch
 
 from ..masks.patterns import CYCLES, PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
+from .figures import BLACK, BLUE, DPI, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure, save_figure
 from .importance import SKETCH_LENGTH, as_runs, estimate, head_groups, offset_profile, sketch
 
 
-DPI = 150
 WHITE_ATTENDS = "white: may attend, black: removed"
 KEPT = "P, probability that the position is kept"
-LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
+_LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
 
-# At a few tokens the cycles' own defaults, made for 256, would be all but dense.
-GALLERY_PARAMETERS = {
+# The cycles' defaults are made for 256 tokens; at the gallery's length they would be nearly dense.
+_GALLERY_PARAMETERS = {
     "strided_cycle": {"stride": 4},
     "fixed_cycle": {"stride": 4},
     "star_cycle": {"window_size": 1},
 }
 
-# Okabe and Ito's colours, which readers with any colour vision can tell apart; the markers serve print.
-BLUE, SKY = "#0072B2", "#56B4E9"
-VERMILION = "#D55E00"
-GROUP_STYLES = {
-    "diagonal": ("#000000", "o"),
-    "offset_1": ("#E69F00", "s"),
-    "offset_2": ("#D55E00", "D"),
-    "offset_3": ("#CC79A7", "v"),
-    "others": ("#56B4E9", "^"),
-    "special_tokens": ("#009E73", "P"),
+# Markers tell the groups apart in print.
+_GROUP_STYLES = {
+    "diagonal": (BLACK, "o"),
+    "offset_1": (ORANGE, "s"),
+    "offset_2": (VERMILION, "D"),
+    "offset_3": (PURPLE, "v"),
+    "others": (SKY, "^"),
+    "special_tokens": (GREEN, "P"),
 }
-
-
-def new_figure(width, height):
-    """A figure that belongs to no window system and to no global state."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="compressed", dpi=DPI)
-
-
-def save_figure(figure, path):
-    """Write a figure, as PNG and SVG where the path has no ending; its folder is created."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
-        figure.savefig(target)
 
 
 def _number(count, noun):
@@ -71,7 +52,7 @@ def _size(probs):
 
 
 def _panels(probs, width, height):
-    """A figure, its axes and their parts of P: one if the layers share P, else all layers and then each of them."""
+    """A figure, its axes and the part of P in each: one if the layers share P, else all layers and then each one."""
     num_layers = probs.shape[1]
     parts = [("", probs)]
     if num_layers > 1:
@@ -89,7 +70,7 @@ def _panels(probs, width, height):
 
 
 def _label_panels(axes, x, y):
-    """Labels at the left of every row and below every column."""
+    """Label the left end of every row and the bottom of every column."""
     for axis in axes:
         place = axis.get_subplotspec()
         if place.is_first_col():
@@ -104,26 +85,26 @@ def _legend(figure, axis):
 
 
 def _interpolation(length, inches):
-    """Sharp entries where each has a pixel; else their mean, since leaving out rows would break thin lines."""
+    """Sharp entries where each has a pixel, else averaged ones: leaving out rows would break thin lines."""
     return "nearest" if length <= 0.85 * inches * DPI else "antialiased"
 
 
 def _draw_mask(axis, table, inches):
-    """One mask `(n, n)` on so many inches, white where a query may attend."""
+    """Draw one mask `(n, n)`, white where a query may attend."""
     interpolation = _interpolation(len(table), inches)
     axis.imshow(table.float().numpy(), cmap="gray", vmin=0, vmax=1, interpolation=interpolation)
     axis.set_xticks([])
     axis.set_yticks([])
 
 
-def plot_heads(mask_or_table, path, name=None):
+def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike, name: str | None = None) -> None:
     """
-    The mask of every head, one row of panels per layer if the layers differ.
+    Draw the mask of every head, one row of panels per layer if the layers differ.
 
     Args:
-        mask_or_table ([`SparseMask`] or `torch.Tensor`): Bool `(H, n, n)` or `(L, H, n, n)`.
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
-        name (`str`, *optional*): Whose masks these are, for the title.
+        mask_or_table ([`SparseMask`] or `torch.Tensor`): The mask, or a bool table `(H, n, n)` or `(L, H, n, n)`.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        name (`str`, *optional*): Name of the mask, for the title.
     Raises:
         ValueError: If the table has another shape.
     """
@@ -157,11 +138,11 @@ def plot_heads(mask_or_table, path, name=None):
 
 
 def _draw_heat_maps(probs, path, title, quantity, ticks=None):
-    """Mean P of every panel's runs, layers and heads under one colour scale, from the lowest mean to the highest."""
+    """Draw the mean P of every panel on one colour scale, from the lowest mean to the highest."""
     figure, axes, parts = _panels(probs, 5.8, 4.9)
     means = [part.mean((0, 1, 2)).numpy() for part in parts]
     low, high = float(min(mean.min() for mean in means)), float(max(mean.max() for mean in means))
-    # A constant, as of a dense mask, would get a scale from below to beyond it.
+    # A constant, such as a dense mask, would get a scale from below to beyond it.
     low, high = (0, 1) if low == high else (low, high)
     interpolation = _interpolation(len(means[0]), 4.3 if len(parts) == 1 else 2.4)
     for axis, mean in zip(axes, means, strict=True):
@@ -180,30 +161,32 @@ def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     save_figure(figure, path)
 
 
-def plot_mean_probs(probs, path, quantity=KEPT):
+def plot_mean_probs(probs: torch.Tensor, path: str | os.PathLike, quantity: str = KEPT) -> None:
     """
-    P averaged over heads as a heat map, per layer as well if the layers differ.
+    Draw P averaged over heads as a heat map, also for each layer if the layers differ.
 
     Args:
-        probs (`torch.Tensor`): `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
         quantity (`str`, *optional*): What the numbers are, for the colour bar.
     Raises:
         ValueError: If `probs` has another shape.
-    Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as lowest to highest.
+    Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as from lowest to highest.
     """
     probs = as_runs(probs)
     _draw_heat_maps(probs, path, f"What is kept by position\n({_size(probs)}; yellow: kept most)", quantity)
 
 
-def plot_sketch(probs, path, special_tokens="first_last", quantity=KEPT):
+def plot_sketch(
+    probs: torch.Tensor, path: str | os.PathLike, special_tokens: str = "first_last", quantity: str = KEPT
+) -> None:
     """
-    P averaged over heads and pooled onto 16 tokens by [`sketch`], per layer as well if the layers differ.
+    Draw P averaged over heads and pooled onto 16 tokens by [`sketch`], also for each layer if the layers differ.
 
     Args:
-        probs (`torch.Tensor`): As [`plot_mean_probs`], of 16 tokens or more.
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose row and column stay apart.
+        probs (`torch.Tensor`): P as in [`plot_mean_probs`], with 16 tokens or more.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose row and column are kept separate.
         quantity (`str`, *optional*): What the numbers are, for the colour bar.
     Raises:
         ValueError: If `probs` has another shape or fewer tokens, or `special_tokens` is unknown.
@@ -226,16 +209,23 @@ def plot_sketch(probs, path, special_tokens="first_last", quantity=KEPT):
     _draw_heat_maps(pooled, path, title, quantity, (range(SKETCH_LENGTH), names))
 
 
-def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEPT):
+def plot_groups(
+    probs: torch.Tensor,
+    path: str | os.PathLike,
+    special_tokens: str = "first_last",
+    fixed: Sequence[str] = (),
+    quantity: str = KEPT,
+) -> None:
     """
-    Mean P of the diagonal, the neighbours, the special tokens and the others with 95 % intervals: every head as a
-    point, or a line over the layers if they differ.
+    Plot the mean P of the diagonal, the neighbours, the special tokens and the others with 95 % intervals: heads as
+    points, or lines over the layers if the layers differ.
 
     Args:
-        probs (`torch.Tensor`): As [`plot_mean_probs`].
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): What is the group of special tokens.
-        fixed (`tuple[str]`, *optional*): Groups that were not learned, to be marked.
+        probs (`torch.Tensor`): P as in [`plot_mean_probs`].
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): Which tokens are special: `"none"`, `"first"`
+            or `"first_last"`.
+        fixed (`Sequence[str]`, *optional*): Groups that were not learned; they are marked.
         quantity (`str`, *optional*): What the numbers are, for the axis.
     Raises:
         ValueError: If `probs` has another shape or `special_tokens` is unknown.
@@ -249,7 +239,7 @@ def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEP
     axis = figure.subplots()
     if num_layers == 1:
         for place, values in enumerate(groups.values()):
-            # Only the first one goes into the legend.
+            # Only the first group goes into the legend.
             prefix = "_" if place else ""
             across = torch.linspace(-0.3, -0.1, values.size).numpy()
             axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label=f"{prefix}one head")
@@ -258,21 +248,24 @@ def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEP
                 if kind in number:
                     error = abs(number[kind] - number["mean"])[:, None]
                     label = f"{prefix}95 % interval of the mean {kind.replace('_', ' ')}"
-                    style = {"fmt": "none", "color": colour, "capsize": 5, "lw": 2, "label": label}
-                    axis.errorbar(place + shift, number["mean"], error, **style)
+                    axis.errorbar(
+                        place + shift, number["mean"], error, fmt="none", color=colour, capsize=5, lw=2, label=label
+                    )
             axis.plot(place + 0.05, number["mean"], "D", color="black", ms=6, zorder=3, label=f"{prefix}mean")
         axis.set_xticks(range(len(groups)), labels=[name.replace(" (", "\n(") for name in names.values()])
         axis.set_xlabel("group of positions (query i, key j); offset is |i - j|")
     else:
         kind = "over_seeds" if num_runs > 1 else "over_heads"
         for place, (name, values) in enumerate(groups.items()):
-            colour, marker = GROUP_STYLES[name]
-            # Beside one another where they would hide each other.
+            colour, marker = _GROUP_STYLES[name]
+            # Side by side, so that they do not hide each other.
             layers = torch.arange(num_layers).numpy() + 0.06 * (place - 2.5)
             number = estimate(values.swapaxes(1, 2))
             error = abs(number[kind] - number["mean"]) if kind in number else None
-            style = {"color": colour, "marker": marker, "ms": 5, "lw": 1.2, "capsize": 2, "label": names[name]}
-            axis.errorbar(layers, number["mean"], error, **style)
+            axis.errorbar(
+                layers, number["mean"], error,
+                color=colour, marker=marker, ms=5, lw=1.2, capsize=2, label=names[name],
+            )  # fmt: skip
         axis.set_xticks(range(num_layers))
         axis.set_xlabel(
             "layer" + (f" (bars: 95 % interval of the mean {kind.replace('_', ' ')})" if kind in number else "")
@@ -285,17 +278,20 @@ def plot_groups(probs, path, special_tokens="first_last", fixed=(), quantity=KEP
     save_figure(figure, path)
 
 
-def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT):
+def plot_offset_profile(
+    probs: torch.Tensor, path: str | os.PathLike, special_tokens: str = "first_last", quantity: str = KEPT
+) -> None:
     """
-    P against the offset `abs(i - j)`: mean over heads and its 95 % intervals, per layer as well if the layers differ.
+    Plot P against the offset `abs(i - j)`: mean over heads with 95 % intervals, also for each layer if the layers
+    differ.
 
     Args:
-        probs (`torch.Tensor`): As [`plot_mean_probs`].
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        probs (`torch.Tensor`): P as in [`plot_mean_probs`].
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
         special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose rows and columns are left out.
         quantity (`str`, *optional*): What the numbers are, for the axis.
     Raises:
-        ValueError: If `probs` has another shape, `special_tokens` is unknown, or these tokens are all there is.
+        ValueError: If `probs` has another shape, `special_tokens` is unknown, or every token is a special token.
     """
     probs = as_runs(probs)
     offsets, _ = offset_profile(probs[:1, :1, :1], special_tokens)
@@ -304,13 +300,14 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
         _, profile = offset_profile(part, special_tokens)  # (S, L, H, K)
         numbers = estimate(profile.reshape(len(profile), -1, len(offsets)))
         if "over_heads" in numbers:
+            low, high = numbers["over_heads"]
             label = "95 % interval of the mean over heads"
-            axis.fill_between(offsets, *numbers["over_heads"], color=SKY, alpha=0.4, lw=0, label=label)
+            axis.fill_between(offsets, low, high, color=SKY, alpha=0.4, lw=0, label=label)
         if "over_seeds" in numbers:
-            for bound, label in zip(
-                numbers["over_seeds"], ("95 % interval of the mean over seeds", None), strict=True
-            ):
-                axis.plot(offsets, bound, color=VERMILION, ls="--", lw=1, label=label)
+            low, high = numbers["over_seeds"]
+            label = "95 % interval of the mean over seeds"
+            axis.plot(offsets, low, color=VERMILION, ls="--", lw=1, label=label)
+            axis.plot(offsets, high, color=VERMILION, ls="--", lw=1)
         marker = "o" if len(offsets) <= 160 else None
         axis.plot(offsets, numbers["mean"], color=BLUE, lw=1.5, marker=marker, ms=2.5, label="mean over heads")
         # Logarithmic, because what matters is near the diagonal; linear up to 1, to show offset 0.
@@ -321,7 +318,7 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
             axis.set_xticks([], minor=True)
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
-    title = ", ".join(filter(None, [_size(probs), LEFT_OUT[special_tokens]]))
+    title = ", ".join(filter(None, [_size(probs), _LEFT_OUT[special_tokens]]))
     y = f"mean at each offset of\n{quantity}"
     if len(parts) > 1:  # too long for small panels
         title += f"; mean at each offset of {quantity}"
@@ -332,39 +329,14 @@ def plot_offset_profile(probs, path, special_tokens="first_last", quantity=KEPT)
     save_figure(figure, path)
 
 
-def plot_scores(curves, path, metric, title, dense=None):
+def plot_gallery(path: str | os.PathLike, length: int = 16) -> None:
     """
-    Score against sparsity.
+    Draw one head of every pattern with its default parameters (shorter strides for cycles). A cycle is drawn as the
+    union of its patterns.
 
     Args:
-        curves (`dict`): By name `(sparsities, scores, deviations)`, lists of numbers; a deviation may be `None`.
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
-        metric, title (`str`): What the score is, and of what.
-        dense (`float`, *optional*): Score without a mask.
-    Source: SparseBERT (arXiv 2102.12871), Figure 7.
-    """
-    figure = new_figure(6.6, 4.4)
-    axis = figure.subplots()
-    styles = ((BLUE, "o-"), (VERMILION, "s--"))
-    for (name, (x, y, deviations)), (colour, style) in zip(curves.items(), styles, strict=False):
-        bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
-        axis.errorbar(x, y, bars, fmt=style, color=colour, ms=5, capsize=3, label=name)
-    if dense is not None:
-        axis.axhline(dense, color="black", ls=":", label="dense")
-    axis.set(title=title, xlabel="sparsity (fraction of attention entries removed)", ylabel=metric)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    save_figure(figure, path)
-
-
-def plot_gallery(path, length=16):
-    """
-    One head of every pattern under its default parameters (cycles: shorter strides), cycles as the union of their
-    patterns.
-
-    Args:
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
-        length (`int`, *optional*, defaults to 16): n.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        length (`int`, *optional*, defaults to 16): Number of tokens, n.
     Source: SparseBERT (arXiv 2102.12871), Figure 1.
     """
     num_columns = 5
@@ -375,7 +347,7 @@ def plot_gallery(path, length=16):
         axis.set_axis_off()
     for axis, name in zip(axes, PATTERNS, strict=False):
         layout = "union" if name in CYCLES else None
-        mask = build_pattern(name, length, 1, head_configuration=layout, **GALLERY_PARAMETERS.get(name, {}))
+        mask = build_pattern(name, length, 1, head_configuration=layout, **_GALLERY_PARAMETERS.get(name, {}))
         _draw_mask(axis, mask.to_table()[0, 0], 2.1)
         parameters = [f"{key}={value}" for key, value in mask.metadata["pattern_parameters"].items()]
         axis.set_title(f"{name}{' (union)' if layout else ''}\n{mask.sparsity:.1%} removed", fontsize=10)

@@ -1,8 +1,11 @@
 """What a frozen mask costs to run: sparsity, live tiles, and which backend `sparse_auto` would choose."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import CONFIG_NAME
 
 from ..attention import choice
 from ..attention.backends import BACKENDS
@@ -10,6 +13,12 @@ from ..masks.compiled import base_table
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import live_tiles
 from ..models.attaching import get_sparse_attention
+from ..models.loading import find_file, load
+from .tables import Table
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 TILE_SIZES = (16, 32, 64, 128)
@@ -18,75 +27,139 @@ TILE_SIZES = (16, 32, 64, 128)
 @dataclass(frozen=True)
 class Plan:
     """
-    Args:
-        length (`int`): n.
-        device (`str`): `"cpu"`, `"cuda"`.
-        dtype (`torch.dtype`): Of query, key and value.
-        sparsity (`float`): Fraction of entries removed at this length, mean over heads and layers.
-        live_tiles (`dict`): Tile size to the fraction of tiles that hold an entry, without the special tokens' rows
-            and columns (which kernels handle apart), mean over heads, of the first layer's mask.
-        choices (`dict`): `"inference"`, `"training"` and `"training with dropout"` to the name of the backend and why
-            `sparse_auto` chooses it.
+    What a frozen mask costs to run at one length, on one device, in one dtype.
+
+    Attributes:
+        length (`int`):
+            Number of tokens, n.
+        device (`str`):
+            Device type, such as `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`):
+            Dtype of query, key and value.
+        sparsity (`float`):
+            Fraction of entries removed at this length, averaged over heads and layers.
+        live_tiles (`dict[int, float]`):
+            By tile size, the fraction of tiles that hold an entry: mean over heads of the first layer's mask, without
+            the rows and columns of special tokens, which kernels handle separately.
+        choices (`dict[str, tuple[str, str]]`):
+            Name of the backend that `sparse_auto` would choose, and why, for `"inference"`, `"training"` and
+            `"training with dropout"`.
     """
 
     length: int
     device: str
     dtype: torch.dtype
     sparsity: float
-    live_tiles: dict
-    choices: dict
+    live_tiles: dict[int, float]
+    choices: dict[str, tuple[str, str]]
 
-    def __str__(self):
-        dtype = str(self.dtype).removeprefix("torch.")
+    def __str__(self) -> str:
         tiles = ", ".join(f"{size}: {100 * share:.1f} %" for size, share in self.live_tiles.items())
         width = max(map(len, self.choices))
         lines = [f"{phase:<{width}}  {name}: {reason}" for phase, (name, reason) in self.choices.items()]
-        head = f"{self.length} tokens, {self.device}, {dtype}: {100 * self.sparsity:.1f} % of the entries removed"
-        return "\n".join([head, f"live tiles by tile size  {tiles}", *lines])
+        return "\n".join([self._head(), f"live tiles by tile size  {tiles}", *lines])
+
+    def _head(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.length} tokens, {self.device}, {dtype}: {100 * self.sparsity:.1f} % of the entries removed"
+
+    def table(self) -> Table:
+        """The choices as a [`Table`], with sparsity as its title and live tiles below."""
+        rows = [{"phase": phase, "backend": name, "reason": reason} for phase, (name, reason) in self.choices.items()]
+        tiles = ", ".join(f"{size}: {100 * share:.1f} %" for size, share in self.live_tiles.items())
+        return Table.of(self._head(), rows, [f"live tiles by tile size: {tiles}"])
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values; a choice is `{"backend": ..., "reason": ...}`."""
+        choices = {phase: {"backend": name, "reason": reason} for phase, (name, reason) in self.choices.items()}
+        return asdict(self) | {"dtype": str(self.dtype).removeprefix("torch."), "choices": choices}
 
 
-def plan(model_or_mask, length=None, device=None, dtype=None, head_size=64):
+def plan(
+    model_or_mask: "SparseMask | PreTrainedModel",
+    length: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    head_size: int = 64,
+) -> Plan:
     """
     Print and return how a frozen mask would run.
 
     Args:
-        model_or_mask ([`SparseMask`] or a model that carries one)
-        length (`int`, *optional*): n; the mask's own by default.
-        device (`str` or `torch.device`, *optional*): The model's by default, else the CPU.
-        dtype (`torch.dtype`, *optional*): The model's by default, else float32.
-        head_size (`int`): d, where only a mask is given.
+        model_or_mask ([`SparseMask`] or `PreTrainedModel`): A mask, or a model with a frozen mask.
+        length (`int`, *optional*): Number of tokens, n. Defaults to the mask's own length.
+        device (`str` or `torch.device`, *optional*): Device to run on. Defaults to the model's, or the CPU for a mask.
+        dtype (`torch.dtype`, *optional*): Dtype of query, key and value. Defaults to the model's, or float32 for a
+            mask.
+        head_size (`int`, *optional*, defaults to 64): Head size d, used for a mask only.
 
     Returns:
         [`Plan`]
     Raises:
-        ValueError: If the model's mask is still being searched, or is undefined at this length.
+        ValueError: If the model's mask is still being searched, or the mask is undefined at this length.
     """
-    mask, causal, probability_map = model_or_mask, False, "softmax"
-    if not isinstance(mask, SparseMask):
+    result = make_plan(model_or_mask, length, device, dtype, head_size)
+    print(result)
+    return result
+
+
+def make_plan(
+    model_or_mask: "SparseMask | PreTrainedModel",
+    length: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    head_size: int = 64,
+) -> Plan:
+    """Like [`plan`], without printing."""
+    causal, probability_map = False, "softmax"
+    if isinstance(model_or_mask, SparseMask):
+        mask = model_or_mask
+    else:
         sparse_attention = get_sparse_attention(model_or_mask)
         if sparse_attention.mask is None:
-            raise ValueError("plan needs a frozen mask, this model's is being searched or not loaded: freeze it first")
+            raise ValueError("plan needs a frozen mask, but this model is still searching: freeze it first")
         mask, causal = sparse_attention.mask, bool(sparse_attention.config.is_decoder)
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length
-    device, dtype = torch.device(device or "cpu").type, dtype or torch.float32
+    device_type, dtype = torch.device(device or "cpu").type, dtype or torch.float32
     whole = base_table(mask, length, causal, special="all")
     base = base_table(mask, length, causal)[0]
     choices = {}
     for phase, dropout in (("inference", 0.0), ("training", 0.0), ("training with dropout", 0.1)):
         shape = (1, mask.num_heads, length, length, head_size)
         request = choice.Request(
-            device, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
+            device_type, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
         )
         choices[phase] = choice.by_table(BACKENDS, mask, request)
-    result = Plan(
+    return Plan(
         length,
-        device,
+        device_type,
         dtype,
         1.0 - whole.float().mean().item(),
         {size: live_tiles(base, size) for size in TILE_SIZES},
         choices,
     )
-    print(result)
-    return result
+
+
+def saved_plan(
+    source: str | os.PathLike,
+    length: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """
+    How the mask in a folder or Hub repository would run.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id of a model with a frozen mask, a run or a mask.
+        length, device, dtype: See [`plan`].
+
+    Returns:
+        [`Plan`]
+    Raises:
+        ValueError: If there is no mask, it is still being searched, or it is undefined at this length.
+        OSError: If there is no such folder or repository.
+    """
+    is_model = find_file(source, CONFIG_NAME) is not None
+    return make_plan(load(source) if is_model else SparseMask.from_pretrained(source), length, device, dtype)

@@ -1,16 +1,16 @@
 """
-Importance analysis: `python -m sparsebert.analyze RUN_OR_MASK ... --output_dir DIR`.
-
-Says which attention positions a search kept: `importance.json`, and pictures as PNG and SVG. Several runs are seeds of
-one search.
+What runs found: P and masks read from folders or the Hub, and the importance analysis of several seeds of one search.
 
 Letters: S runs, L layers (1 when shared), H heads, n length, P the probability that a position is kept.
 """
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -20,8 +20,11 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
+from ..checks import nearest
 from ..files import write_metrics
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.patterns import PATTERNS, build_pattern
+from ..masks.sparse_mask import SparseMask
 from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
@@ -29,6 +32,7 @@ from ..models.modeling_sparsebert import SparseBertModel
 from ..search.learned_mask import MASK_PROBS_NAME
 from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
 from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
+from .tables import Table
 
 
 MASK_ONLY = "M, 1 where the position is kept, else 0"
@@ -45,25 +49,42 @@ class Run:
     """
     What one run found.
 
-    Args:
-        source (`str`): Folder or Hub id.
-        quantity (`str`): What `probs` are: P, or the frozen mask where nothing else was saved.
-        probs (`torch.Tensor`): `(L, H, n, n)`, float32.
-        mask ([`SparseMask`]): Frozen, or as it would now be.
-        setup (`dict`): What it has in common with other seeds.
-        config ([`SparseBertConfig`], *optional*): Of the model; `None` for a mask alone, or beside another model.
+    Attributes:
+        source (`str`):
+            Folder or Hub id.
+        quantity (`str`):
+            What `probs` holds: P, or the frozen mask where P was not saved.
+        probs (`torch.Tensor`):
+            P or mask, `(L, H, n, n)`, float32.
+        mask ([`SparseMask`]):
+            The frozen mask, or what a search would freeze to now.
+        setup (`dict`):
+            Settings that all seeds of one search share.
+        config ([`SparseBertConfig`], *optional*):
+            Configuration of the model; `None` for a mask alone, or one beside a model of another architecture.
     """
 
     source: str
     quantity: str
     probs: torch.Tensor
     mask: SparseMask
-    setup: dict
+    setup: dict[str, Any]
     config: SparseBertConfig | None = None
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether the model is a decoder, which removes future keys as well."""
+        return self.config is not None and bool(self.config.is_decoder)
+
+    @property
+    def token_mixers(self) -> tuple[str, ...]:
+        """The token mixers that some layers have instead of attention."""
+        mixers = () if self.config is None else self.config.token_mixers or ()
+        return tuple(sorted(set(mixers) - {"attention"}))
 
 
 def _find(source, name):
-    """Path of one file of a folder or Hub repository; `None` if there is none."""
+    """Path of a file in a folder or Hub repository, or `None` if there is none."""
     if Path(source).is_dir():
         return path if (path := Path(source) / name).is_file() else None
     try:
@@ -75,7 +96,7 @@ def _find(source, name):
 
 
 def _read_config(source):
-    """The run's [`SparseBertConfig`]; `None` if it is a mask alone, or beside another model."""
+    """The [`SparseBertConfig`] of a run, or `None` for a mask alone or beside a model of another architecture."""
     path = _find(source, CONFIG_NAME)
     if path is None:
         return None
@@ -93,9 +114,9 @@ def _is_searching(source, config):
 
 
 def _read_search(source, config):
-    """The [`SparseAttention`] of a model that is being searched."""
+    """The [`SparseAttention`] of a model that is still searching."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the heads of the model are of no use here
+    logging.set_verbosity_error()  # the weights of the model's heads are not read
     try:
         if config is None:
             return load(source, AutoModel).sparse_attention
@@ -104,13 +125,13 @@ def _read_search(source, config):
         logging.set_verbosity(verbosity)
     if any(name.endswith("mask_logits") for name in report["missing_keys"]):
         raise ValueError(
-            f"{source}: the checkpoint holds no mask logits, though its configuration says it is searching"
+            f"{source}: the checkpoint holds no mask logits, although its configuration says that it is searching"
         )
     return model.sparse_attention
 
 
 def _read_probs(path, mask):
-    """P before freezing, `(L, H, n, n)`, checked against the mask that came of it."""
+    """P before freezing, `(L, H, n, n)`, checked against the mask that it was frozen to."""
     try:
         probs = load_file(path).get("probs")
     except (SafetensorError, OSError) as error:
@@ -126,10 +147,9 @@ def _read_probs(path, mask):
     return probs.view(shape)
 
 
-def read_run(source):
+def read_run(source: str | os.PathLike) -> Run:
     """
-    P and the mask of a run folder of `pretrain.py`, a checkpoint that is being searched, a mask folder, a model with
-    a mask or a search, or a Hub repository of any of these.
+    Read P and the mask of a pre-training run, a searching checkpoint, a mask, or a model with a mask or a search.
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
@@ -148,12 +168,12 @@ def read_run(source):
         quantity = KEPT
     elif _find(source, MASK_CONFIG_NAME) is None:
         raise ValueError(
-            f"{source}: holds no mask (or cannot be reached): expected a run of pretrain.py, a checkpoint that is "
-            f"being searched, or a folder or Hub repository with {MASK_CONFIG_NAME}"
+            f"{source}: holds no mask (or cannot be reached): expected a pre-training run, a searching checkpoint, or "
+            f"a folder or Hub repository with {MASK_CONFIG_NAME}"
         )
     else:
         mask = SparseMask.from_pretrained(source)
-        # A run through a given mask may lie where a search ended before: its P is not this mask's.
+        # A run with a given mask may lie where a search ended before, whose P is not this mask's.
         path = _find(source, MASK_PROBS_NAME) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
@@ -167,25 +187,28 @@ def read_run(source):
     return Run(source, quantity, probs, mask, setup, config)
 
 
-def read_runs(sources):
+def read_runs(sources: Sequence[str | os.PathLike]) -> list[Run]:
     """
-    Several runs as seeds of one search.
+    Read several runs as seeds of one search.
 
     Args:
-        sources (`list` of `str` or `os.PathLike`): As [`read_run`], each once.
+        sources (`list` of `str` or `os.PathLike`): Folders or Hub ids, see [`read_run`].
 
     Returns:
         `list[Run]`
     Raises:
-        ValueError: As [`read_run`]; or if there is none, one is given twice, or they differ in anything but the seed.
+        ValueError: If there is no source, one is given twice, one holds no mask or is damaged, or the runs differ in
+            anything but the seed.
+        OSError: If the Hub has no such repository.
     """
     if not sources:
         raise ValueError("expected at least one run or mask")
     places = [Path(source).resolve() for source in sources]
     for place in places:
         if places.count(place) > 1:
-            raise ValueError(f"{sources[places.index(place)]}: given more than once; the same run is no second seed")
-    runs = []
+            source = sources[places.index(place)]
+            raise ValueError(f"{source}: given more than once; a run is not a second seed of itself")
+    runs: list[Run] = []
     for source in sources:
         run = read_run(source)
         for name, value in runs[0].setup.items() if runs else ():
@@ -198,20 +221,60 @@ def read_runs(sources):
     return runs
 
 
-def importance(runs, special_tokens="first_last"):
+def is_pattern(source: str) -> bool:
     """
-    The numbers of `importance.json`.
+    Tell the name of a pattern from the folder or Hub id of a mask.
 
     Args:
-        runs (`list[Run]`): Of one search.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): What counts as special: `"none"`, `"first"` or
-            `"first_last"`.
+        source (`str`): Name of a pattern, a folder or a Hub id.
 
     Returns:
-        `dict`: What was read; under `"all_layers"`, and under `"layers"` if they differ, mean and intervals of the
-        groups and of the profile against the offset, and the sketch (from 16 tokens on).
+        `bool`: Whether it is the name of a pattern.
     Raises:
-        ValueError: If special tokens are all there is, or `special_tokens` is unknown.
+        ValueError: If it is none of these; suggests the nearest pattern.
+    """
+    if source in PATTERNS:
+        return True
+    if Path(source).is_dir() or "/" in source:
+        return False
+    raise nearest("pattern, folder or Hub id (owner/name)", source, list(PATTERNS))
+
+
+def find_mask(source: str, length: int = 128, num_heads: int = 12, **pattern_arguments: Any) -> SparseMask:
+    """
+    The mask that a name stands for.
+
+    Args:
+        source (`str`): Name of a pattern, or a folder or Hub id that [`read_run`] understands.
+        length (`int`, *optional*, defaults to 128): Number of tokens of a pattern, n.
+        num_heads (`int`, *optional*, defaults to 12): Number of heads of a pattern, H.
+        pattern_arguments: Further arguments of [`build_pattern`].
+
+    Returns:
+        [`SparseMask`]
+    Raises:
+        ValueError: If `source` is unknown, holds no mask or is damaged, or an argument of the pattern is out of range.
+        OSError: If the Hub has no such repository.
+    """
+    if is_pattern(source):
+        return build_pattern(source, length, num_heads, **pattern_arguments)
+    return read_run(source).mask
+
+
+def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") -> dict[str, Any]:
+    """
+    Which positions the runs of one search kept, as the numbers of `importance.json`.
+
+    Args:
+        runs (`list[Run]`): Seeds of one search, from [`read_runs`].
+        special_tokens (`str`, *optional*, defaults to `"first_last"`): Which tokens are special: `"none"`, `"first"`
+            or `"first_last"`.
+
+    Returns:
+        `dict`: What was read and, under `"all_layers"` (and `"layers"`, if the layers differ), mean and intervals of
+        the groups and of the profile over offsets, and the sketch (for 16 tokens or more).
+    Raises:
+        ValueError: If every token is a special token, or `special_tokens` is unknown.
     """
     probs = torch.stack([run.probs for run in runs])
     groups = head_groups(probs, special_tokens)
@@ -237,8 +300,8 @@ def importance(runs, special_tokens="first_last"):
         "fixed_groups": _fixed_groups(runs[0], special_tokens),
         "offset_groups": IMPORTANCE_GROUPS,
         "confidence": CONFIDENCE,
-        "intervals": "Student's t of the mean, [lows, highs], cut at 0 and 1. over_heads: every head (of every layer "
-        "and run) is one observation. over_seeds: the mean of every run is one observation.",
+        "intervals": "Student's t of the mean, [lows, highs], clipped to [0, 1]. over_heads: every head (of every "
+        "layer and run) is one observation. over_seeds: the mean of every run is one observation.",
         "all_layers": numbers(slice(None)),
     }
     if probs.shape[1] > 1:
@@ -247,7 +310,7 @@ def importance(runs, special_tokens="first_last"):
 
 
 def _fixed_groups(run, special_tokens):
-    """Groups that the search did not decide: they are as configured."""
+    """Groups that the configuration fixed, so that the search did not decide on them."""
     groups = []
     if run.setup["search"] and run.mask.special_tokens == special_tokens != "none":
         groups.append("special_tokens")
@@ -256,20 +319,46 @@ def _fixed_groups(run, special_tokens):
     return groups
 
 
-def analyze(sources, output_dir, special_tokens=None):
+def importance_table(numbers: dict[str, Any]) -> Table:
     """
-    Read runs of one search, write `importance.json` and the pictures of each, and return the numbers.
+    The groups of all layers as a table: mean and intervals.
 
     Args:
-        sources (`list` of `str` or `os.PathLike`): As [`read_runs`].
-        output_dir (`str` or `os.PathLike`): Created if missing.
-        special_tokens (`str`, *optional*): What counts as special. Default: `"first_last"`, whether or not the search
-            keeps them on; `"first"` if it keeps the first alone, as in a decoder.
+        numbers (`dict`): From [`analyze`] or [`measure_importance`].
 
     Returns:
-        `dict`: As [`importance`].
+        [`Table`]
+    """
+    quantity = "mean of M" if numbers["quantity"] == MASK_ONLY else "mean P"
+    rows = []
+    for name, group in numbers["all_layers"]["groups"].items():
+        row = {"group": name, quantity: f"{group['mean']:.3f}"}
+        for kind in ("over_heads", "over_seeds"):
+            if kind in group:
+                low, high = group[kind]
+                row[f"95 % {kind}"] = f"[{low:.3f}, {high:.3f}]"
+        rows.append(row)
+    return Table.of("Positions kept", rows)
+
+
+def analyze(
+    sources: Sequence[str | os.PathLike], output_dir: str | os.PathLike, special_tokens: str | None = None
+) -> dict[str, Any]:
+    """
+    Read runs of one search, write `importance.json` and pictures (PNG and SVG), and return the numbers.
+
+    Args:
+        sources (`list` of `str` or `os.PathLike`): Folders or Hub ids, see [`read_runs`].
+        output_dir (`str` or `os.PathLike`): Folder to write to; created if missing.
+        special_tokens (`str`, *optional*): Which tokens are special: `"none"`, `"first"` or `"first_last"`. Defaults
+            to `"first"` if the search keeps the first token alone, as in a decoder, else to `"first_last"`.
+
+    Returns:
+        `dict`: See [`measure_importance`].
     Raises:
-        ValueError: As [`read_runs`] and [`importance`]; or if matplotlib is missing.
+        ValueError: If matplotlib is missing, the runs cannot be read or are no seeds of one search, every token is a
+            special token, or `special_tokens` is unknown.
+        OSError: If the Hub has no such repository.
     """
     if find_spec("matplotlib") is None:
         raise ValueError("the pictures need matplotlib: pip install 'sparsebert[viz]'")
@@ -277,7 +366,7 @@ def analyze(sources, output_dir, special_tokens=None):
     runs = read_runs(sources)
     if special_tokens is None:
         special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
-    numbers = importance(runs, special_tokens)
+    numbers = measure_importance(runs, special_tokens)
     probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
     output.mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, start=1):

@@ -1,41 +1,51 @@
 """How runs are compared: mean and deviation over seeds, and a paired bootstrap of their difference."""
 
 import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 
-def summarize(values):
+def summarize(values: Sequence[float]) -> dict[str, float]:
     """
-    Mean and deviation of one number over runs.
+    Mean and standard deviation of a number over runs.
 
     Args:
-        values (`list[float]`): One per seed.
+        values (`list[float]`): The number in each run, one per seed.
 
     Returns:
-        `dict[str, float]`: `"mean"`, and `"std"` (of the sample, n - 1) if there are two or more.
+        `dict[str, float]`: `"mean"` and, for two or more values, `"std"` (of the sample, n - 1).
     """
     summary = {"mean": statistics.fmean(values)}
     return summary | ({"std": statistics.stdev(values)} if len(values) > 1 else {})
 
 
-def paired_bootstrap(metric, ours, theirs, references, resamples=1000, confidence=0.95, seed=0):
+def paired_bootstrap(
+    metric: Callable[[np.ndarray, np.ndarray], float],
+    ours: Sequence[Sequence[Any]],
+    theirs: Sequence[Sequence[Any]],
+    references: Sequence[Any],
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Any]:
     """
-    The difference of two systems, and its interval from resampling seeds and examples, the same for both.
+    Difference of two systems, with an interval from resampling seeds and examples jointly for both.
 
     Runs with the same seed are a pair, and so are predictions of the same example: the Multi-Bootstrap of
     MultiBERTs (arXiv 2106.16163). With one seed the interval says nothing about other seeds.
 
     Args:
-        metric (`Callable[[Sequence, Sequence], float]`): Of predictions and references.
-        ours, theirs (`list[list]`): Per seed the predictions, `(num_seeds, num_examples)`.
-        references (`list`): Of the examples.
+        metric (`Callable[[np.ndarray, np.ndarray], float]`): Score of predictions, given the references.
+        ours, theirs (`list[list]`): Predictions of each system by seed, `(num_seeds, num_examples)`.
+        references (`list`): Reference of each example.
         resamples (`int`, *optional*, defaults to 1000): Number of resamples.
-        confidence (`float`, *optional*, defaults to 0.95): Of the interval.
+        confidence (`float`, *optional*, defaults to 0.95): Confidence level of the interval.
         seed (`int`, *optional*, defaults to 0): Seed of the resampling.
 
     Returns:
-        `dict`: `"difference"` (ours minus theirs, mean over seeds), `"interval"` `[low, high]`, `"confidence"`,
+        `dict`: `"difference"` (ours minus theirs, mean over seeds), `"interval"` `[low, high]`, `"confidence"` and
         `"num_seeds"`.
     Raises:
         ValueError: If the systems differ in the number of seeds or examples.
@@ -46,16 +56,16 @@ def paired_bootstrap(metric, ours, theirs, references, resamples=1000, confidenc
             f"a paired comparison needs the same seeds and examples, got {len(ours)} and {len(theirs)} seeds and "
             f"{sorted(sizes | {len(references)})} examples"
         )
-    ours, theirs = ([_array(predictions) for predictions in system] for system in (ours, theirs))
-    references = _array(references)
+    our_runs, their_runs = ([_array(predictions) for predictions in system] for system in (ours, theirs))
+    targets = _array(references)
     rng = np.random.default_rng(seed)
-    num_seeds, num_examples = len(ours), len(references)
+    num_seeds, num_examples = len(our_runs), len(targets)
 
-    def difference(seeds, examples):
-        gold = references[examples]
+    def difference(seeds: np.ndarray, examples: np.ndarray) -> float:
+        gold = targets[examples]
         # A seed that was drawn twice is scored once.
         weights = np.bincount(seeds, minlength=num_seeds) / num_seeds
-        pairs = ((ours[s][examples], theirs[s][examples]) for s in range(num_seeds))
+        pairs = ((our_runs[s][examples], their_runs[s][examples]) for s in range(num_seeds))
         return sum(w * (metric(a, gold) - metric(b, gold)) for w, (a, b) in zip(weights, pairs, strict=True) if w)
 
     samples = [
@@ -71,7 +81,8 @@ def paired_bootstrap(metric, ours, theirs, references, resamples=1000, confidenc
     }
 
 
-def _array(values):
+def _array(values: Sequence[Any]) -> np.ndarray:
+    """One item per element: NumPy would make a second dimension of texts' lists."""
     if isinstance(values[0], (str, list)):
         array = np.empty(len(values), dtype=object)
         for index, value in enumerate(values):

@@ -1,7 +1,7 @@
 """
 How attention runs under a mask: the backends, what they read, how one is chosen, and the probability maps.
 
-Importing this package enters the backends' names into the attention tables of transformers.
+Importing this package registers the backends in the attention tables of transformers.
 """
 
 from . import interface as interface

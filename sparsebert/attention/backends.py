@@ -1,12 +1,13 @@
 """
-Attention backends, entered through the host's attention and mask tables.
+The registry of attention backends, and how one is selected and run.
 
-A backend is a function and a row of `BACKENDS`. Explicit names never fall back; only `sparse_auto` (by a table of
-measurements) and `sparse_measure` (by measuring) choose.
+To add a backend, write a function and give it a row in `BACKENDS`. A backend that is named explicitly either serves a
+request or raises. Only `sparse_auto` (by a table of measurements) and `sparse_measure` (by measuring) choose one.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -14,7 +15,7 @@ from transformers.utils import logging
 from ..masks.sparse_mask import SparseMask
 from . import choice, cpu, flex, triton
 from .eager import eager_attention
-from .mask_inputs import prepare_bias
+from .mask_inputs import MaskInputs, prepare_bias
 from .probability_maps import PROBABILITY_MAPS
 from .sdpa import sdpa_attention
 
@@ -28,27 +29,27 @@ class Backend:
     One way to run attention under a mask.
 
     Args:
-        function (`Callable`): `(query, key, value, inputs, scaling, dropout) -> (output, weights or None)`; query of
-            shape `(B, H, n, d)`, output of shape `(B, n, H, d)`, `inputs` a [`MaskInputs`] of one layer, `dropout` 0
-            in evaluation.
-        prepare (`Callable`): `(mask, inputs) -> dict`, the fields of [`MaskInputs`] that `function` reads, made once
-            per forward for all layers.
-        refuse (`Callable`): `(request) -> str or None`, why it cannot serve a [`Request`].
-        supports (`frozenset`): What it can do beyond a frozen mask with padding: `"additive"` (the thresholded
-            mask of a search, 4-D masks of the caller), `"learned"` (masks that are being learned), `"gate"`
-            (multiplicative masks), `"weights"` (returns the attention probabilities), `"window"` (a window that
-            differs by sequence).
-        probability_maps (`tuple`): Names of the `PROBABILITY_MAPS` that it can apply.
+        function (`Callable`): `(query, key, value, inputs, scaling, dropout) -> (output, probabilities or None)`. The
+            query has shape `(B, H, n, d)`, the output `(B, n, H, d)`, the probabilities `(B, H, n, m)`; `inputs` are
+            the [`MaskInputs`] of one layer, and `dropout` is 0 in evaluation.
+        prepare (`Callable`): `(mask, inputs) -> dict`, called once per forward for all layers. Returns the fields of
+            [`MaskInputs`] that `function` reads of a frozen mask.
+        refuse (`Callable`, *optional*): `(request) -> str or None`, the reason why it cannot serve a [`Request`].
+        supports (`frozenset`, *optional*): What it can do beyond a frozen mask with padding, as keys of `WANTED`:
+            `"additive"` (the thresholded mask of a search, or a 4-D mask of the caller), `"learned"` (a mask that is
+            being learned), `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a
+            sliding window that differs by sequence).
+        probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
     """
 
-    function: Callable
-    prepare: Callable
-    refuse: Callable = lambda request: None
-    supports: frozenset = frozenset()
-    probability_maps: tuple = ("softmax",)
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    prepare: Callable[[SparseMask, MaskInputs], dict[str, Any]]
+    refuse: Callable[[choice.Request], str | None] = lambda request: None
+    supports: frozenset[str] = frozenset()
+    probability_maps: tuple[str, ...] = ("softmax",)
 
 
-BACKENDS = {
+BACKENDS: dict[str, Backend] = {
     "sparse_eager": Backend(
         eager_attention,
         prepare_bias,
@@ -60,14 +61,18 @@ BACKENDS = {
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }
-CHOICES = {"sparse_auto": choice.by_table, "sparse_measure": choice.by_measurement}
+# The names that choose a backend for each request.
+CHOICES: dict[str, Callable[..., tuple[str, str]]] = {
+    "sparse_auto": choice.by_table,
+    "sparse_measure": choice.by_measurement,
+}
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 
 
-def check_backend(name, probability_map="softmax"):
+def check_backend(name: str, probability_map: str = "softmax") -> None:
     """
     Raises:
-        ValueError: If `name` is not an attention implementation that applies the mask and the probability map.
+        ValueError: If `name` is not one of `ATTENTION_NAMES`, or cannot apply the probability map.
     """
     if name not in ATTENTION_NAMES:
         raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
@@ -78,7 +83,7 @@ def check_backend(name, probability_map="softmax"):
         )
 
 
-# Depends on the mask and the request alone, so a graph compiled around a model may hold the answer.
+# A compiled graph holds the answer as a constant, since it depends on the mask and the request alone.
 @torch.compiler.assume_constant_result
 def _choose(name, handle, fields):
     mask = None if handle is None else SparseMask.instances[handle]
@@ -91,17 +96,19 @@ def _choose(name, handle, fields):
     return chosen
 
 
-def choose_backend(name, mask, *fields):
+def choose_backend(name: str, mask: SparseMask | None, *fields: Any) -> str:
     """
     The backend that serves a request.
 
     Args:
-        name (`str`): What the user set as attention implementation.
-        mask ([`SparseMask`], *optional*): `None` while searching.
-        fields: Of [`Request`], in their order.
+        name (`str`): The attention implementation that the user set.
+        mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
+        fields: The fields of [`Request`], in order.
 
+    Returns:
+        `str`: A key of `BACKENDS`.
     Raises:
-        ValueError: If `name` is not one of ours, or cannot do what is required.
+        ValueError: If `name` is not one of `ATTENTION_NAMES`, or cannot serve the request.
     """
     if name not in ATTENTION_NAMES:
         raise ValueError(
@@ -111,12 +118,32 @@ def choose_backend(name, mask, *fields):
     return _choose(name, None if mask is None else mask.handle, fields)
 
 
-def run_backend(query, key, value, inputs, scaling, dropout):
-    """Output `(B, n, H, d)` and the probabilities `(B, H, n, m)` or `None`, under the mask of one layer."""
+def run_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Attention under the mask of one layer, on the backend that `inputs` names.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys of all positions.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all positions.
+        inputs ([`MaskInputs`]): The inputs of one layer.
+        scaling (`float`): Factor of the scores.
+        dropout (`float`): Probability of attention dropout.
+
+    Returns:
+        `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
+    """
     device = query.device.type
-    own = inputs.compiled[0] is not None or inputs.learned[0] is not None
-    if own and torch.is_autocast_enabled(device):
-        # Operators of PyTorch cast their inputs themselves, ours do not.
+    own_operator = inputs.compiled[0] is not None or inputs.learned[0] is not None
+    if own_operator and torch.is_autocast_enabled(device):
+        # PyTorch's operators cast their inputs under autocast, ours do not.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return BACKENDS[inputs.backend].function(query, key, value, inputs, scaling, dropout)

@@ -1,6 +1,8 @@
 """
-Attention under a bias that is being learned. The bias is the same for all sequences; its gradient is summed over them
-block by block, so that nothing of the size of all scores is kept. Plain PyTorch operations, for any device.
+An attention operator for a bias that is being learned.
+
+The bias is the same for all sequences. Its gradient is summed over them block by block, so that nothing of the size of
+all scores is kept in memory. The operator consists of plain PyTorch operations and runs on any device.
 
 Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, b sequences of a block.
 """
@@ -10,9 +12,10 @@ import torch
 from .mask_inputs import REMOVED, last_entries
 
 
-# Scores of a block in bytes. On CPUs the few buffers of this size share the second-level cache of a core.
+# Bytes of the scores of one block. On CPUs the few buffers of this size share the second-level cache of a core.
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
-RANDOM_BITS = 16  # of an entry, for dropout
+# Random bits per entry that decide about dropout.
+RANDOM_BITS = 16
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _INPUTS = (
@@ -24,20 +27,20 @@ library.define(f"bias_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Ten
 
 
 def _rows(tensor):
-    """Like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`, which the host's next layer reads."""
+    """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)` that the host's next layer reads."""
     return torch.empty_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _kept(dropout):
-    """Probability with which an entry is kept, as the random bits can express it, and where their range is cut."""
+    """The probability of keeping an entry, rounded to what the random bits can express, and the least int16 kept."""
     dropped = min(round(dropout * 2**RANDOM_BITS), 2**RANDOM_BITS - 1)
     return 1 - dropped / 2**RANDOM_BITS, dropped - 2 ** (RANDOM_BITS - 1)
 
 
 def _parts(padding, last, learned_diagonal, num_queries, dtype):
     """
-    What differs between sequences: factors `(b, n or 1, m)` of the bias, 0 where it does not count, and the term
-    `(b, 1, m)` that removes padded keys.
+    What differs between sequences: a factor `(b, n or 1, m)` of the bias, 0 where the bias does not count, and the
+    term `(b, 1, m)` that removes padded keys.
     """
     real = padding[:, None]
     learned = real
@@ -48,11 +51,15 @@ def _parts(padding, last, learned_diagonal, num_queries, dtype):
 
 def _blocks(query, key, bias, padding, last, seed, learned_diagonal, dropout, scale, block):
     """
-    Blocks of some sequences and one head, always in the same order with the same random numbers: the index of the
-    block, probabilities `(b, n, m)`, what dropout keeps of them (0 or 1, `None` without dropout), a buffer of that
-    shape, and the factors of the bias (`None` for 1).
+    The attention probabilities, block by block. A block is one head of some sequences. The order of the blocks and
+    their random numbers are always the same.
+
+    Yields:
+        The index of the block, its probabilities `(b, n, m)`, what dropout keeps of them (0 or 1; `None` without
+        dropout), a buffer of that shape, and the factor of the bias (`None` for 1).
     """
-    batch, num_heads, num_queries, num_keys = *query.shape[:3], key.shape[2]
+    batch, num_heads, num_queries = query.shape[:3]
+    num_keys = key.shape[2]
     size = (min(block, batch), num_queries, num_keys)
     scores, weights, learned, keep = bias.new_empty(size), bias.new_empty(size), None, None
     if dropout:
@@ -155,28 +162,39 @@ torch.library.register_autograd("sparsebert::bias_attention_backward", _no_secon
 torch.library.register_autograd("sparsebert::bias_attention", _differentiate, setup_context=_remember, lib=library)
 
 
-def bias_attention(query, key, value, bias, padding=None, last=None, learned_diagonal=True, dropout=0.0, scale=None):
+def bias_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    padding: torch.Tensor | None = None,
+    last: torch.Tensor | None = None,
+    learned_diagonal: bool = True,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
     """
     Attention under a bias that gets a gradient.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions; any strides.
-        key, value (`torch.Tensor` of shape `(B, H, m, d)`): Of the query's dtype.
-        bias (`torch.Tensor` of shape `(H, n, m)`): Added to the scores of every sequence; float32 (float64 for such
-            inputs), in which the softmax is taken too.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys, in the dtype of the query; any strides.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values, in the dtype of the query; any strides.
+        bias (`torch.Tensor` of shape `(H, n, m)`): Added to the scores of every sequence; float32 (float64 for float64
+            inputs). The softmax is computed in this dtype.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Padded keys are removed.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): Position in each sequence of the token whose row and column
-            have no bias; needs `padding`.
-        learned_diagonal (`bool`, *optional*, defaults to `True`): Whether that row and column contain their diagonal
-            entry, which otherwise keeps its bias.
-        dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1), met to within
-            2^-17; seeded from the global generator.
-        scale (`float`, *optional*): Factor of the scores; `d ** -0.5` by default.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): Position in each sequence of the token in whose row and
+            column the bias does not count. Requires `padding`.
+        learned_diagonal (`bool`, *optional*, defaults to `True`): Whether this row and column contain their diagonal
+            entry. If not, the bias counts there.
+        dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1), rounded to
+            multiples of 2^-16. Its seed is drawn from the global generator.
+        scale (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
 
     Returns:
         `torch.Tensor` of shape `(B, H, n, d)`, in the memory order `(B, n, H, d)`.
     """
-    # Not by the number of threads, on which the random numbers would then depend.
+    # The size of a block must not depend on the number of threads, or the random numbers would.
     block_bytes = BLOCK_BYTES.get(query.device.type, BLOCK_BYTES["cuda"])
     return torch.ops.sparsebert.bias_attention(
         query,

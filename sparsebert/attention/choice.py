@@ -1,9 +1,11 @@
-"""Which backend serves a request: by name, by a table of measurements, or by measuring."""
+"""Which backend serves a request: the one named, or one chosen by a table of measurements or by measuring."""
 
 import functools
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
@@ -14,14 +16,19 @@ from ..masks.tiles import live_tiles
 from .mask_inputs import MaskInputs
 
 
+if TYPE_CHECKING:
+    from .backends import Backend
+
+
 logger = logging.get_logger(__name__)
 
+# What a request may need beyond a frozen mask with padding, in the words of an error message.
 WANTED = {
     "gate": "mask_form 'multiplicative'",
     "weights": "output_attentions=True",
     "additive": "a mask that is not frozen, or a 4-D attention_mask",
     "learned": "a mask that is being learned",
-    "window": "sliding windows around each sequence's last token (special_tokens 'first' or 'none' have none)",
+    "window": "sliding windows around each sequence's last token (use special_tokens 'first' or 'none')",
 }
 TILE_SIZE = 64
 ROUNDS = 5
@@ -30,18 +37,22 @@ ROUNDS = 5
 @dataclass(frozen=True)
 class Request:
     """
-    What one forward asks of its backend.
+    The properties of one forward that decide which backends can serve it.
 
     Args:
-        device (`str`): `"cpu"`, `"cuda"`, ...
-        dtype (`torch.dtype`): Of query, key and value.
-        batch, num_heads, num_queries, num_keys, head_size (`int`): B, H, n, m, d.
+        device (`str`): Type of the device, such as `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`): Dtype of query, key and value.
+        batch (`int`): Number of sequences.
+        num_heads (`int`): Number of heads.
+        num_queries (`int`): Number of queries per sequence.
+        num_keys (`int`): Number of keys per sequence.
+        head_size (`int`): Size of a head.
         dropout (`float`): Probability of attention dropout, 0 in evaluation.
-        gradients (`bool`): Whether a backward may follow.
-        padded (`bool`): Whether there are padded positions.
-        causal (`bool`): Whether future keys are cut.
-        needs (`frozenset`): Keys of `WANTED`.
-        probability_map (`str`): A name of `PROBABILITY_MAPS`.
+        gradients (`bool`): Whether a backward pass may follow.
+        padded (`bool`): Whether there is padding.
+        causal (`bool`): Whether future keys are removed.
+        needs (`frozenset` of `str`): Keys of `WANTED`.
+        probability_map (`str`): A key of `PROBABILITY_MAPS`.
     """
 
     device: str
@@ -55,12 +66,12 @@ class Request:
     gradients: bool = False
     padded: bool = False
     causal: bool = False
-    needs: frozenset = frozenset()
+    needs: frozenset[str] = frozenset()
     probability_map: str = "softmax"
 
 
-def refusal(backends, name, request):
-    """Why backend `name` cannot serve `request`, or `None`."""
+def refusal(backends: "Mapping[str, Backend]", name: str, request: Request) -> str | None:
+    """The reason why backend `name` cannot serve `request`, or `None` if it can."""
     if lacking := request.needs - backends[name].supports:
         return f"it does not support {WANTED[min(lacking)]}"
     if request.probability_map not in backends[name].probability_maps:
@@ -68,7 +79,7 @@ def refusal(backends, name, request):
     return backends[name].refuse(request)
 
 
-def check(backends, name, request):
+def check(backends: "Mapping[str, Backend]", name: str, request: Request) -> None:
     """
     Raises:
         ValueError: If backend `name` cannot serve `request`.
@@ -83,31 +94,33 @@ def _live_tiles(handle, length, causal):
     return live_tiles(base_table(SparseMask.instances[handle], length, causal)[0], TILE_SIZE)
 
 
-def by_table(backends, mask, request):
+def by_table(backends: "Mapping[str, Backend]", mask: SparseMask | None, request: Request) -> tuple[str, str]:
     """
-    The choice of `sparse_auto`: what was fastest where it was measured (README, Kernels), the reference otherwise.
+    The choice of `sparse_auto`: the backend that was fastest in our measurements (README, Kernels), or the reference
+    where nothing was measured.
 
     Args:
-        backends (`dict`): `BACKENDS`.
-        mask ([`SparseMask`], *optional*): `None` while searching.
-        request ([`Request`])
+        backends (`Mapping`): `BACKENDS`.
+        mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
+        request ([`Request`]): The request to serve.
 
     Returns:
-        `tuple` of `str`: Name and reason.
+        `tuple` of `str`: The name of the backend and the reason for it.
     """
     if request.probability_map != "softmax":
-        return "sparse_eager", f"it alone supports probability_map {request.probability_map!r}"
+        return "sparse_eager", f"the reference, for probability_map {request.probability_map!r}"
     short = request.num_keys <= 128
     if request.needs & {"gate", "weights"}:
-        return "sparse_eager", "attention probabilities or a multiplicative mask are asked for"
+        return "sparse_eager", "attention probabilities or a multiplicative mask are needed"
     if mask is None:
         if "learned" not in request.needs:
             return "sparse_eager", "the mask is not frozen"
         if request.device != "cpu" or "additive" in request.needs or not request.gradients:
-            return "sparse_eager", "the mask is being learned, which fused attention runs on its slow path"
+            return "sparse_eager", "the mask is being learned, where fused attention would take its slow path"
         if short and not request.dropout:
-            return "sparse_eager", "the mask is being learned, without dropout and from up to 128 tokens"
+            return "sparse_eager", "the mask is being learned, without dropout and with at most 128 tokens"
         return "sparse_sdpa", "the mask is being learned; its gradient is summed over the sequences block by block"
+    name: str | None
     if request.device == "cuda":
         name, reason = _on_cuda(mask, request)
     else:
@@ -124,7 +137,7 @@ def by_table(backends, mask, request):
         return "sparse_eager", f"{reason}; dropout on CPU at up to 128 tokens"
     if request.device == "cpu" and request.dtype == torch.bfloat16 and short:
         return "sparse_eager", f"{reason}; bfloat16 on CPU at up to 128 tokens"
-    return "sparse_sdpa", f"{reason}; PyTorch's fused attention with an additive mask"
+    return "sparse_sdpa", f"{reason}; PyTorch's fused attention with the mask as a bias"
 
 
 @functools.cache
@@ -134,20 +147,20 @@ def _has_amx():
 
 def _csr_limit(request):
     """
-    Density up to which `sparse_cpu` runs: where it was clearly faster than the best dense attention on two AVX-512
-    cores, at lengths of 128 to 1024 (`python -m benchmarks.attention --sweep`).
+    Highest density at which `sparse_cpu` is chosen. Below it, `sparse_cpu` was clearly faster than the best dense
+    attention on two AVX-512 cores at lengths from 128 to 1024 (`python -m benchmarks.attention --sweep`).
     """
     full = request.dtype == torch.float32
     if request.dropout:
         return 0.7 if full else 0.3
     if not full and _has_amx():
-        return 0.0  # dense attention has matrix units here, against which nothing was measured
+        return 0.0  # dense attention uses matrix units here, for which there are no measurements
     return 0.5 if full and request.num_keys <= 128 else 0.3
 
 
 def _on_cuda(mask, request):
     if request.num_keys <= 256:
-        return None, "up to 256 tokens a masked kernel has little to skip"
+        return None, "with at most 256 tokens a masked kernel has little to skip"
     live = _live_tiles(mask.handle, request.num_keys, request.causal)
     percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
     if live <= 0.6:
@@ -155,43 +168,46 @@ def _on_cuda(mask, request):
     if request.dropout or request.padded:
         return (
             "sparse_triton",
-            f"{percent}, but dropout and padding are fused (tiles of search dam_b would be skipped)",
+            f"{percent}, but it fuses dropout and padding (with a mask from search dam_b it could also skip tiles)",
         )
-    return None, f"{percent}, so there is nothing to skip (search dam_b learns tiles)"
+    return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
 
 
-_MEASURED = {}
+_MEASURED: dict[tuple[int | None, Request], tuple[str, str]] = {}
 
 
-def by_measurement(backends, mask, request):
-    """The choice of `sparse_measure`: the fastest of all that can run, timed once per mask and shape."""
+def by_measurement(backends: "Mapping[str, Backend]", mask: SparseMask | None, request: Request) -> tuple[str, str]:
+    """
+    The choice of `sparse_measure`: the fastest of all backends that can serve the request, measured once per mask and
+    request. Arguments and result are those of [`by_table`].
+    """
     key = (None if mask is None else mask.handle, request)
     if key not in _MEASURED:
         names = [name for name in backends if refusal(backends, name, request) is None]
         if request.device == "cpu":
-            # It is compiled anew for every shape, half a minute each.
+            # On CPUs it is compiled for every shape, which takes half a minute each time.
             names = [name for name in names if name != "sparse_flex"]
         if mask is None or len(names) == 1:
             _MEASURED[key] = by_table(backends, mask, request)
         else:
             times = _times(backends, names, mask, request)
-            best = min(times, key=times.get)
+            best = min(times, key=times.__getitem__)
             listed = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
             _MEASURED[key] = best, f"the fastest of {listed}"
     return _MEASURED[key]
 
 
 def _times(backends, names, mask, request):
-    """Median seconds of the backends that run, on random inputs."""
+    """Median seconds of each backend that runs without an error, on random inputs."""
     devices = [torch.cuda.current_device()] if request.device == "cuda" else []
     trials = {}
-    # The caller's dropout masks must not depend on whether something was measured.
+    # The caller's random numbers must not depend on whether something was measured.
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         for name in names:
             try:
                 trial = _trial(backends[name], name, mask, request)
                 trial()
-            except RuntimeError as error:  # too little memory, a compiler that fails: what can run is asked for
+            except RuntimeError as error:  # out of memory, or a failing compiler: measure the others
                 logger.warning_once(f"sparse_measure leaves out {name}: {str(error).strip().splitlines()[-1]}")
             else:
                 trials[name] = trial
@@ -199,9 +215,9 @@ def _times(backends, names, mask, request):
 
 
 def _trial(backend, name, mask, request):
-    """A function that runs the backend once, forward and, if asked, backward, on random inputs of the shape."""
+    """A function that runs the backend once on random inputs, forward and, with gradients, backward."""
     device = torch.device(request.device)
-    # In the layout of the host, (B, n, H, d) transposed.
+    # The host's memory layout: (B, n, H, d), transposed.
     query, key, value = (
         torch.randn(request.batch, rows, request.num_heads, request.head_size, dtype=request.dtype, device=device)
         .transpose(1, 2)
@@ -225,16 +241,19 @@ def _trial(backend, name, mask, request):
     return run
 
 
-def measure(functions, device, rounds=ROUNDS):
+def measure(functions: Mapping[str, Callable[[], Any]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
     """
-    Median seconds of each function, the functions taking turns; a first call of each is not counted.
+    Median time of each function. The functions take turns, and the first call of each is not counted.
 
     Args:
-        functions (`dict`): Name to function without arguments.
-        device (`str`): `"cuda"` is waited for.
-        rounds (`int`): Calls of each.
+        functions (`Mapping`): Functions without arguments, by name.
+        device (`str`): Type of the device; `"cuda"` is synchronized after every call.
+        rounds (`int`, *optional*): Number of counted calls of each function.
+
+    Returns:
+        `dict`: Seconds by name.
     """
-    times = {name: [] for name in functions}
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
             start = time.perf_counter()

@@ -1,5 +1,5 @@
 """
-Attention on CPUs that visits the live entries of the mask alone: a C++ operator over compressed rows (CSR).
+The CPU backend: a C++ operator over compressed rows (CSR) that only visits the live entries of the mask.
 
 Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, E live entries of all heads.
 """
@@ -12,12 +12,18 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
 
 from ..masks.compiled import compiled
-from .mask_inputs import compiled_length
+from ..masks.sparse_mask import SparseMask
+from .mask_inputs import MaskInputs, compiled_length
+
+
+if TYPE_CHECKING:
+    from .choice import Request
 
 
 logger = logging.get_logger(__name__)
@@ -26,7 +32,7 @@ SOURCE = Path(__file__).with_name("csr_attention.cpp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 MAX_LENGTH = 2**16
-# What the compiler may use, by the vectors that PyTorch finds on this machine.
+# Compiler flags, by the vector instructions that PyTorch finds on this machine.
 FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
     "AVX2": ("-mavx2", "-mfma"),
@@ -44,7 +50,7 @@ library.define(
 
 
 def _rows(tensor):
-    """Like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`."""
+    """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`."""
     return torch.empty_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
@@ -77,7 +83,7 @@ torch.library.register_autograd("sparsebert::csr_attention_backward", _no_second
 torch.library.register_autograd("sparsebert::csr_attention", _differentiate, setup_context=_remember, lib=library)
 
 
-def compressed_rows(table):
+def compressed_rows(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     The live entries of a mask, row by row.
 
@@ -85,28 +91,32 @@ def compressed_rows(table):
         table (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
 
     Returns:
-        `tuple` of `torch.Tensor`: `begin` and `end` `(H, m)`, int32, positions in `columns` `(E,)`, uint16, the keys
-        of every query in ascending order.
+        `tuple` of `torch.Tensor`: `begin` and `end` of shape `(H, m)`, int32, and `columns` of shape `(E,)`, uint16.
+        The keys of query i of head h are `columns[begin[h, i] : end[h, i]]`, in ascending order.
     Raises:
         ValueError: If there are 2^31 live entries or more.
     """
     counts = table.sum(-1)  # (H, m)
     end = counts.flatten().cumsum(0).view_as(counts)
     if end[-1, -1] >= 2**31:
-        raise ValueError(f"sparse_cpu: the mask must keep less than 2^31 entries, got {end[-1, -1]}")
+        raise ValueError(f"sparse_cpu: the mask must keep fewer than 2^31 entries, got {end[-1, -1]}")
     columns = torch.cat([head.nonzero()[:, 1].to(torch.uint16) for head in table])
     return (end - counts).int(), end.int(), columns
 
 
 @functools.cache
-def unavailable():
-    """Why the operator cannot be had here, or `None`. Compiles it on the first call, once per machine and version."""
+def unavailable() -> str | None:
+    """
+    The reason why the operator cannot be used on this machine, or `None` if it can.
+
+    Compiles the operator if this machine has no build of this version yet.
+    """
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(shlex.split(compiler)[0]) is None:
-        return f"there is no C++ compiler ({compiler}); install one (Debian, Ubuntu: apt install g++)"
+        return f"there is no C++ compiler {compiler!r}; install one (Debian, Ubuntu: apt install g++)"
     from torch.utils import cpp_extension
 
-    # OpenMP comes from PyTorch's own runtime: a second one would start threads of its own.
+    # OpenMP resolves to the runtime that PyTorch has loaded: a second one would start threads of its own.
     flags = ["-O3", "-fopenmp", *FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
     made_of = [source.read_text() for source in sorted(SOURCE.parent.glob("*.h"))] + [SOURCE.read_text()]
     digest = hashlib.sha256("\0".join([*made_of, *flags, compiler, torch.__version__]).encode()).hexdigest()[:16]
@@ -115,11 +125,11 @@ def unavailable():
     path = os.environ.get("PATH", "")
     try:
         if not built.is_file():
-            logger.warning_once("sparse_cpu: compiling its operator (once, a quarter of a minute to a minute).")
+            logger.warning_once("sparse_cpu compiles its operator (once; this takes up to a minute).")
             root.mkdir(parents=True, exist_ok=True)
-            # The builder calls ninja, which lies beside an interpreter whose environment need not be activated.
+            # The builder calls ninja, which is beside the interpreter even if its environment is not activated.
             os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
-            # In a folder of its own: in a shared one it would wait for ever on the lock of a build that was killed.
+            # In a new folder: in a shared one the builder waits forever for the lock of a build that was killed.
             with tempfile.TemporaryDirectory(dir=root) as folder:
                 cpp_extension.load(
                     built.stem, [str(SOURCE)], extra_cflags=flags, build_directory=folder, is_python_module=False
@@ -134,8 +144,8 @@ def unavailable():
     return None
 
 
-def refuse(request):
-    """Why this backend cannot serve a [`Request`], or `None`."""
+def refuse(request: "Request") -> str | None:
+    """The reason why this backend cannot serve a request, or `None` if it can."""
     if request.device != "cpu":
         return f"it runs on CPUs, got device {request.device!r}"
     if request.dtype not in DTYPES:
@@ -147,15 +157,23 @@ def refuse(request):
     return unavailable()
 
 
-def prepare(mask, inputs):
-    """The rows of every layer's mask."""
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """The compressed rows of every layer's mask."""
     length = compiled_length(mask, inputs)
     return {"compiled": compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")}
 
 
-def csr_backend(query, key, value, inputs, scaling, dropout):
-    """Attention over the live entries. Shapes: see [`Backend`]; returns no probabilities."""
+def csr_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the live entries. See [`Backend`] for the shapes; returns no probabilities."""
     mask = inputs.sparse_mask
+    assert mask is not None
     seed = (
         torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
         if dropout

@@ -1,9 +1,11 @@
 // Attention under a mask in compressed rows (CSR), forward and backward, for CPUs.
 //
+// The work is split into tasks by batch and head and, if there are few of them, by rows. A task first packs the keys
+// and values of its heads into contiguous float32 rows of D >= d numbers: in the host's layout, rows are H * d apart
+// and would compete for the same cache sets. It then processes one query at a time: the list of live keys, their
+// scores, the softmax, the sum of values. All arithmetic is in float32.
+//
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
-// Work is split by (batch, head) and, where those are few, by rows. A task first packs the keys and values of its head
-// into contiguous float32 rows of D >= d (rows in the host's layout lie H * d apart, which thrashes the cache's sets),
-// then takes one query at a time: list of live keys, scores, softmax, sum of values. Everything is float32 inside.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -86,7 +88,7 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
   }
 }
 
-// In place: scores to exp(scores - max); returns their sum. Entries from count to the next multiple of W become 0.
+// Replaces scores by exp(scores - max) and returns their sum. Entries from count to the next multiple of W become 0.
 inline float softmax_numerators(float* scores, int64_t count) {
   const float low = -std::numeric_limits<float>::infinity();
   for (int64_t t = count; t % W; ++t) scores[t] = low;
@@ -108,7 +110,7 @@ inline float softmax_numerators(float* scores, int64_t count) {
   return sum_of(total);
 }
 
-// Floats that start at a cache line.
+// An array of floats that starts at a cache line.
 class Buffer {
  public:
   explicit Buffer(int64_t size) : memory_(size + 16) {
@@ -129,9 +131,9 @@ struct Problem {
   Dropout dropout;
   float scale;
   int64_t B, H, n, m;
-  int64_t group;          // heads of a task: their keys and values together fit the second-level cache
-  int64_t rows;           // queries of a task
-  int64_t groups, chunks; // tasks per sequence: groups * chunks
+  int64_t group;           // heads per task, whose keys and values fit the second-level cache together
+  int64_t rows;            // queries per task
+  int64_t groups, chunks;  // groups of heads and chunks of queries per sequence; a task is one of each
 
   struct Task {
     int64_t b, first_head, end_head, chunk, first_row, end_row;
@@ -142,15 +144,17 @@ struct Problem {
             std::min(n, (chunk + 1) * rows)};
   }
   template <class Function>
-  void for_each_range(Function&& function) const {  // function(begin, end) of task numbers
+  void for_each_range(Function&& function) const {  // calls function(begin, end) for ranges of task numbers
     at::parallel_for(0, B * groups * chunks, 1, function);
   }
 };
 
-// Floats from one head's rows to the next head's: an odd number of cache lines, or all would meet in the same sets.
+// Floats from the rows of one head to those of the next: an odd number of cache lines, since otherwise all heads would
+// use the same cache sets.
 inline int64_t head_stride(int64_t rows, int64_t D) { return rows * D + 16; }
 
-// Rows first to end of a task's heads, to (heads, rows, D). In the host's layout the heads of a row are neighbours.
+// Copies rows first to end of a task's heads to memory of shape (heads, rows, D), or back. The loop over heads is the
+// inner one because in the host's layout the heads of a row are adjacent.
 template <int D>
 void read_rows(const Rows& from, const Problem::Task& task, int64_t first, int64_t end, float* to, int64_t rows,
                float factor = 1.0f) {
@@ -221,7 +225,7 @@ void forward_kernel(const Problem& p, const Rows& output) {
 
 template <int D>
 void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const Rows& dk, const Rows& dv) {
-  // Row chunks of one head each sum into their own dK and dV, added up afterwards: no races, always the same order.
+  // Every chunk of rows has its own sums of dK and dV, which are added up afterwards: no races, and a fixed order.
   const int64_t key_stride = head_stride(p.m, D), query_stride = head_stride(BLOCK, D), size = p.group * key_stride;
   std::vector<float> partial(p.chunks > 1 ? p.B * p.groups * p.chunks * size * 2 : 0);
   p.for_each_range([&](int64_t from, int64_t to) {
@@ -265,7 +269,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
             const float* factor = factors.data() + r * lists.size;
             const float total = 1.0f / softmax_numerators(weight, count);
             for (int64_t t = count; t % W; ++t) other[t] = 0;
-            // To weight = P after dropout, for dV, and other = dS = P (dP - delta) with delta = sum(P dP).
+            // Turn weight into P after dropout, for dV, and other into dS = P (dP - delta) with delta = sum(P dP).
             Vec delta = {};
             for (int64_t t = 0; t < count; t += W) {
               const Vec dp = load(other + t) * load(factor + t);
@@ -325,7 +329,7 @@ void for_head_size(int64_t d, Function&& function) {
 
 at::Tensor rows_of(const at::Tensor& t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
-// Memory of (B, rows, H, d), which is what the host's next layer reads, seen as (B, H, rows, d).
+// A tensor (B, H, rows, d) in the memory order (B, rows, H, d), which the host's next layer reads.
 at::Tensor empty_rows(const at::Tensor& like) {
   return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
 }
@@ -351,15 +355,16 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   Mask mask{begin.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), columns.const_data_ptr<uint16_t>(),
             padding ? padding->const_data_ptr<bool>() : nullptr, last ? last->const_data_ptr<int32_t>() : nullptr,
             begin.size(1), m, m - n, self};
-  // Two tasks a thread or more, from heads and then from rows; fewer than 64 rows are not worth packing the keys for.
+  // At least two tasks per thread, split by heads first and then by rows. Fewer than 64 rows are not worth packing the
+  // keys.
   const int64_t threads = at::get_num_threads(), floats = buffers * m * std::max<int64_t>(query.size(3), 16);
   const int64_t wanted = (2 * threads + B - 1) / B;
   const int64_t group = std::max<int64_t>(1, std::min((1 << 18) / floats, H / std::min(H, wanted)));
   const int64_t groups = (H + group - 1) / group;
-  // Chunks of a backward have sums of their own (buffers 3 and 4): 256 MiB at most.
+  // In the backward, the chunks' own sums (buffers 3 and 4) may take at most 256 MiB.
   const int64_t sums = buffers > 2 ? (int64_t{1} << 27) / (B * H * floats) : n;
   const int64_t chunks = std::max<int64_t>(1, std::min({(wanted + groups - 1) / groups, n / 64, sums}));
-  // Whole blocks, so that the random numbers do not depend on the number of threads.
+  // A multiple of BLOCK, so that the random numbers do not depend on the number of threads.
   const int64_t rows = ((n + chunks - 1) / chunks + BLOCK - 1) / BLOCK * BLOCK;
   return Problem{Rows(query), Rows(key), Rows(value), mask,
                  Dropout{static_cast<float>(dropout), static_cast<uint64_t>(seed.const_data_ptr<int64_t>()[0])},

@@ -1,4 +1,4 @@
-// What the CSR kernels read: rows of tensors in any layout, live keys of a query, random numbers of dropout.
+// The inputs of the CSR kernels: rows of tensors in any layout, the live keys of a query, random numbers for dropout.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size.
 
@@ -12,7 +12,7 @@
 #include "vectors.h"
 
 struct Rows {
-  // One of query, key, value, gradient: (B, H, rows, d), any strides but a contiguous last dimension.
+  // A query, key, value, output or gradient: (B, H, rows, d), any strides but a contiguous last dimension.
   char* data;
   c10::ScalarType dtype;
   int64_t stride_b, stride_h, stride_n, itemsize, d;
@@ -24,7 +24,7 @@ struct Rows {
   char* row(int64_t b, int64_t h, int64_t i) const {
     return data + (b * stride_b + h * stride_h + i * stride_n) * itemsize;
   }
-  // d floats, times a factor, and zeros up to D.
+  // Writes the row's d numbers times a factor to out, and zeros from d to D.
   template <int D>
   void read(int64_t b, int64_t h, int64_t i, float* out, float factor) const {
     const char* from = row(b, h, i);
@@ -63,7 +63,7 @@ struct Rows {
         float x = from[c];
         uint32_t bits;
         std::memcpy(&bits, &x, 4);
-        // Round to nearest even; a NaN stays one.
+        // Round to nearest even; a NaN stays a NaN.
         p[c] = x != x ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
       }
     } else {
@@ -73,7 +73,7 @@ struct Rows {
   }
 };
 
-// Philox4x32-10 (Salmon et al., SC 2011): 64 numbers of 32 bits for 16 consecutive counters.
+// Philox4x32-10 (Salmon et al., SC 2011): 64 random numbers of 32 bits from 16 consecutive counters.
 inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, uint32_t* out) {
   uint32_t x0[16], x1[16], x2[16], x3[16];
   for (uint32_t l = 0; l < 16; ++l) {
@@ -99,14 +99,14 @@ inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, u
 }
 
 struct Mask {
-  // Live keys of row r of head h: columns[begin[h, r]] to columns[end[h, r]], ascending.
+  // The live keys of row r of head h: columns[begin[h, r]] to columns[end[h, r] - 1], ascending.
   const int32_t* begin;
   const int32_t* end;
   const uint16_t* columns;
-  const bool* padding;  // (B, m), true = real token; null: none is padded
-  const int32_t* last;  // (B,), the token whose row and column are on besides; null: none
+  const bool* padding;  // (B, m), true = real token; null without padding
+  const int32_t* last;  // (B,), the token whose row and column are on in addition; null if there is none
   int64_t num_rows, m, first_row;
-  bool self;  // whether such a token attends to itself
+  bool self;  // whether this token attends to itself
 
   struct Sequence {
     int64_t first_key, end_key, last;
@@ -126,7 +126,8 @@ struct Mask {
     return s;
   }
 
-  // The live keys of query i, ascending, and three copies of the first that may be read; returns how many are meant.
+  // Writes the live keys of query i to out, ascending, and returns their number. Three copies of the first key follow,
+  // so that a kernel may read keys four at a time.
   int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out) const {
     const int64_t r = first_row + i;
     if (r < s.first_key || r >= s.end_key || (s.holes && !s.holes[r])) return 0;
@@ -151,7 +152,7 @@ struct Mask {
         count = to - from;
         for (int64_t t = 0; t < count; ++t) out[t] = from[t];
       }
-      // No live key is greater, so the list stays ascending.
+      // No live key is greater than the last token, so the list stays ascending.
       if (s.last >= 0 && !(to > from && to[-1] == s.last)) out[count++] = s.last;
     }
     std::fill(out + count, out + count + (count ? 3 : 0), out[0]);
@@ -159,7 +160,7 @@ struct Mask {
   }
 };
 
-constexpr int64_t BLOCK = 32;  // queries of one head worked on together
+constexpr int64_t BLOCK = 32;  // queries of one head that are processed together
 
 // The live keys of a block of queries.
 struct Lists {
@@ -179,8 +180,8 @@ struct Dropout {
   float probability;
   uint64_t seed;
 
-  // factors[r * size + t] = 0 or 1 / (1 - p) for the t-th live key of query first + r. Numbers are drawn for all live
-  // keys of the block in a row, so few are wasted where the lists are short.
+  // Sets factors[r * size + t] to 0 or 1 / (1 - p) for the t-th live key of query first + r. Random numbers are drawn
+  // for the live keys of the whole block in one sequence, so few are wasted on short lists.
   void draw(const Lists& lists, int64_t first, int64_t rows, int64_t head, float* factors) const {
     const uint32_t threshold = static_cast<uint32_t>(std::min(double{probability} * 4294967296.0, 4294967295.0));
     const float kept = 1.0f / (1.0f - probability);

@@ -1,44 +1,52 @@
-"""Attention under a sparse mask outside a model."""
+"""
+Attention under a sparse mask as a function of query, key and value, for use outside a model.
+
+Letters: B batch, H heads, n queries, m keys, d head size.
+"""
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ..masks.sparse_mask import SparseMask
 from .backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
 from .mask_inputs import MaskInputs
 from .probability_maps import ProbabilityMap, check_probability_map
 
 
 def sparse_dot_product_attention(
-    query,
-    key,
-    value,
-    mask,
-    padding=None,
-    layer=0,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    backend="sparse_auto",
-    probability_map="softmax",
-    probability_map_kwargs=None,
-):
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SparseMask,
+    padding: torch.Tensor | None = None,
+    layer: int = 0,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    backend: str = "sparse_auto",
+    probability_map: str = "softmax",
+    probability_map_kwargs: dict[str, Any] | None = None,
+) -> torch.Tensor:
     """
-    `scaled_dot_product_attention` under a [`SparseMask`], for use outside a model.
+    The counterpart of `torch.nn.functional.scaled_dot_product_attention` under a [`SparseMask`].
 
     Args:
         query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
-        key, value (`torch.Tensor` of shape `(B, H, m, d)`)
-        mask ([`SparseMask`]): For H heads.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys of all positions.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all positions.
+        mask ([`SparseMask`]): A mask for H heads.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-        layer (`int`): Which of the mask's layers.
-        dropout_p (`float`): Probability of attention dropout, in [0, 1).
-        is_causal (`bool`): Cut keys after the query.
-        scale (`float`, *optional*): Factor of the scores; `d ** -0.5` by default.
-        backend (`str`): One of `BACKENDS`, `"sparse_auto"` or `"sparse_measure"`.
-        probability_map (`str`): A name of `PROBABILITY_MAPS`.
-        probability_map_kwargs (`dict`, *optional*): Its parameters.
+        layer (`int`, *optional*, defaults to 0): The layer of the mask to apply.
+        dropout_p (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1).
+        is_causal (`bool`, *optional*, defaults to `False`): Whether to remove keys after the query.
+        scale (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
+        backend (`str`, *optional*, defaults to `"sparse_auto"`): A key of `BACKENDS`, `"sparse_auto"` or
+            `"sparse_measure"`.
+        probability_map (`str`, *optional*, defaults to `"softmax"`): A key of `PROBABILITY_MAPS`.
+        probability_map_kwargs (`dict`, *optional*): Parameters of the probability map.
 
     Returns:
         `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded or have no key.
@@ -55,12 +63,12 @@ def sparse_dot_product_attention(
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape != expected or tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
-                f"{name} must be {query.dtype} of shape {expected} on {query.device} as the query says, got "
+                f"{name} must be {query.dtype} of shape {expected} on {query.device} to fit the query, got "
                 f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             )
     if not (batch and 0 < num_queries <= num_keys):
         raise ValueError(
-            f"query must hold at least one sequence and at most as many positions as the {num_keys} keys, got "
+            f"query must have at least 1 sequence and from 1 to {num_keys} positions, the number of keys, got "
             f"{tuple(query.shape)}"
         )
     if mask.num_heads != num_heads:
@@ -81,7 +89,7 @@ def sparse_dot_product_attention(
     check_probability_map(probability_map, probability_map_kwargs or {}, num_keys)
     maps = ProbabilityMap(probability_map, probability_map_kwargs, 1, num_heads)
     if maps.alpha_logits is not None:
-        raise ValueError("alpha of entmax must be a number here: there is no model that could learn it")
+        raise ValueError("alpha of entmax must be a number outside a model, got 'learned'")
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     shape = (batch, num_heads, num_queries, num_keys, head_size)
     request = (query.device.type, query.dtype, *shape, dropout_p, gradients, padding is not None, is_causal)

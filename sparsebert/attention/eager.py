@@ -1,16 +1,23 @@
-"""The reference backend: plain PyTorch, any mask form, returns the probabilities; the oracle of all others."""
+"""The reference backend in plain PyTorch. It serves every kind of mask and returns the probabilities."""
 
 import torch
 from torch import nn
 
-from .mask_inputs import REMOVED_BELOW
+from .mask_inputs import REMOVED_BELOW, MaskInputs
 
 
-def eager_attention(query, key, value, inputs, scaling, dropout):
+def eager_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention with the whole score matrix in memory. Shapes: see [`Backend`].
+    Attention with the whole score matrix in memory. See [`Backend`] for the shapes.
 
-    Mask and softmax are float32 (float64 for float64 inputs) whatever the autocast dtype.
+    Mask and softmax are computed in float32 (float64 for float64 inputs), whatever the autocast dtype.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query, key.transpose(2, 3)).to(dtype) * scaling  # (B, H, n, m)

@@ -1,32 +1,40 @@
 """
-FlexAttention of PyTorch under a block mask: forward on CPU and CUDA, gradients on CUDA, no attention dropout.
+PyTorch's FlexAttention under a block mask: forward on CPU and CUDA, gradients on CUDA only, no attention dropout.
 
-Letters: B batch, H heads, n queries, m keys (n = m here), d head size, t tiles, t = ceil(m / block).
+Letters: B batch, H heads, n queries, m keys (n = m here), d head size, t tiles per side, t = ceil(m / block).
 """
 
 import functools
 import types
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.utils import logging
 
 from ..masks.compiled import compiled, remember
+from ..masks.sparse_mask import SparseMask
+from .mask_inputs import MaskInputs
+
+
+if TYPE_CHECKING:
+    from .choice import Request
 
 
 logger = logging.get_logger(__name__)
 
-# Edge of the square tiles. On CPU 32 skips most of a window mask; on CUDA the kernels are tuned for 128.
+# Side of the square tiles. On CPU, 32 lets most of a window mask be skipped; on CUDA the kernels are tuned for 128.
 BLOCK_SIZES = {"cpu": 32, "cuda": 128}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CUDA_HEAD_SIZE = 16
+# A warning is logged when this many shapes have been compiled.
 MANY_SHAPES = 16
 
 
-def refuse(request):
-    """Why this backend cannot serve a [`Request`], or `None`."""
+def refuse(request: "Request") -> str | None:
+    """The reason why this backend cannot serve a request, or `None` if it can."""
     if request.dropout:
-        return "it has no attention dropout; set attention_probs_dropout_prob to 0 and build the model anew"
+        return "it has no attention dropout; set attention_probs_dropout_prob to 0 and rebuild the model"
     if request.device not in BLOCK_SIZES:
         return f"it runs on {' or '.join(BLOCK_SIZES)}, got device {request.device!r}"
     if request.device == "cpu" and request.gradients:
@@ -41,19 +49,19 @@ def refuse(request):
 
 
 def _tiles(values, block):
-    """Bool `(..., m)` in tiles of `block`, False beyond m: `(..., t, block)`."""
+    """Bool `(..., m)` split into tiles of `block`, False beyond m: `(..., t, block)`."""
     length = values.shape[-1]
     num_tiles = -(-length // block)
     return torch.nn.functional.pad(values, (0, num_tiles * block - length)).unflatten(-1, (num_tiles, block))
 
 
-def block_map(base, block):
+def block_map(base: torch.Tensor, block: int) -> torch.Tensor:
     """
-    Tiles of a mask that hold any entry.
+    The tiles of a mask that have any entry on.
 
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        block (`int`): Edge of a tile.
+        block (`int`): Side of a tile.
 
     Returns:
         `torch.Tensor` of shape `(H, t, t)`, bool.
@@ -62,13 +70,13 @@ def block_map(base, block):
     return _tiles(rows, block).any(-1)
 
 
-def full_map(base, block):
+def full_map(base: torch.Tensor, block: int) -> torch.Tensor:
     """
-    Tiles whose entries are all on, for [`make_block_mask`]; a tile that crosses the edge of the mask never is.
+    The tiles of a mask whose entries are all on. A tile that reaches beyond the mask is never full.
 
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        block (`int`): Edge of a tile.
+        block (`int`): Side of a tile.
 
     Returns:
         `torch.Tensor` of shape `(H, t, t)`, bool.
@@ -78,36 +86,47 @@ def full_map(base, block):
 
 
 def _listed(live):
-    """Per row of bool `(..., t, t)` tiles: how many are on `(..., t)`, and their columns, these first; int32."""
+    """For each row of tiles `(..., t, t)`: the number of live tiles `(..., t)` and all columns, live first; int32."""
     order = torch.argsort(live.to(torch.int32), dim=-1, descending=True, stable=True)
     return live.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _materialized(tensor):
     """
-    The same tensor, as memory of its own in a compiled graph: what `mask_mod` captures must not be an expression that
-    the compiler has yet to evaluate, for which it finds no kernel on CPU.
+    The same tensor, stored in memory of its own in a compiled graph. If `mask_mod` captured an expression that the
+    compiler has yet to evaluate, it would find no kernel for it on CPU.
     """
     return None if tensor is None else tensor.as_strided(tensor.size(), tensor.stride())
 
 
-def make_block_mask(base, block_map, block, padding, last, first, diagonal, causal, full_map=None):
+def make_block_mask(
+    base: torch.Tensor,
+    block_map: torch.Tensor,
+    block: int,
+    padding: torch.Tensor | None,
+    last: torch.Tensor | None,
+    first: bool,
+    diagonal: bool | None,
+    causal: bool,
+    full_map: torch.Tensor | None = None,
+) -> BlockMask:
     """
-    The mask of one layer and batch, from the cached maps of its tiles. Without `padding` it serves any batch.
+    The block mask of one layer, made from the cached maps of its tiles.
 
     Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend: the structure with its `diagonal`
-            override and, in a decoder, without future keys; without special tokens.
-        block_map (`torch.Tensor` of shape `(H, t, t)`): Of [`block_map`].
-        block (`int`): Edge of a tile.
-        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
+        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend: the mask with its `diagonal` override and,
+            in a decoder, without future keys, but without special tokens.
+        block_map (`torch.Tensor` of shape `(H, t, t)`): The result of [`block_map`].
+        block (`int`): Side of a tile.
+        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Without it the block mask
+            serves a batch of any size.
         last (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's last token, whose row
-            and column are on; of shape `(1,)` when it is the same for all.
+            and column are on; of shape `(1,)` if it is the same for all sequences.
         first (`bool`): Whether row and column 0 are on.
-        diagonal (`bool`, *optional*): `False` keeps the diagonal entries of special tokens off.
-        causal (`bool`): Whether keys j > i are off.
-        full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): Of [`full_map`]; these tiles are not masked entry
-            by entry unless they hold a padded token, which is faster and changes no result.
+        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
+        causal (`bool`): Whether to remove keys j > query i.
+        full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): The result of [`full_map`]. These tiles are not
+            masked entry by entry unless they contain a padded token, which is faster and changes no result.
 
     Returns:
         `BlockMask` of shape `(B or 1, H, m, m)`.
@@ -129,14 +148,14 @@ def make_block_mask(base, block_map, block, padding, last, first, diagonal, caus
         live = live & some[:, None, :, None] & some[:, None, None, :]
         if full is not None:
             full = full & every[:, None, :, None] & every[:, None, None, :]
-    if full is None:
-        lists = _listed(live)
-    else:
+    full_lists: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if full is not None:
         full = full.expand(live.shape)
-        lists = (*_listed(live & ~full), *_listed(full))
-    shared_last = last is not None and len(last) == 1
-    if shared_last:
-        last = last[0]
+        live, full_lists = live & ~full, _listed(full)
+    number, columns = _listed(live)
+    shared_last = False
+    if last is not None and len(last) == 1:
+        last, shared_last = last[0], True
     if torch.compiler.is_compiling():
         base, padding, last = _materialized(base), _materialized(padding), _materialized(last)
 
@@ -156,11 +175,13 @@ def make_block_mask(base, block_map, block, padding, last, first, diagonal, caus
         return keep
 
     return BlockMask.from_kv_blocks(
-        *lists,
+        number,
+        columns,
+        *full_lists,
         BLOCK_SIZE=block,
         mask_mod=mask_mod,
         seq_lengths=(length, length),
-        # Only gradients read the transposed lists, which cost more than the others.
+        # Only gradients use the transposed lists, which take longer to make than the others.
         compute_q_blocks=base.device.type != "cpu",
     )
 
@@ -172,13 +193,13 @@ def _attention(query, key, value, block_mask, scaling):
 @functools.cache
 def _compiled(*shape):
     """
-    `_attention` compiled for one shape. PyTorch counts recompilations per code object and refuses after
-    `recompile_limit` of them, so each shape has a code object of its own.
+    `_attention` compiled for one shape. PyTorch refuses to compile a code object more than `recompile_limit` times,
+    so each shape gets its own.
     """
     if _compiled.cache_info().currsize == MANY_SHAPES:
         logger.warning_once(
-            f"sparse_flex is compiled, which takes seconds, for each shape of its inputs: {MANY_SHAPES} so far. Pad "
-            "to fewer lengths and batch sizes."
+            f"sparse_flex has been compiled for {MANY_SHAPES} input shapes, which takes seconds each. Pad to fewer "
+            "lengths and batch sizes."
         )
     code = _attention.__code__.replace(co_name="_".join(["flex", *map(str, shape)]))
     return torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False)
@@ -194,7 +215,7 @@ def _cuda_forms(table):
     return table, block_map(table, block), full_map(table, block)
 
 
-def prepare(mask, inputs):
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """The block mask of every layer."""
     device = inputs.device
     tables = compiled(
@@ -222,34 +243,45 @@ def prepare(mask, inputs):
     return {"compiled": remember(mask, ("block mask", inputs.num_keys, inputs.causal, str(device)), make)}
 
 
-def flex_backend(query, key, value, inputs, scaling, dropout):
-    """Attention under a block mask. Shapes: see [`Backend`]; returns no probabilities."""
+def flex_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """Attention under a block mask. See [`Backend`] for the shapes; returns no probabilities."""
     if dropout:
-        raise ValueError(f"sparse_flex has no attention dropout, got a layer with {dropout}")
+        raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
     return block_attention(query, key, value, inputs.compiled[0], scaling), None
 
 
-def block_attention(query, key, value, block_mask, scaling):
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask, scaling: float
+) -> torch.Tensor:
     """
-    Attention under a block mask, compiled for each shape on its first use.
+    Attention under a block mask, compiled on first use for each shape.
 
-    Queries without a live key, and padded ones, give exactly 0 and no gradient.
+    Padded queries and queries without a live key give exactly 0 and get no gradient.
 
     Args:
-        query, key, value (`torch.Tensor` of shape `(B, H, m, d)`): Any strides; see [`refuse`] for the limits.
-        block_mask (`BlockMask`): Of [`make_block_mask`].
+        query (`torch.Tensor` of shape `(B, H, m, d)`): Any strides; see [`refuse`] for the limits of all three.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values.
+        block_mask (`BlockMask`): The result of [`make_block_mask`].
         scaling (`float`): Factor of the scores.
 
     Returns:
         `torch.Tensor` of shape `(B, m, H, d)`, contiguous.
     """
     if not torch.is_grad_enabled():
-        # On CPU the operator refuses inputs that require a gradient even where none is computed.
+        # On CPU the operator refuses inputs that require a gradient, even if none is computed.
         query, key, value = query.detach(), key.detach(), value.detach()
     if torch.compiler.is_compiling():
         function = _attention
         if query.device.type == "cpu":
-            # The kernel takes its shapes from memory, where the output of a projection lies as (B * m, H * d).
+            # The kernel reads its shapes from the memory layout, and a projection's output lies as (B * m, H * d).
             query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
     else:
         function = _compiled(*query.shape, query.dtype, query.device)

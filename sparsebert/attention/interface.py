@@ -1,5 +1,14 @@
-"""Our names in the tables of attention and mask functions of transformers."""
+"""
+The link to transformers: every name of `ATTENTION_NAMES` is registered in its tables of attention and mask functions.
 
+Letters: B batch, H heads, n queries, m keys, d head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -8,16 +17,36 @@ from .mask_inputs import MaskInputs
 
 
 def sparse_attention_forward(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, mask_inputs=None, **kwargs
-):
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    mask_inputs: MaskInputs | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    The function behind all our names in the host's attention table.
+    The attention function registered under all our names.
 
-    `mask_inputs` is what [`SparseAttention`] prepared for this forward; modules that carry no mask (cross-attention)
-    run dense. Returns the output `(B, n, H, d)` and the probabilities `(B, H, n, n)` or `None`.
+    Modules that carry no mask, such as cross-attention, run dense.
 
+    Args:
+        module (`torch.nn.Module`): The attention module of a layer.
+        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys, with fewer heads if several query heads share one.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values, with as many heads as the keys.
+        attention_mask (`torch.Tensor`, *optional*): The result of [`sparse_attention_mask`].
+        scaling (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
+        dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout.
+        mask_inputs ([`MaskInputs`], *optional*): The inputs that [`SparseAttention`] prepared for this forward.
+
+    Returns:
+        `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
     Raises:
-        ValueError: If keys and mask do not fit (a static key/value cache).
+        ValueError: If the number of keys does not fit the mask (a static key/value cache).
+        RuntimeError: If the module carries a mask but is called without its base model.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
@@ -33,7 +62,8 @@ def sparse_attention_forward(
                 f"sparse attention expects {mask_inputs.num_keys} keys, got {key.shape[2]}: static key/value caches "
                 "are not supported, use a DynamicCache or use_cache=False"
             )
-        mask_inputs = mask_inputs.for_layer(module.mask_layer, attention_mask)
+        layer: Any = module.mask_layer
+        mask_inputs = mask_inputs.for_layer(layer, attention_mask)
     if key.shape[1] != query.shape[1]:
         # Several query heads share a key head.
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
@@ -41,11 +71,18 @@ def sparse_attention_forward(
 
 
 def sparse_attention_mask(
-    batch_size, q_length, kv_length, mask_function=bidirectional_mask_function, attention_mask=None, **kwargs
-):
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] = bidirectional_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     """
-    The function behind our names in the host's mask table: plain masks stay a 2-D padding mask `(B, n)` or `None`,
-    since [`SparseAttention`] applies padding and causality; anything else becomes a boolean `(B, 1, n, n)`.
+    The mask function registered under all our names.
+
+    For bidirectional and causal attention it returns the padding mask `(B, m)` or `None` unchanged, since
+    [`SparseAttention`] applies padding and causality itself. For anything else it returns a bool mask `(B, 1, n, m)`.
     """
     if mask_function in (bidirectional_mask_function, causal_mask_function):
         return attention_mask
@@ -60,7 +97,7 @@ def sparse_attention_mask(
     )
 
 
-# Both tables: a name in the first alone makes the host drop padding without a word.
+# A name that is missing in the mask table would make the host drop padding silently.
 for _name in ATTENTION_NAMES:
     AttentionInterface.register(_name, sparse_attention_forward)
     AttentionMaskInterface.register(_name, sparse_attention_mask)

@@ -1,103 +1,122 @@
 """
-What the attention layers of one forward see of the mask.
+What the attention layers read of the mask: prepared once per forward, before the first layer, for the chosen backend.
+
+A mask enters the scores as a bias, 0 where a query may attend and `REMOVED` where it may not. The functions here build
+that bias from a frozen or a learned mask, its special tokens and diagonal, padding and causality.
 
 Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..masks.compiled import compiled
-from ..masks.sparse_mask import special_entries
+from ..masks.sparse_mask import SparseMask, special_entries
 
 
-# Twice this is still less than what padding and causality subtract, so no mask outweighs them.
+# Upper limit of the constant c that a learned mask subtracts. It is far below what padding and causality subtract, so
+# no mask outweighs them.
 MAX_MASK_CONSTANT = 1e4
-
-
-# Vanishes in any softmax. Not some ten thousand, for which the exponential of PyTorch's fused attention on CPUs meets
-# denormal numbers: training takes up to half as long again.
+# The bias of a removed entry, which vanishes in any softmax. With values of some ten thousand, the exponential of
+# PyTorch's fused attention on CPUs would meet denormal numbers, and training would take up to half as long again.
 REMOVED = -1e9
-# What a mask of the caller removes is below this: float16 goes no further than four times as far.
+# A bias below this, such as in a mask that the caller passes in float16, counts as removed.
 REMOVED_BELOW = torch.finfo(torch.float16).min / 4
 
 
-def additive(keep):
-    """float32, 0 where `keep`, `REMOVED` elsewhere."""
+def additive(keep: torch.Tensor) -> torch.Tensor:
+    """A bool mask as a bias: float32, 0 where `keep` is true and `REMOVED` elsewhere."""
     return torch.zeros(keep.shape, device=keep.device).masked_fill_(~keep, REMOVED)
 
 
 @dataclass(frozen=True)
 class MaskInputs:
     """
-    Everything that a backend needs, prepared once per forward, before the first layer.
+    Everything that a backend needs to know about the mask, prepared once per forward.
+
+    Tuples hold one element per layer, or a single one for all layers.
 
     Args:
-        backend (`str`): Key of `BACKENDS`.
+        backend (`str`): A key of `BACKENDS`.
         num_queries (`int`): n.
         num_keys (`int`): m.
-        device (`torch.device`): Of the activations.
+        device (`torch.device`): Device of the activations.
         sparse_mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-        causal (`bool`): Whether key j > query i is cut.
-        window (`int`, *optional*): Keys farther from the query than this are cut.
-        bias (`tuple` of `torch.Tensor`): Per layer, or one for all: added to the scores, `(B or 1, H or 1, n, m)`;
-            padding and causality included.
-        live (`tuple`, *optional*): Per layer, or one for all: bool `(B or 1, H or 1, n, 1)`, False where a query has
-            no key, whose output is 0. `None` when every query has one.
-        gate (`tuple`, *optional*): Per layer, or one for all: factor of the probabilities (multiplicative masks).
-        compiled (`tuple`, *optional*): Per layer, or one for all: the mask in the form that the backend's kernel
-            reads, instead of `bias` and `live`.
-        local ([`MaskInputs`], *optional*): Those of the layers `local_layers`, whose attention has a sliding window.
-        learned (`tuple` of `torch.Tensor`, *optional*): Per layer, or one for all: a bias `(H, n, m)` that is being
-            learned, the same for all sequences, instead of `bias`; causality included. Padding comes on top, and so
-            do, where `last_token` is given, the row and column of each sequence's last token, which have no bias.
-        last_token (`torch.Tensor` of shape `(B,)`, *optional*): int64.
-        learned_diagonal (`bool`): Whether that row and column contain their diagonal entry.
-        probability_map (`tuple`, *optional*): Per layer, or one for all: a function of the scores, see
-            [`ProbabilityMap`]; `None` for softmax.
+        causal (`bool`): Whether keys j > query i are removed.
+        window (`int`, *optional*): Keys farther than this from the query are removed.
+        bias (`tuple` of `torch.Tensor`): Added to the scores, `(B or 1, H or 1, n, m)`, padding and causality
+            included.
+        live (`tuple` of `torch.Tensor`): Bool `(B or 1, H or 1, n, 1)`, False where a query has no key, so that its
+            output must be 0. `None` when every query has one.
+        gate (`tuple` of `torch.Tensor`): Factor of the probabilities, for multiplicative masks.
+        compiled (`tuple`): The mask in the form that the backend's kernel reads, instead of `bias` and `live`.
+        local ([`MaskInputs`], *optional*): The inputs of the layers in `local_layers`, whose attention has a sliding
+            window.
+        local_layers (`tuple` of `int`): Indices of these layers.
+        learned (`tuple` of `torch.Tensor`): A bias `(H, n, m)` that is being learned, the same for all sequences,
+            instead of `bias`. Causality is included; padding and the last token are not.
+        last_token (`torch.Tensor` of shape `(B,)`, *optional*): int64, position of each sequence's last token, in
+            whose row and column the `learned` bias does not count.
+        learned_diagonal (`bool`): Whether this row and column contain their diagonal entry.
+        probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
     """
 
     backend: str
     num_queries: int = 0
     num_keys: int = 0
-    device: torch.device | None = None
-    sparse_mask: object = None
+    device: torch.device = torch.device("cpu")
+    sparse_mask: SparseMask | None = None
     padding: torch.Tensor | None = None
     causal: bool = False
     window: int | None = None
-    bias: tuple = (None,)
-    live: tuple = (None,)
-    gate: tuple = (None,)
-    compiled: tuple = (None,)
+    bias: tuple[torch.Tensor | None, ...] = (None,)
+    live: tuple[torch.Tensor | None, ...] = (None,)
+    gate: tuple[torch.Tensor | None, ...] = (None,)
+    compiled: tuple[Any, ...] = (None,)
     local: "MaskInputs | None" = None
-    local_layers: tuple = ()
-    learned: tuple = (None,)
+    local_layers: tuple[int, ...] = ()
+    learned: tuple[torch.Tensor | None, ...] = (None,)
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
-    probability_map: tuple = (None,)
+    probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
 
     @classmethod
-    def dense(cls, attention_mask, backend):
-        """No mask but the host's: bool `(B, m)` or `(B, 1, n, m)`, or an additive float, or `None`."""
+    def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":
+        """
+        The inputs of dense attention, under the host's own mask only.
+
+        Args:
+            attention_mask (`torch.Tensor` of shape `(B, m)` or `(B, 1, n, m)`, *optional*): Bool, True = may attend,
+                or float, added to the scores.
+            backend (`str`): A key of `BACKENDS`.
+        """
         bias = None if attention_mask is None else _additive_4d(attention_mask)
         return cls(backend, bias=(bias,))
 
-    def for_layer(self, layer, attention_mask=None):
+    def for_layer(self, layer: int, attention_mask: torch.Tensor | None = None) -> "MaskInputs":
         """
-        The inputs of one layer, as one-element tuples. A 4-D `attention_mask` (passed by the user, or made for a
-        pattern of the host's own) applies on top; a 2-D one is the padding that the mask already holds.
+        The inputs of one layer, in which every tuple has one element.
+
+        Args:
+            layer (`int`): Index of the layer.
+            attention_mask (`torch.Tensor`, *optional*): The layer's argument of that name. A 4-D mask, from the caller
+                or for a pattern of the host's own, is applied in addition; a 2-D one is padding, which `self` already
+                includes.
 
         Raises:
-            ValueError: For a 4-D mask on a backend that runs on a compiled form.
+            ValueError: If there is a 4-D mask and the backend runs on a compiled form.
         """
-        if layer in self.local_layers:
+        if self.local is not None and layer in self.local_layers:
             return self.local.for_layer(layer, attention_mask)
-        bias, live, gate, compiled, learned, maps = (
-            values if len(values) == 1 else (values[layer],)
-            for values in (self.bias, self.live, self.gate, self.compiled, self.learned, self.probability_map)
-        )
+
+        def own(values):
+            return values if len(values) == 1 else (values[layer],)
+
+        bias, live, compiled, learned = own(self.bias), own(self.live), own(self.compiled), own(self.learned)
         if attention_mask is not None and attention_mask.dim() == 4:
             if compiled[0] is not None:
                 raise ValueError(
@@ -106,39 +125,46 @@ class MaskInputs:
                 )
             if learned[0] is not None:
                 bias, learned = (merged_bias(learned[0], self),), (None,)
-            # Clamped, so that two removals stay finite.
+            # Clamped so that the sum of two removals stays finite in any dtype.
             bias = ((_additive_4d(attention_mask) + (0.0 if bias[0] is None else bias[0])).clamp(min=REMOVED),)
             live = ((bias[0] > REMOVED_BELOW).any(-1, keepdim=True),)
-        changes = {"bias": bias, "live": live, "gate": gate, "compiled": compiled, "learned": learned}
-        return replace(self, probability_map=maps, **changes)
+        return replace(
+            self,
+            bias=bias,
+            live=live,
+            gate=own(self.gate),
+            compiled=compiled,
+            learned=learned,
+            probability_map=own(self.probability_map),
+        )
 
-    def last(self):
+    def last(self) -> torch.Tensor | None:
         """
-        Position of each sequence's last token where its row and column are on, int32 `(B,)`, or `(1,)` when it is
-        the same for all; otherwise `None`.
+        Position of each sequence's last token, int32 `(B,)`, or `(1,)` when it is the same for all sequences. `None`
+        if the frozen mask does not have it as a special token.
         """
         mask = self.sparse_mask
-        if mask.special_tokens != "first_last":
+        if mask is None or mask.special_tokens != "first_last":
             return None
         if self.padding is None or mask.last_token == "position":
             return torch.full((1,), self.num_keys - 1, dtype=torch.int32, device=self.device)
         return last_real(self.padding).int()
 
-    def last_of(self, batch):
-        """[`last`] for every sequence of a batch: `(B,)`, contiguous."""
+    def last_of(self, batch: int) -> torch.Tensor | None:
+        """The result of [`MaskInputs.last`] for every sequence of a batch of this size: `(B,)`, contiguous."""
         last = self.last()
         return None if last is None else last.expand(batch).contiguous()
 
 
-def last_real(padding):
-    """Position of each sequence's last real token, int64 `(B,)`; 0 where all is padding."""
+def last_real(padding: torch.Tensor) -> torch.Tensor:
+    """Position of the last real token in each row of `padding` `(B, m)`: int64 `(B,)`, 0 if there is none."""
     return (padding * torch.arange(padding.shape[-1], device=padding.device)).argmax(-1)
 
 
-def compiled_length(mask, inputs):
+def compiled_length(mask: SparseMask, inputs: MaskInputs) -> int:
     """
-    Length to compile a mask for: in a decoder rows do not depend on how many follow, so the lengths that generation
-    grows through share few tables.
+    The length to compile a mask for, at least m. The rows of a decoder do not depend on later positions, so the
+    lengths that generation passes through share a few tables.
     """
     length = inputs.num_keys
     if not inputs.causal or (length > mask.length and mask.length_policy == "error"):
@@ -156,11 +182,20 @@ def _table_form(table):
     return (table,)
 
 
-def prepare_bias(mask, inputs):
-    """A frozen mask with padding and causality as an additive one, and which queries have a key."""
+def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """
+    A frozen mask as a bias, padding and causality included.
+
+    Args:
+        mask ([`SparseMask`]): The mask.
+        inputs ([`MaskInputs`]): Everything known so far about this forward.
+
+    Returns:
+        `dict`: The fields `bias` and `live` of [`MaskInputs`].
+    """
     first_row = inputs.num_keys - inputs.num_queries
     if inputs.padding is None:
-        # The same for every batch, so it is kept.
+        # It is the same for every batch, so it is cached.
         length = compiled_length(mask, inputs)
         forms = compiled(mask, _additive_form, length, inputs.causal, inputs.device, special="all")
         if first_row or length > inputs.num_keys:
@@ -175,10 +210,21 @@ def prepare_bias(mask, inputs):
     return bias_and_live(keep, inputs, mask.special_tokens, mask.last_token, mask.diagonal)
 
 
-def bias_and_live(keep, inputs, special_tokens, last_token, diagonal):
+def bias_and_live(
+    keep: torch.Tensor, inputs: MaskInputs, special_tokens: str, last_token: str, diagonal: bool | None
+) -> dict[str, Any]:
     """
-    A bool structure `(L, 1, H, n, m)`, in a decoder without future keys, under special tokens, diagonal and padding:
-    the fields `bias` and `live` of [`MaskInputs`].
+    A bool mask as a bias, with what depends on the sequence: special tokens, padding and a sliding window.
+
+    Args:
+        keep (`torch.Tensor` of shape `(L, 1, H, n, m)`): Bool, True = may attend, causality included.
+        inputs ([`MaskInputs`]): Everything known so far about this forward.
+        special_tokens (`str`): See [`SparseMask`].
+        last_token (`str`): See [`SparseMask`].
+        diagonal (`bool`, *optional*): See [`SparseMask`].
+
+    Returns:
+        `dict`: The fields `bias` and `live` of [`MaskInputs`].
     """
     special = special_rows(inputs, special_tokens, last_token)
     if inputs.causal:
@@ -192,8 +238,8 @@ def bias_and_live(keep, inputs, special_tokens, last_token, diagonal):
     return {"bias": additive(keep).unbind(0), "live": keep.any(-1, keepdim=True).unbind(0)}
 
 
-def special_rows(inputs, special_tokens, last_token):
-    """Bool `(B or 1, 1, n, m)`: rows and columns of the special tokens."""
+def special_rows(inputs: MaskInputs, special_tokens: str, last_token: str) -> torch.Tensor:
+    """The rows and columns of the special tokens, for the queries of this forward: bool `(B or 1, 1, n, m)`."""
     last = None
     if inputs.padding is not None and last_token == "real":
         last = last_real(inputs.padding)
@@ -202,23 +248,49 @@ def special_rows(inputs, special_tokens, last_token):
     return special[:, :, inputs.num_keys - inputs.num_queries :]
 
 
-def with_cuts(bias, inputs):
-    """Padded keys and, in a decoder, future keys removed from a bias `(..., n, m)`."""
+def with_cuts(bias: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
+    """A bias `(..., n, m)` with padded keys and, in a decoder, future keys removed."""
     if inputs.padding is not None:
         bias = bias.masked_fill(~inputs.padding[:, None, None, :], REMOVED)
     return bias.masked_fill(~causal_entries(inputs), REMOVED) if inputs.causal else bias
 
 
-def last_entries(last, num_queries, num_keys, with_diagonal):
-    """Bool `(B, n, m)`: row and column of each sequence's last token `(B,)`, with their diagonal entry or without."""
+def last_entries(last: torch.Tensor, num_queries: int, num_keys: int, with_diagonal: bool) -> torch.Tensor:
+    """
+    The row and column of each sequence's last token.
+
+    Args:
+        last (`torch.Tensor` of shape `(B,)`): Positions of the last tokens.
+        num_queries (`int`): n.
+        num_keys (`int`): m.
+        with_diagonal (`bool`): Whether the entry where row and column meet is included.
+
+    Returns:
+        `torch.Tensor` of shape `(B, n, m)`, bool.
+    """
     position = torch.arange(num_keys, device=last.device)
     row, last = position[num_keys - num_queries :, None], last[:, None, None]
     special = (row == last) | (position == last)
     return special if with_diagonal else special & (row != position)
 
 
-def fix_entries(bias, inputs, special_tokens, diagonal, off):
-    """A bias that is being learned `(..., n, m)` with special tokens, a fixed diagonal and causality."""
+def fix_entries(
+    bias: torch.Tensor, inputs: MaskInputs, special_tokens: str, diagonal: bool | None, off: float
+) -> torch.Tensor:
+    """
+    A learned bias with the entries that are not learned set: special tokens, a fixed diagonal, causality.
+
+    Args:
+        bias (`torch.Tensor` of shape `(..., n, m)`): Any values; those of fixed entries are ignored and get no
+            gradient.
+        inputs ([`MaskInputs`]): Sizes, device and causality.
+        special_tokens (`str`): Special tokens at a fixed position, see [`SparseMask`].
+        diagonal (`bool`, *optional*): See [`SparseMask`].
+        off (`float`): Bias of a removed diagonal.
+
+    Returns:
+        `torch.Tensor` of shape `(..., n, m)`.
+    """
     special = special_entries(inputs.num_keys, special_tokens, device=inputs.device)
     special = special[inputs.num_keys - inputs.num_queries :]
     learned = set_entries(torch.ones(special.shape, device=inputs.device), special, diagonal, on=0.0, off=0.0)
@@ -226,12 +298,12 @@ def fix_entries(bias, inputs, special_tokens, diagonal, off):
     if inputs.causal:
         future = ~causal_entries(inputs)
         learned, fixed = learned.masked_fill(future, 0.0), fixed.masked_fill(future, REMOVED)
-    # One pass over all heads, and one of backward.
+    # A single pass over all heads, forward and backward.
     return torch.addcmul(fixed, bias, learned)
 
 
-def merged_bias(learned, inputs):
-    """A bias that is being learned `(H, n, m)` with what differs between sequences: `(B or 1, H, n, m)`."""
+def merged_bias(learned: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
+    """A learned bias `(H, n, m)` with padding and last tokens, which differ by sequence: `(B or 1, H, n, m)`."""
     bias = learned[None]
     if inputs.last_token is not None:
         special = last_entries(inputs.last_token, inputs.num_queries, inputs.num_keys, inputs.learned_diagonal)
@@ -239,25 +311,40 @@ def merged_bias(learned, inputs):
     return bias if inputs.padding is None else bias.masked_fill(~inputs.padding[:, None, None, :], REMOVED)
 
 
-def set_entries(values, special, diagonal, on, off):
-    """Special tokens and a fixed diagonal over values `(..., n, m)`; the batch dimension of `special` broadcasts."""
-    on, off = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
-    values = torch.where(special, on, values)
+def set_entries(
+    values: torch.Tensor, special: torch.Tensor, diagonal: bool | None, on: bool | float, off: bool | float
+) -> torch.Tensor:
+    """
+    Values with those of special tokens and of a fixed diagonal set.
+
+    Args:
+        values (`torch.Tensor` of shape `(..., n, m)`): Values of all entries.
+        special (`torch.Tensor` of shape `(B or 1, 1, n, m)` or `(n, m)`): Bool, the entries of special tokens, which
+            are set to `on`.
+        diagonal (`bool`, *optional*): `True` sets the diagonal to `on` and `False` to `off`, special tokens included.
+        on (`bool` or `float`): Value of an entry that is kept.
+        off (`bool` or `float`): Value of an entry that is removed.
+
+    Returns:
+        `torch.Tensor`: The values, broadcast to the batch of `special`.
+    """
+    kept, removed = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
+    values = torch.where(special, kept, values)
     if diagonal is None:
         return values
     num_queries, num_keys = values.shape[-2:]
     position = torch.arange(num_keys, device=values.device)
     on_diagonal = position[num_keys - num_queries :, None] == position
-    return torch.where(on_diagonal, on if diagonal else off, values)
+    return torch.where(on_diagonal, kept if diagonal else removed, values)
 
 
-def causal_entries(inputs):
-    """Bool `(n, m)`, True for key j <= query i."""
+def causal_entries(inputs: MaskInputs) -> torch.Tensor:
+    """Bool `(n, m)`, True where key j <= query i."""
     position = torch.arange(inputs.num_keys, device=inputs.device)
     return position[inputs.num_keys - inputs.num_queries :, None] >= position
 
 
-def near_entries(inputs, window):
+def near_entries(inputs: MaskInputs, window: int) -> torch.Tensor:
     """Bool `(n, m)`, True where query and key are at most `window` apart."""
     position = torch.arange(inputs.num_keys, device=inputs.device)
     return (position[inputs.num_keys - inputs.num_queries :, None] - position).abs() <= window

@@ -1,136 +1,108 @@
 """
-Probability maps: what turns a row of attention scores into probabilities, softmax or a sparser map.
+Probability maps: softmax, or a sparser function that turns a row of attention scores into probabilities.
 
-A map is a function of scores `(..., m)` and of its own keyword parameters, and a row of `PROBABILITY_MAPS`. It works
-on the last dimension. A score of -inf counts as absent: its probability is 0 and it gets no gradient; where all of a
-row are absent, all its probabilities are 0. Every map leaves the order of the scores alone and ignores a constant
-added to a row, so a mask may enter as a term of the scores.
+A map works on the last dimension of the scores `(..., m)`. A score of -inf is absent: its probability is 0 and it gets
+no gradient. A row without any score gets probabilities of 0. Every map preserves the order of the scores and ignores a
+constant added to a row, so a mask may enter as a term of the scores.
+
+To add a map, write a function of scores in which every row has at least one score, with keyword-only parameters, and
+give it a row in `PROBABILITY_MAPS`.
 
 Letters: L layers, H heads, n queries, m keys.
 """
 
-import difflib
 import functools
 import inspect
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
+from ..checks import check_choice, nearest
+
 
 LEARNED = "learned"
 # Between 1 and this, float32 cannot tell the terms of entmax apart.
 LEAST_ALPHA = 1.001
-# A learned alpha stays in this interval: at 1 the gradient is undefined, from 2 on few keys are left to learn from.
+# A learned alpha stays in this interval: at 1 its gradient is undefined, from 2 on few keys are left to learn from.
 LEARNED_ALPHA = (1.01, 2.0)
-
-
-def _rowwise(function):
-    """A map of rows that may be all absent, out of one of rows with a score."""
-
-    @functools.wraps(function)
-    def mapped(scores, **parameters):
-        live = (scores > -torch.inf).any(-1, keepdim=True)
-        return function(scores.masked_fill(~live, 0.0), **parameters).masked_fill(~live, 0.0)
-
-    return mapped
 
 
 def _entmax_package():
     try:
         import entmax
     except ImportError as error:
+        names = ", ".join(name for name, row in PROBABILITY_MAPS.items() if row.needs_entmax)
         raise ValueError(
-            "the probability maps sparsegen_lin, sparsemax, entmax15 and entmax need the package entmax: "
-            "pip install 'sparsebert[maps]'"
+            f"the probability maps {names} need the package entmax: pip install 'sparsebert[maps]'"
         ) from error
     return entmax
 
 
-@_rowwise
-def softmax(scores):
+def softmax(scores: torch.Tensor) -> torch.Tensor:
     """`exp(s_j) / sum_i exp(s_i)`."""
     return torch.softmax(scores, dim=-1)
 
 
-@_rowwise
-def topk(scores, *, k):
+def topk(scores: torch.Tensor, *, k: int) -> torch.Tensor:
     """
     Softmax of the k largest scores, 0 elsewhere.
 
     Args:
-        scores (`torch.Tensor` of shape `(..., m)`)
-        k (`int`): In [1, m]. Of equal scores at the border, only as many are kept as make k.
-
-    Raises:
-        ValueError: If `k` is out of its range.
+        scores (`torch.Tensor` of shape `(..., m)`): The scores.
+        k (`int`): In [1, m]. Exactly k keys are kept, whichever of several equal scores that takes.
 
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section B.1.
     """
-    _check_k(k, scores.shape[-1])
     largest, places = scores.topk(k, dim=-1)
     return torch.zeros_like(scores).scatter(-1, places, torch.softmax(largest, dim=-1))
 
 
-@_rowwise
-def sparsegen_lin(scores, *, lam):
+def sparsegen_lin(scores: torch.Tensor, *, lam: float) -> torch.Tensor:
     """
-    `max(0, (s_j - tau) / (1 - lambda))`, tau such that a row sums to 1.
+    `max(0, (s_j - tau) / (1 - lambda))`, with tau such that a row sums to 1.
 
     Args:
-        scores (`torch.Tensor` of shape `(..., m)`)
-        lam (`float`): lambda < 1. 0 is sparsemax; the closer to 1, the fewer keys are left.
+        scores (`torch.Tensor` of shape `(..., m)`): The scores.
+        lam (`float`): lambda < 1. With 0 this is sparsemax; the closer to 1, the fewer keys are left.
 
-    Raises:
-        ValueError: If `lam` is not less than 1.
-
-    Source: arXiv 2006.04862, Section B.2.
+    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section B.2.
     """
-    _check_lam(lam)
     return _entmax_package().sparsemax(scores / (1 - lam), dim=-1)
 
 
-@_rowwise
-def sparsemax(scores):
-    """`max(0, s_j - tau)`, tau such that a row sums to 1: the Euclidean projection onto the simplex."""
+def sparsemax(scores: torch.Tensor) -> torch.Tensor:
+    """`max(0, s_j - tau)`, with tau such that a row sums to 1: the Euclidean projection onto the simplex."""
     return _entmax_package().sparsemax(scores, dim=-1)
 
 
-@_rowwise
-def entmax15(scores):
-    """[`entmax`] with alpha = 1.5, exactly and faster."""
+def entmax15(scores: torch.Tensor) -> torch.Tensor:
+    """[`entmax`] with alpha = 1.5, computed exactly and faster."""
     return _entmax_package().entmax15(scores, dim=-1)
 
 
-@_rowwise
-def entmax(scores, *, alpha):
+def entmax(scores: torch.Tensor, *, alpha: float | torch.Tensor) -> torch.Tensor:
     """
-    `max(0, (alpha - 1) s_j - tau)^(1 / (alpha - 1))`, tau such that a row sums to 1.
+    `max(0, (alpha - 1) s_j - tau)^(1 / (alpha - 1))`, with tau such that a row sums to 1.
+
+    In float32 the result is exact to 2e-5 for alpha up to 2; well above 3, nearly equal scores differ by rounding.
 
     Args:
-        scores (`torch.Tensor` of shape `(..., m)`)
-        alpha (`float` or `torch.Tensor`): 1, which is softmax, or at least `LEAST_ALPHA`; 2 is sparsemax. A tensor,
-            all of it above 1, is broadcast over the rows `(..., 1)` and gets a gradient. In float32 it is exact to
-            2e-5 up to 2; well above 3, nearly equal scores are told apart by rounding.
+        scores (`torch.Tensor` of shape `(..., m)`): The scores.
+        alpha (`float` or `torch.Tensor`): 1, which is softmax, or at least `LEAST_ALPHA`. A tensor with all values
+            above 1 is broadcast over the rows `(..., 1)` and gets a gradient.
 
-    Raises:
-        ValueError: If `alpha` is out of its range.
-
-    Source: arXiv 2006.04862, Section B.3.
+    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section B.3.
     """
     if not torch.is_tensor(alpha):
-        _check_alpha(alpha)
         if alpha == 1:
             return torch.softmax(scores, dim=-1)
         alpha = torch.tensor(alpha, dtype=scores.dtype, device=scores.device)
     halvings = 50 if scores.dtype == torch.float64 else 30  # of an interval that is at most 1 wide
     return _entmax_package().entmax_bisect(scores, alpha.to(scores.dtype), dim=-1, n_iter=halvings)
-
-
-PROBABILITY_MAPS = {
-    function.__name__: function for function in (softmax, topk, sparsegen_lin, sparsemax, entmax15, entmax)
-}
 
 
 def _is_number(value, kinds=(int, float)):
@@ -142,141 +114,154 @@ def _check_k(k, length):
         raise ValueError(f"k of topk must be a whole number from 1 to the {length} keys, got {k!r}")
 
 
-def _check_lam(lam):
+def _check_lam(lam, length):
     if not (_is_number(lam) and lam < 1):
         raise ValueError(f"lam of sparsegen_lin must be less than 1, got {lam!r}")
 
 
-def _check_alpha(alpha):
+def _check_alpha(alpha, length):
     if not (_is_number(alpha) and (alpha == 1 or alpha >= LEAST_ALPHA)):
         raise ValueError(f"alpha of entmax must be 1 (softmax) or at least {LEAST_ALPHA}, got {alpha!r}")
 
 
-_CHECKS = {"lam": _check_lam, "alpha": _check_alpha}
-
-
-def check_probability_map(name, parameters, length):
+class MapFunction:
     """
-    Whether a map and its parameters, as in a configuration, can be used.
+    A probability map as a function of any scores, rows without a score included.
 
     Args:
-        name (`str`): A name of `PROBABILITY_MAPS`.
-        parameters (`dict`): `k` of topk, `lam` of sparsegen_lin, `alpha` of entmax, which may be `"learned"`.
-        length (`int`): Keys of the longest row.
+        function (`Callable`): The map of rows that have a score: `(scores, **parameters) -> probabilities`, both of
+            shape `(..., m)`.
+        checks (`Mapping`, *optional*): For each parameter, a function of its value and of m that raises a `ValueError`
+            if the value is out of its range. Tensors are not checked.
+        needs_entmax (`bool`, *optional*, defaults to `False`): Whether the map needs the package entmax.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., torch.Tensor],
+        checks: Mapping[str, Callable[[Any, int], None]] | None = None,
+        needs_entmax: bool = False,
+    ):
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.checks = dict(checks or {})
+        self.needs_entmax = needs_entmax
+        self.parameters = [
+            name for name, field in inspect.signature(function).parameters.items() if field.kind is field.KEYWORD_ONLY
+        ]
+
+    def check(self, parameters: Mapping[str, Any], length: int) -> None:
+        """
+        Check the values of some parameters for rows of `length` keys.
+
+        Raises:
+            ValueError: If a value is out of its range.
+        """
+        for name, value in parameters.items():
+            if name in self.checks and not torch.is_tensor(value):
+                self.checks[name](value, length)
+
+    def __call__(self, scores: torch.Tensor, **parameters: Any) -> torch.Tensor:
+        self.check(parameters, scores.shape[-1])
+        live = (scores > -torch.inf).any(-1, keepdim=True)
+        return self.function(scores.masked_fill(~live, 0.0), **parameters).masked_fill(~live, 0.0)
+
+
+PROBABILITY_MAPS: dict[str, MapFunction] = {
+    "softmax": MapFunction(softmax),
+    "topk": MapFunction(topk, checks={"k": _check_k}),
+    "sparsegen_lin": MapFunction(sparsegen_lin, checks={"lam": _check_lam}, needs_entmax=True),
+    "sparsemax": MapFunction(sparsemax, needs_entmax=True),
+    "entmax15": MapFunction(entmax15, needs_entmax=True),
+    "entmax": MapFunction(entmax, checks={"alpha": _check_alpha}, needs_entmax=True),
+}
+
+
+def check_probability_map(name: str, parameters: Mapping[str, Any], length: int) -> None:
+    """
+    Check a map and its parameters as they stand in a configuration.
+
+    Args:
+        name (`str`): A key of `PROBABILITY_MAPS`.
+        parameters (`dict`): The map's parameters: `k` of topk, `lam` of sparsegen_lin, `alpha` of entmax, which may be
+            `"learned"`.
+        length (`int`): Number of keys of the longest row.
 
     Raises:
         ValueError: If the name is unknown, or a parameter is unknown, missing or out of its range.
     """
-    if name not in PROBABILITY_MAPS:
-        raise ValueError(f"probability_map must be one of {', '.join(PROBABILITY_MAPS)}, got {name!r}")
-    own = [key for key in inspect.signature(PROBABILITY_MAPS[name]).parameters if key != "scores"]
+    check_choice("probability_map", name, PROBABILITY_MAPS)
+    row = PROBABILITY_MAPS[name]
     for key in parameters:
-        if key not in own:
-            near = difflib.get_close_matches(str(key), own, n=1)
-            allowed = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(own) or 'none'}"
-            raise ValueError(f"unknown parameter {key!r} of the probability map {name!r}; {allowed}")
-    for key in own:
+        if key not in row.parameters:
+            raise nearest(f"parameter of probability map {name!r}:", key, row.parameters)
+    for key in row.parameters:
         if key not in parameters:
             raise ValueError(f"the probability map {name!r} needs the parameter {key!r} in probability_map_kwargs")
-        if key == "k":
-            _check_k(parameters[key], length)
-        elif (key, parameters[key]) != ("alpha", LEARNED):
-            _CHECKS[key](parameters[key])
-
-
-def hardmax_scale(name, margin, error, length, **parameters):
-    """
-    A factor t of the scores that makes a map nearly the hardmax: wherever the largest score of a row is `margin` above
-    all others, `map(t * scores)` gives it at least `1 - error`.
-
-    Args:
-        name (`str`): A name of `PROBABILITY_MAPS`.
-        margin (`float`): zeta > 0.
-        error (`float`): eta in (0, 1].
-        length (`int`): m, keys of a row.
-        parameters: Of the map.
-
-    Returns:
-        `float`: t > 0.
-    Raises:
-        ValueError: If something is out of its range.
-
-    Source: arXiv 2006.04862, Assumption 2 and Section B. There lambda is at least 0; for a negative one, t is larger
-    by the factor 1 - lambda.
-    """
-    if not (_is_number(margin) and margin > 0):
-        raise ValueError(f"margin must be more than 0, got {margin!r}")
-    if not (_is_number(error) and 0 < error <= 1):
-        raise ValueError(f"error must be in (0, 1], got {error!r}")
-    check_probability_map(name, parameters, length)
-    if parameters.get("alpha") == LEARNED:
-        raise ValueError("alpha of entmax must be a number here, got 'learned'")
-    alpha = {"entmax15": 1.5}.get(name, parameters.get("alpha"))
-    if name in ("softmax", "topk") or alpha == 1:
-        rivals = parameters.get("k", length) - 1
-        t = math.log(rivals * (1 - error) / error) / margin if rivals and error < 1 else 0.0
-    elif alpha is None:
-        t = (1 - error) * max(1.0, 1 - parameters.get("lam", 0.0)) / margin
-    else:
-        t = 1 / (margin * (alpha - 1))
-    return max(t, 1e-3 / margin)
+    row.check({key: value for key, value in parameters.items() if (key, value) != ("alpha", LEARNED)}, length)
 
 
 class ProbabilityMap(nn.Module):
     """
-    The map of a model's attention. Its only parameter is `alpha_logits` of shape `(L, H)`, or `None` where no alpha is
-    learned; alpha grows with their sigmoid within `LEARNED_ALPHA`, from 1.5 on.
+    The map of a model's attention.
+
+    A learned alpha is the module's only parameter: `alpha_logits` of shape `(L, H)`, otherwise `None`. Alpha starts at
+    1.5 and grows with the sigmoid of the logits within `LEARNED_ALPHA`.
 
     Args:
-        name (`str`): A name of `PROBABILITY_MAPS`.
-        parameters (`dict`, *optional*): Of the map, see [`check_probability_map`].
-        num_layers, num_heads (`int`): L, H.
+        name (`str`): A key of `PROBABILITY_MAPS`.
+        parameters (`dict`, *optional*): The map's parameters, see [`check_probability_map`].
+        num_layers (`int`): L.
+        num_heads (`int`): H.
 
     Raises:
-        ValueError: If the map needs a package that is not installed.
+        ValueError: If the map needs the package entmax and it is not installed.
 
-    Source of a learned alpha: Adaptively Sparse Transformers (arXiv 1909.00015), Section 4.
+    Source: Adaptively Sparse Transformers (arXiv 1909.00015), Section 4, for a learned alpha.
     """
 
-    def __init__(self, name, parameters, num_layers, num_heads):
+    alpha_logits: nn.Parameter | None
+
+    def __init__(self, name: str, parameters: Mapping[str, Any] | None, num_layers: int, num_heads: int):
         super().__init__()
         self.name = name
         self.arguments = dict(parameters or {})
         self.register_parameter("alpha_logits", None)
-        if name not in ("softmax", "topk"):
+        if PROBABILITY_MAPS[name].needs_entmax:
             _entmax_package()
         if self.arguments.get("alpha") == LEARNED:
             self.alpha_logits = nn.Parameter(torch.empty(num_layers, num_heads))
             self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Set a learned alpha to 1.5."""
         if self.alpha_logits is not None:
             low, high = LEARNED_ALPHA
             start = (1.5 - low) / (high - low)
             init.constant_(self.alpha_logits, math.log(start / (1 - start)))
 
-    def alpha(self):
+    def alpha(self) -> torch.Tensor | None:
         """The learned alpha of every layer and head, float32 `(L, H)`, or `None`."""
         if self.alpha_logits is None:
             return None
         low, high = LEARNED_ALPHA
         return low + (high - low) * torch.sigmoid(self.alpha_logits.float())
 
-    def forward(self, num_keys):
+    def forward(self, num_keys: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
         """
-        What the attention of one forward applies to scores `(B, H, n, m)`.
+        The functions that one forward applies to its scores `(B, H, n, m)`.
 
         Args:
             num_keys (`int`): m.
 
         Returns:
-            `tuple`: Per layer, or one for all: a function of the scores; `None` for softmax.
+            `tuple`: One function per layer, or one for all layers; `None` for softmax.
         """
         if self.name == "softmax":
             return (None,)
         function, arguments = PROBABILITY_MAPS[self.name], dict(self.arguments)
-        if self.alpha_logits is not None:
-            return tuple(functools.partial(function, alpha=alpha[:, None, None]) for alpha in self.alpha())
+        if (alphas := self.alpha()) is not None:
+            return tuple(functools.partial(function, alpha=alpha[:, None, None]) for alpha in alphas)
         if "k" in arguments:
             arguments["k"] = min(arguments["k"], num_keys)  # an input shorter than k keeps all its keys
         return (functools.partial(function, **arguments),)

@@ -1,14 +1,22 @@
-"""PyTorch's fused attention with the mask as an additive term; where that is being learned, an operator of ours."""
+"""PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned."""
 
 import torch
 
 from .bias_attention import bias_attention
+from .mask_inputs import MaskInputs
 
 
-def sdpa_attention(query, key, value, inputs, scaling, dropout):
-    """`scaled_dot_product_attention` under an additive mask. Shapes: see [`Backend`]; returns no probabilities."""
+def sdpa_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """`scaled_dot_product_attention` under a bias. See [`Backend`] for the shapes; returns no probabilities."""
     if inputs.learned[0] is not None:
-        # PyTorch's would take its slow path, and keep the gradient of every sequence's bias.
+        # PyTorch's attention would take its slow path and keep the gradient of the bias for every sequence.
         output = bias_attention(
             query,
             key,
@@ -24,10 +32,11 @@ def sdpa_attention(query, key, value, inputs, scaling, dropout):
     bias = inputs.bias[0]
     if bias is not None:
         device = query.device.type
-        # Under autocast the operator casts its inputs, the mask too.
+        # Under autocast the operator casts its inputs, the bias included.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
         if dtype == torch.float16:
-            bias = bias.clamp(min=torch.finfo(dtype).min)  # finite, or a query without a key would give NaN
+            # Kept finite, since a query without a key would otherwise give NaN.
+            bias = bias.clamp(min=torch.finfo(dtype).min)
         bias = bias.to(dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling

@@ -1,73 +1,97 @@
 """
-Attention through the tile form of a mask, by Triton kernels: CUDA devices, or any device under Triton's interpreter.
+The Triton backend: attention through the tile form of a mask, on CUDA devices, or on any device in Triton's
+interpreter.
+
+Up to `SHORT_LENGTH` tokens a program visits all keys of its queries, and for the shortest inputs a single backward
+kernel keeps a whole head on the chip. For longer inputs the kernels follow the tile lists.
 
 Letters: B batch, H heads, n length (queries and keys), d head size.
-
-Up to `SHORT_LENGTH` tokens a program looks at all keys of its queries, and one backward kernel keeps a whole head on
-the chip; beyond, kernels follow the tile lists.
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..masks.compiled import compiled
+from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import TileForm, tile_form
+from .mask_inputs import MaskInputs
+
+
+if TYPE_CHECKING:
+    from .choice import Request
 
 
 HEAD_SIZES = (32, 64, 128)
-# Queries and keys of a tile: what a block of `dam_b` holds, and what fits on the chip twice.
+# Queries and keys in a tile: the usual block of `dam_b`, and small enough that two tiles fit on the chip.
 TILE = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Longest n of the forward without lists.
+# Largest n of the forward without tile lists.
 SHORT_LENGTH = 256
-# Longest n of the one-kernel backward of 16-bit numbers, by head size, on GPUs of compute capability 9 and later: what
-# stays on the chip without spilling.
+# Largest n of the single-kernel backward for 16-bit dtypes, by head size, on GPUs of compute capability 9.0 and later.
+# Beyond it, registers would spill.
 SHORT_BACKWARD = {32: 128, 64: 128, 128: 64}
-# Warps, pipeline stages, and keys (columns: queries) at a time of 16-bit kernels on 64 x 64 tiles, by head size; the
-# autotuner chooses where there are two. `benchmarks/compile_triton.py` lists what each of them takes.
-HOPPER = {
+# Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, and keys per step
+# (queries per step in the column kernel). The autotuner chooses if there are two. `benchmarks/compile_triton.py` lists
+# the resources that each takes.
+HOPPER: dict[str, dict[int, list[tuple[int, int, int]]]] = {
     "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 2, 64)], 128: [(4, 2, 64), (4, 2, 32)]},
     "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 64)], 128: [(4, 2, 64)]},
     "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 2, 64)], 128: [(4, 2, 32), (8, 2, 32)]},
     "column": {32: [(4, 2, 64), (4, 2, 32)], 64: [(4, 2, 32), (4, 3, 32)], 128: [(4, 2, 16), (8, 2, 16)]},
     "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 32)], 128: [(8, 2, 32)]},
 }
-# Heads of 128 are not here: whatever was tried spills kilobytes of registers.
-AMPERE = {
+# Head size 128 is missing, since every configuration tried spills kilobytes of registers.
+AMPERE: dict[str, dict[int, list[tuple[int, int, int]]]] = {
     "forward": {32: [(4, 3, 64)], 64: [(4, 2, 64), (4, 3, 32)]},
     "short_forward": {32: [(4, 2, 16)], 64: [(4, 2, 32)]},
     "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 32), (4, 2, 32)]},
     "column": {32: [(4, 2, 32)], 64: [(4, 2, 16)]},
 }
-# float32 has no matrix units that would keep its precision.
+# Configurations for float32, for which no matrix unit keeps the precision.
 FLOAT32 = [(8, 2, 16)]
 
 
-def tile_attention(query, key, value, tiles, padding, last, first, diagonal, causal, seed, dropout, scaling):
+def tile_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: Sequence[torch.Tensor],
+    padding: torch.Tensor | None,
+    last: torch.Tensor | None,
+    first: bool,
+    diagonal: bool | None,
+    causal: bool,
+    seed: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+) -> torch.Tensor:
     """
-    Attention under a mask in tile form. Queries without a key, and padded queries, give 0.
+    Attention under a mask in tile form. Padded queries and queries without a key give 0.
 
     Args:
-        query, key, value (`torch.Tensor` of shape `(B, H, n, d)`): bfloat16, float16 or float32, any strides.
-        tiles ([`TileForm`] or `tuple` of `torch.Tensor`): What [`tile_form`] made of the mask, its diagonal and
-            causality included, special tokens not, in tiles of 64 by 64 on the device.
+        query (`torch.Tensor` of shape `(B, H, n, d)`): bfloat16, float16 or float32; any strides.
+        key (`torch.Tensor` of shape `(B, H, n, d)`): Keys, in the dtype of the query; any strides.
+        value (`torch.Tensor` of shape `(B, H, n, d)`): Values, in the dtype of the query; any strides.
+        tiles ([`TileForm`] or sequence of `torch.Tensor`): The result of [`tile_form`] in tiles of 64 by 64, on the
+            device of the query. It includes the mask's diagonal and causality but not its special tokens.
         padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
         last (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's last token, whose row
             and column are on.
         first (`bool`): Whether row and column 0 are on.
-        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of the special tokens too.
-        causal (`bool`): Whether special tokens are cut at key j > query i.
-        seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device; `None` without dropout.
-        dropout (`float`): Probability of dropping an attention probability, in [0, 1); rounded to 1/65536.
+        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
+        causal (`bool`): Whether to remove keys j > query i from the rows and columns of special tokens.
+        seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device of the query; required for dropout.
+        dropout (`float`): Probability of attention dropout, in [0, 1), rounded to multiples of 1/65536.
         scaling (`float`): Positive factor of the scores.
 
     Returns:
-        `torch.Tensor` of shape `(B, n, H, d)`: Contiguous.
+        `torch.Tensor` of shape `(B, n, H, d)`, contiguous.
     Raises:
-        ValueError: If the kernels cannot serve the request: head size, dtype, device, lengths, tiles,
+        ValueError: If the kernels cannot serve the request because of its head size, dtype, device, lengths, tiles,
             dropout or scaling.
     """
     check(query, key, value, tiles, seed, dropout, scaling)
@@ -81,13 +105,21 @@ def tile_attention(query, key, value, tiles, padding, last, first, diagonal, cau
     return output
 
 
-def check(query, key, value, tiles, seed, dropout, scaling):
+def check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: Sequence[torch.Tensor],
+    seed: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+) -> None:
     """
     Raises:
-        ValueError: As [`tile_attention`].
+        ValueError: If [`tile_attention`] cannot serve these arguments.
     """
     _, num_heads, length, head_size = query.shape
-    tiles = TileForm(*tiles)
+    form = TileForm(*tiles)
     if key.shape[2] != length:
         raise ValueError(
             f"sparse_triton needs as many keys as queries, got {key.shape[2]} keys and {length} queries: "
@@ -104,14 +136,17 @@ def check(query, key, value, tiles, seed, dropout, scaling):
                 f"{tensor.dtype}"
             )
         if abs(tensor.stride(2)) * length >= 2**31:
-            raise ValueError(f"a sequence of {name} must span less than 2^31 numbers in sparse_triton")
+            raise ValueError(
+                f"a sequence of {name} must span fewer than 2^31 numbers in sparse_triton, got "
+                f"{abs(tensor.stride(2)) * length}"
+            )
     if query.device.type != "cuda" and not interpreted():
         raise ValueError(f"sparse_triton needs a CUDA device, got query on {query.device.type}: use sparse_sdpa")
     shape = (num_heads, -(-length // TILE), -(-length // TILE))
-    if tuple(tiles.tiles.shape) != shape or tiles.pool.shape[1] != TILE or tiles.pool.dtype != torch.int64:
+    if tuple(form.tiles.shape) != shape or form.pool.shape[1] != TILE or form.pool.dtype != torch.int64:
         raise ValueError(
             f"tiles must be {TILE} queries by {TILE} keys and of shape {shape} for {num_heads} heads and {length} "
-            f"tokens, got {tiles.pool.shape[1]} queries, {tiles.pool.dtype} and {tuple(tiles.tiles.shape)}"
+            f"tokens, got {form.pool.shape[1]} queries, {form.pool.dtype} and {tuple(form.tiles.shape)}"
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
@@ -121,60 +156,80 @@ def check(query, key, value, tiles, seed, dropout, scaling):
         raise ValueError(f"scaling must be positive in sparse_triton, got {scaling}")
 
 
-def interpreted():
-    """Whether Triton runs its interpreter (`TRITON_INTERPRET=1` when Triton was imported)."""
+def interpreted() -> bool:
+    """
+    Whether Triton runs its interpreter, that is, whether `TRITON_INTERPRET=1` was set when Triton was imported.
+
+    Raises:
+        ValueError: If Triton is not installed.
+    """
     try:
         from . import triton_kernels
     except ImportError as error:
-        raise ValueError("sparse_triton needs Triton: pip install sparsebert[gpu]") from error
+        raise ValueError("sparse_triton needs Triton: pip install 'sparsebert[gpu]'") from error
     return type(triton_kernels.row_kernel).__name__ == "InterpretedFunction"
 
 
-def configurations(kernel, head_size, dtype, capability):
+def configurations(kernel: str, head_size: int, dtype: torch.dtype, capability: int) -> list[tuple[int, int, int]]:
     """
-    Launch configurations that the autotuner may choose from, best guess first.
+    The launch configurations that the autotuner may choose from, the best guess first.
 
     Args:
         kernel (`str`): `"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or `"short_backward"`.
         head_size (`int`): d.
-        dtype (`torch.dtype`): Of the inputs.
-        capability (`int`): Compute capability of the GPU, 80 or 90.
+        dtype (`torch.dtype`): Dtype of the inputs.
+        capability (`int`): Compute capability of the GPU times 10, such as 80 or 90.
 
     Returns:
-        `list` of `tuple`: Warps, pipeline stages, and keys (columns: queries) at a time.
+        `list` of `tuple`: Warps, pipeline stages, and keys per step (queries per step in the column kernel).
     """
     if dtype == torch.float32:
         return FLOAT32
     return (AMPERE if capability < 90 else HOPPER)[kernel][head_size]
 
 
-def head_sizes(capability):
-    """Head sizes that run on GPUs of this compute capability, 80 or 90, without spilling registers."""
+def head_sizes(capability: int) -> tuple[int, ...]:
+    """The head sizes that run without spilling registers on GPUs of this compute capability (80 or 90)."""
     return tuple((AMPERE if capability < 90 else HOPPER)["forward"])
 
 
 def _capability():
-    """Compute capability of the current GPU; the newest known where there is none."""
+    """The compute capability of the current GPU, or the newest known if there is none."""
     if not torch.cuda.is_available():
         return 90
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
 
-def short_backward_limit(head_size, dtype, capability):
-    """Longest n of the one-kernel backward."""
+def short_backward_limit(head_size: int, dtype: torch.dtype, capability: int) -> int:
+    """The largest n of the single-kernel backward; 0 if it is not used."""
     return SHORT_BACKWARD[head_size] if capability >= 90 and dtype != torch.float32 else 0
 
 
 def _hardware(query):
-    """dtype and compute capability to look configurations up by; the interpreter runs float32 like 16-bit numbers."""
+    """The dtype and compute capability that select configurations; the interpreter treats float32 like 16 bits."""
     if interpreted():
         return torch.bfloat16, 90
     return query.dtype, _capability()
 
 
-def launch(kernel, grid, arguments, constants, choices):
-    """Run a kernel on `grid` programs; the autotuner measures where there is a choice."""
+def launch(
+    kernel: str,
+    grid: int,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    choices: Sequence[tuple[int, int, int]],
+) -> None:
+    """
+    Run a kernel.
+
+    Args:
+        kernel (`str`): Name of a function in `triton_kernels`.
+        grid (`int`): Number of programs.
+        arguments (`Sequence`): Its arguments at run time.
+        constants (`dict`): Its compile-time arguments.
+        choices (`Sequence`): Launch [`configurations`], of which the autotuner chooses the fastest.
+    """
     from . import triton_kernels
 
     if interpreted():
@@ -186,7 +241,7 @@ def launch(kernel, grid, arguments, constants, choices):
 
 @functools.cache
 def _tuned(kernel, choices):
-    """The kernel under the autotuner, which measures once per bucket of lengths, set of constants and dtypes."""
+    """The kernel under the autotuner, which measures once per bucket of lengths, constants and dtypes."""
     import triton
 
     from . import triton_kernels
@@ -198,89 +253,73 @@ def _tuned(kernel, choices):
 
 
 def _bucket(length):
-    """Lengths that share what the autotuner found: up to a power of two."""
+    """The next power of two. Lengths of the same bucket share a configuration."""
     return 1 << (length - 1).bit_length()
 
 
-def _sizes(query, key, value, tiles, threshold, scaling):
-    """The scalar arguments that all kernels have in common."""
+# The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
+_MASK = (
+    "Tensor[] tiles, Tensor? padding, Tensor? last, Tensor? seed, bool first, bool diagonal_off, bool causal, "
+    "int threshold, float scaling"
+)
+
+
+def _kernel_arguments(query, key, value, tiles, padding, last, seed, first, diagonal_off, causal, threshold, scaling):
+    """
+    What the kernels have in common: the tile form, the run-time arguments after the tile form, the compile-time
+    arguments, and whether there are special tokens.
+    """
+    tiles = TileForm(*tiles)
     strides = [tensor.stride(dim) for tensor in (query, key, value) for dim in range(3)]
     sizes = [query.shape[1], query.shape[2], *tiles.tiles.shape[1:]]
-    return [*strides, *sizes, scaling / math.log(2), scaling, threshold, 65536 / threshold]
-
-
-def _constants(query, first, diagonal_off, causal):
-    """The compile-time arguments that all kernels have in common."""
+    factors = [scaling / math.log(2), scaling, threshold, 65536 / threshold]
     mask = {"FIRST": first, "DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
-    return {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
+    constants = {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
+    return tiles, [padding, last, seed, *strides, *sizes, *factors], constants, first or last is not None
 
 
-@torch.library.custom_op("sparsebert::tile_attention", mutates_args=())
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tiles: Sequence[torch.Tensor],
-    padding: torch.Tensor | None,
-    last: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    first: bool,
-    diagonal_off: bool,
-    causal: bool,
-    threshold: int,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, n, H, d) and base-2 log of the normaliser (B, H, n); `threshold`: of 65536, how often one is kept."""
-    output, lse = _attention_shapes(
-        query, key, value, tiles, padding, last, seed, first, diagonal_off, causal, threshold, scaling
-    )
-    tiles, (batch, num_heads, length, head_size) = TileForm(*tiles), query.shape
+@torch.library.custom_op(
+    "sparsebert::tile_attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor)",
+)
+def _attention(query, key, value, *mask):
+    """Output `(B, n, H, d)` and base-2 logarithm of the normaliser `(B, H, n)`."""
+    output, lse = _attention_shapes(query, key, value)
+    tiles, rest, constants, special = _kernel_arguments(query, key, value, *mask)
+    batch, num_heads, length, head_size = query.shape
     short = length <= SHORT_LENGTH
-    constants = _constants(query, first, diagonal_off, causal)
-    programs = tiles.tiles.shape[1] + (not short and (first or last is not None))
-    kernel = "short_forward" if short else "forward"
+    programs = tiles.tiles.shape[1] + (special and not short)
     launch(
         "row_kernel",
         batch * num_heads * programs,
-        [query, key, value, output, lse, None, None, None, *tiles[:6], padding, last, seed]
-        + [*_sizes(query, key, value, tiles, threshold, scaling), max(_bucket(length), SHORT_LENGTH)],
+        [query, key, value, output, lse, None, None, None, *tiles[:6], *rest, max(_bucket(length), SHORT_LENGTH)],
         constants | {"SHORT": short, "GRADIENT": False},
-        configurations(kernel, head_size, *_hardware(query)),
+        configurations("short_forward" if short else "forward", head_size, *_hardware(query)),
     )
     return output, lse
 
 
 @_attention.register_fake
-def _attention_shapes(query, key, value, tiles, padding, last, seed, first, diagonal_off, causal, threshold, scaling):
+def _attention_shapes(query, key, value, *mask):
     batch, num_heads, length, head_size = query.shape
     output = query.new_empty(batch, length, num_heads, head_size)
     return output, query.new_empty(batch, num_heads, length, dtype=torch.float32)
 
 
-@torch.library.custom_op("sparsebert::tile_attention_backward", mutates_args=())
-def _attention_backward(
-    output_grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    tiles: Sequence[torch.Tensor],
-    padding: torch.Tensor | None,
-    last: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    first: bool,
-    diagonal_off: bool,
-    causal: bool,
-    threshold: int,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.custom_op(
+    "sparsebert::tile_attention_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor output_grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, {_MASK}) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _attention_backward(output_grad, query, key, value, output, lse, *mask):
     """Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`."""
     gradients = [torch.empty_like(output) for _ in range(3)]
-    tiles, (batch, num_heads, length, head_size) = TileForm(*tiles), query.shape
-    constants = _constants(query, first, diagonal_off, causal)
-    sizes = _sizes(query, key, value, tiles, threshold, scaling)
-    rest = [padding, last, seed, *sizes]
+    tiles, rest, constants, special = _kernel_arguments(query, key, value, *mask)
+    batch, num_heads, length, head_size = query.shape
 
     def choices(kernel):
         return configurations(kernel, head_size, *_hardware(query))
@@ -294,7 +333,6 @@ def _attention_backward(
             choices("short_backward"),
         )
     else:
-        special = first or last is not None
         delta = torch.empty_like(lse)
         rest.append(max(_bucket(length), SHORT_LENGTH))
         launch(
@@ -316,7 +354,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _attention_backward_shapes(output_grad, query, key, value, output, lse, tiles, *rest):
+def _attention_backward_shapes(output_grad, query, key, value, output, lse, *mask):
     query_grad, key_grad, value_grad = (torch.empty_like(output).transpose(1, 2) for _ in range(3))
     return query_grad, key_grad, value_grad
 
@@ -338,8 +376,8 @@ def _differentiate(ctx, output_grad, lse_grad):
 _attention.register_autograd(_differentiate, setup_context=_remember)
 
 
-def refuse(request):
-    """Why this backend cannot serve a [`Request`], or `None`."""
+def refuse(request: "Request") -> str | None:
+    """The reason why this backend cannot serve a request, or `None` if it can."""
     try:
         on_cpu = interpreted()
     except ValueError as error:
@@ -357,14 +395,22 @@ def refuse(request):
     return None
 
 
-def prepare(mask, inputs):
-    """The tiles of every layer's mask."""
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """The tile form of every layer's mask."""
     return {"compiled": compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)}
 
 
-def triton_backend(query, key, value, inputs, scaling, dropout):
-    """Attention through tiles. Shapes: see [`Backend`]; returns no probabilities."""
+def triton_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """Attention through tiles. See [`Backend`] for the shapes; returns no probabilities."""
     mask = inputs.sparse_mask
+    assert mask is not None
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=query.device) if dropout else None
     output = tile_attention(
         query,

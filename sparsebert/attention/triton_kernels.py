@@ -1,15 +1,18 @@
 """
-Triton kernels of tile attention.
+The Triton kernels of tile attention.
 
-Letters: B batch, H heads, n length, d head size, T different tiles. A tile is BLOCK_Q queries by BLOCK_K keys; masks
-come in the tile form of `masks/tiles.py`. A program of rows takes STEP keys at a time, one of columns STEP queries.
+Masks are in the tile form of `masks/tiles.py`, where a tile is BLOCK_Q queries by BLOCK_K keys. A row program computes
+outputs or query gradients and takes STEP keys at a time; a column program computes key and value gradients and takes
+STEP queries at a time.
 
-Who computes an entry (i, j) that is on: forward and query gradients, the program of row i; key and value gradients,
-the program of column j. Special rows (and columns) have a program of their own, of SPECIALS lanes, that loops over
-everything; an ordinary program runs through its list of full tiles, its list of partial tiles, and one gathered tile
-of the special tokens for those of their entries that the lists lack. So each entry is counted once.
+An entry (i, j) that is on is computed by the row program of i and by the column program of j, once each. Special rows
+and columns have a program of their own with SPECIALS lanes, which loops over everything. Any other program processes
+its list of full tiles, its list of partial tiles, and one gathered tile of the special tokens, for those of their
+entries that are not in the lists.
 
-The loops hold no branch, since that would keep the compiler from pipelining their loads: bounds are cut instead.
+The loops have no branches, which would keep the compiler from pipelining their loads; their bounds are cut instead.
+
+Letters: B batch, H heads, n length, d head size, T distinct tiles.
 """
 
 import triton
@@ -45,7 +48,7 @@ def listed_rows(
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries against its lists of key tiles, of which only `begin` to `end` hold a real token."""
+    """A block of queries against its lists of key tiles, of which only `begin` to `end` contain real tokens."""
     SPLIT: tl.constexpr = BLOCK_K // STEP
     d, lane, row_lane = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, BLOCK_Q)
     rows = block * BLOCK_Q + row_lane
@@ -57,7 +60,7 @@ def listed_rows(
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     line = (head * tile_rows + block) * (tile_columns + 1)
-    # Blocks of padding have nothing to do.
+    # A block of padding has nothing to do.
     begin = tl.where((block + 1) * BLOCK_Q <= begin * BLOCK_K, end, begin)
     stop = tl.where(block * BLOCK_Q >= end * BLOCK_K, begin, end)
 
@@ -130,17 +133,18 @@ def row_kernel(
     CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
-    The programs of rows: forward (writes `output` and `lse`) or, with GRADIENT, the gradient of the queries (writes
-    `query_grad` and `delta`, the sum of output times its gradient). SHORT: all keys are looked at, and no tile list.
+    The row programs: forward, which writes `output` and `lse`, or with GRADIENT the gradient of the queries, which
+    writes `query_grad` and `delta`, the sum of the output times its gradient. SHORT: visit all keys, without tile
+    lists.
 
     `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `last` (B,) int32
-    and `seed` (2,) int64 are `None` where there is none. `bucket` serves as a key of the autotuner only.
+    and `seed` (2,) int64 may be `None`. `bucket` only serves as a key of the autotuner.
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (FIRST or last is not None) and not SHORT
     programs = tile_rows + SPECIAL
     bh = tl.program_id(0) // programs
-    # Programs of special tokens are the longest and start first.
+    # The programs of special tokens take the longest, so they start first.
     block = tl.program_id(0) % programs - SPECIAL
     batch, head = (bh // heads).to(tl.int64), bh % heads
     query += batch * q_b + head.to(tl.int64) * q_h
@@ -206,7 +210,7 @@ def listed_columns(
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys against its lists of query tiles, of which only `begin` to `end` hold a real token."""
+    """A block of keys against its lists of query tiles, of which only `begin` to `end` contain real tokens."""
     SPLIT: tl.constexpr = BLOCK_Q // STEP
     d, lane, row_lane = tl.arange(0, HEAD), tl.arange(0, BLOCK_K), tl.arange(0, STEP)
     columns = block * BLOCK_K + lane
@@ -241,7 +245,7 @@ def listed_columns(
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
 
     if SPECIAL:
-        # As wide as the steps, for which k and v lie ready in registers.
+        # As wide as a step, so that the k and v in registers fit.
         specials, valid = special_tokens(last, FIRST, STEP)
         q, do, row_lse, row_delta = load_queries(specials, valid, query, output_grad, lse, delta, q_n, o_n, HEAD)
         index = tl.load(tiles + specials // BLOCK_Q * tile_columns + block)
@@ -269,8 +273,8 @@ def column_kernel(
     CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
-    The programs of columns: gradients of keys and values. The lists are the transposed ones, everything else is as in
-    [`row_kernel`]. Padded queries need no mask, since their `lse` is +inf.
+    The column programs: the gradients of keys and values. The lists are the transposed ones; all other arguments are
+    those of [`row_kernel`]. Padded queries need no mask, since their `lse` is +inf.
     """
     SPECIAL: tl.constexpr = FIRST or last is not None
     programs = tile_columns + SPECIAL
@@ -330,7 +334,10 @@ def short_backward_kernel(
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program per batch and head: all queries (ROWS at least n) stay on the chip, STEP keys at a time pass by."""
+    """
+    All gradients of short inputs, one program per batch and head: all queries stay on the chip (ROWS is at least n),
+    and the keys are loaded STEP at a time.
+    """
     bh = tl.program_id(0)
     batch, head = (bh // heads).to(tl.int64), bh % heads
     query += batch * q_b + head.to(tl.int64) * q_h

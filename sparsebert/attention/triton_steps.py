@@ -1,35 +1,38 @@
 """
-The device functions that the Triton kernels are made of.
+The device functions that the Triton kernels are composed of.
 
-Letters: B batch, H heads, n length, d head size. Scores are in units of log 2: `scale` is the softmax scale times
-log2(e), and `lse` is the base-2 logarithm of the normaliser, +inf where a query has no key, so that 2^(s - lse) = 0.
+Scores are in units of log 2: `scale` is the softmax scale times log2(e), and `lse` is the base-2 logarithm of the
+normaliser, +inf for a query without a key, so that 2^(s - lse) = 0.
+
+Letters: B batch, H heads, n length, d head size.
 """
 
 import triton
 import triton.language as tl
 
 
-# Lanes of a gathered tile of special tokens, of which two are used: the smallest that a matrix unit takes.
+# Lanes of a gathered tile of special tokens: the fewest that a matrix unit takes. At most two of them are used.
 SPECIALS = tl.constexpr(16)
-# Bits of a word of dropout decisions.
+# Dropout decisions per word.
 WORD = tl.constexpr(64)
 
 
 @triton.jit
 def dropout_words(seed, head, rows, index, threshold):
     """
-    Dropout decisions of keys `64 * index` to `64 * index + 63`: bit c is on if key c is kept, with probability
-    `threshold / 65536`. They depend on the entry alone, not on the tile that asks.
+    Dropout decisions for keys `64 * index` to `64 * index + 63`, one word per query. Bit c is on if key
+    `64 * index + c` is kept, which has the probability `threshold / 65536`. A decision depends on the entry alone, not
+    on the tile in which it is needed.
 
-    Bit k of the threshold halves the probability and adds 1/2 where it is on, for 32 entries in one operation, so one
-    draw of Philox serves 8 entries.
+    The probability is built from the bits of the threshold, the lowest first: each bit halves it, and adds 1/2 if the
+    bit is on. One operation does this for 32 entries, so one draw of Philox serves 8 entries.
 
     Args:
-        seed: Pointer to two int64: the key of Philox and a part of its counter.
+        seed: Pointer to two int64, the key of Philox and a part of its counter.
         head: Index of batch and head.
-        rows (int32): Queries.
-        index (int32): A number.
-        threshold (int32): 1 to 65535.
+        rows (int32): Indices of the queries.
+        index (int32): Index of the word, a scalar.
+        threshold (int32): From 1 to 65535.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011), Philox-4x32-7.
     """
@@ -53,13 +56,18 @@ def bit_at(words, position):
 
 @triton.jit
 def last_token(last, batch, length):
-    """Position of the last token, inside the sequence even if the caller has none to name."""
+    """Position of a sequence's last token, clamped to the sequence."""
     return tl.minimum(tl.maximum(tl.load(last + batch), 0), length - 1)
 
 
 @triton.jit
 def special_tokens(position, FIRST: tl.constexpr, LANES: tl.constexpr):
-    """Positions of the special tokens in the first of some lanes, and which lanes hold one. `position`: last token."""
+    """
+    Positions of the special tokens, in the first lanes, and which lanes hold one.
+
+    Args:
+        position: Position of the last token, or `None` if it is not special.
+    """
     lane = tl.arange(0, LANES)
     positions, valid = lane * 0, lane == 0
     if position is not None:
@@ -73,7 +81,7 @@ def special_tokens(position, FIRST: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def special_words(seed, head, rows, position, threshold, FIRST: tl.constexpr, AXIS: tl.constexpr):
-    """The words of dropout decisions that hold the keys of [`special_tokens`], which lie along dimension `AXIS`."""
+    """The words of dropout decisions for the keys of [`special_tokens`], which lie along dimension `AXIS`."""
     if FIRST:
         words = tl.expand_dims(dropout_words(seed, head, rows, 0, threshold), AXIS)
         if position is not None:
@@ -86,7 +94,7 @@ def special_words(seed, head, rows, position, threshold, FIRST: tl.constexpr, AX
 
 @triton.jit
 def real_tokens(padding, length):
-    """First and behind-last real token of a sequence; `(length, 0)` if it has none."""
+    """The position of a sequence's first real token and one past that of its last; `(length, 0)` if it has none."""
     lane = tl.arange(0, 1024)
     begin, end = length, 0
     for start in range(0, length, 1024):
@@ -99,7 +107,7 @@ def real_tokens(padding, length):
 
 @triton.jit
 def guarded(on, rows, columns, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr):
-    """`on` without what not even a special token turns on; rows and columns broadcast."""
+    """`on` without the entries that special tokens cannot turn on; rows and columns broadcast."""
     if DIAGONAL_OFF:
         on &= rows != columns
     if CAUSAL:
@@ -113,7 +121,7 @@ def dense_keep(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """All of the mask of some queries and the keys of a tile; GATHERED: all queries are special tokens."""
+    """The whole mask for some queries and the keys of a tile. GATHERED: all queries are special tokens."""
     if padding is not None:
         inside = tl.load(padding + columns, mask=inside, other=0) != 0
     keep = guarded(store[:, None] & inside[None, :], rows[:, None], columns[None, :], DIAGONAL_OFF, CAUSAL)
@@ -131,11 +139,12 @@ def dense_keep(
 @triton.jit
 def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scale, keep_scale, GRADIENT: tl.constexpr):
     """
-    Some keys for some queries: the running output, maximum and sum of the softmax, or the query gradient.
+    Process some keys for some queries: update the running output, maximum and sum of the softmax or, with GRADIENT,
+    the gradient of the queries.
 
     Args:
-        keep: Bool (queries, keys), `None` if all are on.
-        kept: Bool (queries, keys), False where dropped, or `None`.
+        keep: The mask, bool (queries, keys), or `None` if all entries are on.
+        kept: Bool (queries, keys), False where dropout removes an entry, or `None` without dropout.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if keep is not None:
@@ -149,7 +158,7 @@ def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scal
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
     else:
         new = tl.maximum(top, tl.max(s, 1) * scale)
-        # Nothing seen yet: any finite maximum will do, and -inf would make NaN.
+        # If nothing has been seen yet, any finite maximum will do; -inf would give NaN.
         finite = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s * scale - finite[:, None])
         shrink = tl.exp2(top - finite)
@@ -165,8 +174,9 @@ def row_step(acc, top, total, q, output_grad, lse, delta, k, v, keep, kept, scal
 @triton.jit
 def column_step(dk, dv, k, v, q, output_grad, lse, delta, keep, kept, scale, keep_scale):
     """
-    Some queries for some keys: the running gradients of keys and values. `keep` and `kept` as in [`row_step`], but
-    (keys, queries): so the operands that stay, k and v, are the first ones, which cost the fewest registers.
+    Process some queries for some keys: update the running gradients of keys and values. `keep` and `kept` are those of
+    [`row_step`], but (keys, queries). So k and v, which stay the same from step to step, are the first operands of the
+    products, where they take the fewest registers.
     """
     s = tl.dot(k, tl.trans(q), input_precision="ieee")
     if keep is not None:
@@ -187,7 +197,7 @@ def column_step(dk, dv, k, v, q, output_grad, lse, delta, keep, kept, scale, kee
 def start_rows(
     rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD: tl.constexpr, GRADIENT: tl.constexpr
 ):
-    """Queries, and what else their programs need: `q, output_grad, lse, delta, real`."""
+    """Load some queries and what their program needs: `q, output_grad, lse, delta, real`."""
     d = tl.arange(0, HEAD)
     real = store
     if padding is not None:
@@ -208,7 +218,7 @@ def finish_rows(
     rows, store, real, acc, top, total, row_delta, output, lse, delta, query_grad, o_n, scaling, keep_scale,
     HEAD: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Write what a program found for its queries."""
+    """Write the results of a program for its queries."""
     at = rows[:, None] * o_n + tl.arange(0, HEAD)[None, :]
     if GRADIENT:
         tl.store(query_grad + at, (acc * scaling).to(query_grad.dtype.element_ty), mask=store[:, None])
@@ -222,7 +232,7 @@ def finish_rows(
 
 @triton.jit
 def load_queries(rows, inside, query, output_grad, lse, delta, q_n, o_n, HEAD: tl.constexpr):
-    """`q, output_grad, lse, delta` of some queries; `inside`: which of them exist, `None` if all do."""
+    """Load `q, output_grad, lse, delta` of some queries. `inside`: which of them exist, `None` if all do."""
     d = tl.arange(0, HEAD)
     at, o_at = rows[:, None] * q_n + d[None, :], rows[:, None] * o_n + d[None, :]
     if inside is None:
@@ -240,7 +250,7 @@ def load_queries(rows, inside, query, output_grad, lse, delta, q_n, o_n, HEAD: t
 def finish_columns(
     columns, store, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD: tl.constexpr
 ):
-    """Write the gradients of some keys and values; padded keys got sums of no meaning."""
+    """Write the gradients of some keys and values, 0 for padded ones, whose sums are meaningless."""
     real = store
     if padding is not None:
         real &= tl.load(padding + columns, mask=store, other=0) != 0
@@ -258,7 +268,7 @@ def dense_rows(
     FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr,
     GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Some queries (GATHERED: special tokens) against the keys from STEP times `begin` to STEP times `end`."""
+    """Some queries (GATHERED: special tokens) against the keys from `STEP * begin` to `STEP * end`."""
     d, lane = tl.arange(0, HEAD), tl.arange(0, STEP)
     q, do, row_lse, row_delta, real = start_rows(
         rows, store, query, output, lse, output_grad, q_n, o_n, padding, HEAD, GRADIENT
@@ -294,7 +304,7 @@ def dense_columns(
     bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The keys of the special tokens against the queries from STEP times `begin` to STEP times `end`."""
+    """The keys of the special tokens against the queries from `STEP * begin` to `STEP * end`."""
     d, row_lane = tl.arange(0, HEAD), tl.arange(0, STEP)
     k = tl.load(key + specials[:, None] * k_n + d[None, :], mask=valid[:, None], other=0.0)
     v = tl.load(value + specials[:, None] * v_n + d[None, :], mask=valid[:, None], other=0.0)

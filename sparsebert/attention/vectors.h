@@ -1,4 +1,4 @@
-// Vectors of floats in the compiler's own notation: one source for AVX-512, AVX2, NEON and what comes.
+// Vectors of floats as compiler extensions of GCC and Clang: one source for AVX-512, AVX2, NEON and others.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline Vec load(const float* p) {
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 inline Vec broadcast(float x) { return Vec{} + x; }
 
-// Four vectors to one: in every lane of four floats, the four sums over that lane.
+// Reduces four vectors to one. Each group of four floats in the result holds the four vectors' sums over that group.
 inline Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {
 #if WIDTH == 16
   auto step = [](Vec x, Vec y) {
@@ -53,7 +53,7 @@ inline Vec sum_lanes(Vec a, Vec b, Vec c, Vec d) {
 #endif
 }
 
-// W / 4 results of sum_lanes to the sums of W vectors, in order.
+// The sums of W vectors, in order, from W / 4 results of sum_lanes.
 inline Vec sum_across(const Vec* part) {
 #if WIDTH == 16
   auto step = [](Vec x, Vec y) {
@@ -70,7 +70,7 @@ inline Vec sum_across(const Vec* part) {
 #endif
 }
 
-// One result of sum_lanes to the four sums.
+// Stores the sums of four vectors, from one result of sum_lanes.
 inline void store_sums(float* out, Vec v) {
 #if WIDTH == 16
   v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -81,7 +81,7 @@ inline void store_sums(float* out, Vec v) {
   std::memcpy(out, &v, 16);
 }
 
-// Sum and maximum of a vector's W floats.
+// The sum and the maximum of a vector's W floats.
 template <class Operation>
 inline float reduce(Vec v, Operation&& operation) {
 #if WIDTH == 16
@@ -102,7 +102,7 @@ inline float max_of(Vec v) {
   return reduce(v, [](Vec a, Vec b) { return a > b ? a : b; });
 }
 
-// Cody-Waite reduction and a polynomial of degree 6; relative error below 2e-7 for -87 <= x <= 0.
+// exp(x) by Cody-Waite reduction and a polynomial of degree 6, with a relative error below 2e-7 for -87 <= x <= 0.
 inline Vec exponential(Vec x) {
   const Vec floor = broadcast(-87.0f);
   x = x < floor ? floor : x;

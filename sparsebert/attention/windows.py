@@ -1,39 +1,40 @@
-"""
-Sliding windows of a model: layers in which a token attends to its neighbourhood only, whatever the mask says.
-
-Letters: L layers (1 when shared), H heads, n queries, m keys.
-"""
+"""Sliding windows: layers of a model in which a token attends to its neighbourhood only, in addition to the mask."""
 
 from dataclasses import replace
+from typing import Any
 
 from ..masks.compiled import windowed
 from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
 
 
-def local_inputs(inputs, window, name, request, needs):
+def local_inputs(inputs: MaskInputs, window: int, name: str, request: tuple[Any, ...], needs: set[str]) -> MaskInputs:
     """
-    What the layers with a window see of a mask.
+    The mask inputs of the layers that have a sliding window.
 
     Args:
-        inputs ([`MaskInputs`]): Those of the other layers.
-        window (`int`): Farthest offset.
+        inputs ([`MaskInputs`]): The inputs of the other layers.
+        window (`int`): Largest distance between query and key.
         name (`str`): The model's attention implementation.
-        request (`tuple`): Fields of [`Request`] up to `causal`.
-        needs (`set`): Its last one.
+        request (`tuple`): The fields of [`Request`] from `device` to `causal`.
+        needs (`set` of `str`): Its field `needs`.
 
     Returns:
         [`MaskInputs`]
     Raises:
-        ValueError: If the backend cannot serve this.
+        ValueError: If the backend cannot serve the request.
     """
     mask = inputs.sparse_mask
     if mask is None:
         far = ~near_entries(inputs, window)
-        return replace(inputs, bias=tuple(bias.masked_fill(far, REMOVED) for bias in inputs.bias))
+
+        def cut_far(bias):
+            return bias.masked_fill(far, REMOVED)
+
+        return replace(inputs, bias=tuple(map(cut_far, inputs.bias)))
     cut = None
     if mask.special_tokens == "first_last" and mask.last_token == "real" and inputs.padding is not None:
-        # The last token differs by sequence, and kernels let it attend and be attended from everywhere.
+        # The last token differs by sequence, and in kernels it attends to and is attended by all.
         needs, cut = needs | {"window"}, window
     else:
         mask = windowed(mask, window, inputs.num_keys)

@@ -1,1 +1,103 @@
-"""The command line: one module per verb."""
+"""
+The command line: `sparsebert VERB [RECIPE or names ...] [--field value ...]`, one module per verb.
+
+A verb's module has a function `command(words)` that gives its [`Command`]; every flag is a field of a dataclass.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+
+from huggingface_hub.errors import StrictDataclassError
+
+from ..checks import nearest
+from ..version import __version__
+from ._command import Command
+
+
+VERBS = {
+    "pretrain": "train a BERT and learn its attention mask",
+    "finetune": "fine-tune and evaluate on GLUE, SQuAD, SWAG, through a mask or dense",
+    "search": "learn the mask of a model that is trained already",
+    "prune": "masks at several sparsities from a search, with random controls",
+    "lengthen": "extend the position embeddings of a model for longer inputs",
+    "analyze": "which positions a search, a mask or several seeds keep",
+    "plan": "what a mask costs to run: live tiles, and which backend would be chosen",
+    "theory": "which universality theorems apply to a pattern or mask",
+    "draw": "pictures of patterns and masks",
+    "report": "tables of finished runs",
+    "reproduce": "the papers' tables and figures",
+    "translate": "train a translation model with sparse attention",
+}
+# What ends in one line on the error stream instead of a traceback.
+REFUSED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, StrictDataclassError)
+
+
+def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
+    """
+    Read a command line without running it.
+
+    Args:
+        arguments (`Sequence[str]`): What follows `sparsebert`.
+
+    Returns:
+        `tuple`: The [`Command`], and the values that were set, by section and field.
+    Raises:
+        ValueError, FileNotFoundError: If verb, recipe, field or value is wrong.
+    """
+    from ..training.recipes import load_recipe
+
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise nearest("verb", verb, list(VERBS))
+    command = _command_of(verb, rest)
+    return command, load_recipe(rest, command.sections, command.positional, command.excluded)
+
+
+def _command_of(verb, arguments):
+    return importlib.import_module(f".{verb}", __package__).command(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    Run a command line.
+
+    Args:
+        arguments (`Sequence[str]`, *optional*): What follows the program's name; by default that of this process.
+
+    Returns:
+        `int`: 0, or 2 if what was asked for is wrong, or 1 if it failed on the way.
+    """
+    arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
+    verb = arguments[0] if arguments else ""
+    try:
+        if verb == "--version":
+            print(__version__)
+        elif verb in ("", "-h", "--help", "--help-all"):
+            from ._help import overview
+
+            print(overview(VERBS))
+            return 0 if verb else 2
+        elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
+            from ._help import long_help, short_help
+
+            explain = long_help if "--help-all" in arguments else short_help
+            print(explain(verb, _command_of(verb, arguments[1:])))
+        else:
+            command, values = parse(arguments)
+            as_json = values.get("print", {}).get("json", False)
+            # What a run logs on the way must not get between the lines of the JSON.
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                results = command.run(values)
+            results.show(as_json)
+    except REFUSED as error:
+        print(f"sparsebert {verb}: {error}".replace("  ", " "), file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"sparsebert {verb}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"sparsebert {verb}: interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,44 +1,52 @@
-"""Which positions a search, a mask or several seeds keep."""
+"""
+Which attention positions a search, a mask, or several seeds of one search keep.
 
-import argparse
+Prints the mean P of the diagonal, neighbours, special tokens and others, with 95 % intervals over heads and over
+seeds, and writes all numbers as `importance.json` and pictures (PNG and SVG) to `output_dir`.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.runs import MASK_ONLY, analyze
+from ..analysis.runs import analyze, importance_table
 from ..files import check_output_dir
-from ..masks.sparse_mask import SPECIAL_TOKENS
+from ._command import Command, Printing, Results, needed
 
 
-def main(arguments):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.analyze",
-        description="Which attention positions a search kept: importance.json, and pictures as PNG and SVG.",
+@dataclass
+class AnalysisArguments:
+    """
+    What to analyse.
+
+    Args:
+        runs (`list[str]`): Run folders of `pretrain` or `search`, searching checkpoints, folders or Hub ids of masks;
+            several are seeds of one search.
+        output_dir (`str`): Folder to write, created if missing.
+        special_tokens (`str`, *optional*): What counts as special; by default `first_last`, or `first` where the
+            search keeps the first token alone.
+        overwrite (`bool`): Accept an output folder that is not empty.
+    """
+
+    runs: list[str] | None = None
+    output_dir: str | None = None
+    special_tokens: str | None = None
+    overwrite: bool = False
+
+
+def command(words):
+    return Command(
+        run,
+        {"analysis": AnalysisArguments, "print": Printing},
+        examples=("runs/demo/dam_s --output_dir DIR", "RUN_SEED_0 RUN_SEED_1 RUN_SEED_2 --output_dir DIR"),
+        words="RUN_OR_MASK ...",
+        positional="analysis.runs",
     )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN_OR_MASK",
-        help="run folder of pretrain.py, searching checkpoint, mask folder or Hub id; several: seeds of one search",
-    )
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="created if missing")
-    parser.add_argument(
-        "--special_tokens", choices=SPECIAL_TOKENS, help="what counts as special; first_last for most masks"
-    )
-    parser.add_argument(
-        "--overwrite", nargs="?", const="true", default="false", choices=("true", "false"), help="accept a full DIR"
-    )
-    options = parser.parse_args(arguments)
-    check_output_dir(options.output_dir, options.overwrite == "true")
+
+
+def run(values):
+    needed(values, "analysis.runs", "analysis.output_dir")
+    options = AnalysisArguments(**values["analysis"])
+    check_output_dir(options.output_dir, options.overwrite)
     numbers = analyze(options.runs, options.output_dir, options.special_tokens)
-    print(_table(numbers))
-    print("written:", *sorted(str(path) for path in options.output_dir.iterdir()), sep="\n  ")
-
-
-def _table(numbers):
-    """The groups of all layers as text: mean and intervals."""
-    groups = numbers["all_layers"]["groups"]
-    kinds = [kind for kind in ("over_heads", "over_seeds") if kind in next(iter(groups.values()))]
-    lines = [["mean of M" if numbers["quantity"] == MASK_ONLY else "mean P", "", *(f"95 % {kind}" for kind in kinds)]]
-    for name, group in groups.items():
-        intervals = ["[{:.3f}, {:.3f}]".format(*group[kind]) for kind in kinds]
-        lines.append([name, f"{group['mean']:.3f}", *intervals])
-    return "\n".join(f"{line[0]:16}" + "".join(f"{cell:18}" for cell in line[1:]) for line in lines)
+    written = [f"written: {path}" for path in sorted(Path(options.output_dir).iterdir())]
+    return Results(numbers, [importance_table(numbers)], written)

@@ -1,15 +1,61 @@
-""""""
+"""
+Draw patterns and masks: the heads of each that is named, or without names a gallery of all patterns.
 
-import argparse
+Masks come from folders or the Hub; a run or a model is drawn by its mask. Needs the extra `viz`.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.pictures import plot_gallery
+from ..analysis.pictures import plot_gallery, plot_heads
+from ..analysis.runs import find_mask
+from ._command import Command, Results, needed
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.visualization",
-        description="Draw every known pattern: patterns.png. Masks and runs: python -m sparsebert.analyze.",
+@dataclass
+class DrawingArguments:
+    """
+    What to draw.
+
+    Args:
+        sources (`list[str]`, *optional*): Names of patterns; folders or Hub ids of masks, runs or models.
+        output_dir (`str`): Folder to write, created if missing.
+        length (`int`): Tokens of a pattern.
+        num_heads (`int`): Heads of a pattern.
+        seed (`int`): Seed of random patterns.
+    """
+
+    sources: list[str] | None = None
+    output_dir: str | None = None
+    length: int = 64
+    num_heads: int = 4
+    seed: int = 0
+
+
+def command(words):
+    return Command(
+        run,
+        {"drawing": DrawingArguments},
+        examples=("--output_dir DIR", "bigbird runs/demo/dam_s --output_dir DIR"),
+        words="[PATTERN_OR_MASK ...]",
+        positional="drawing.sources",
     )
-    parser.add_argument("--gallery", type=Path, metavar="OUT_DIR", required=True, help="created if missing")
-    plot_gallery(parser.parse_args(arguments).gallery / "patterns.png")
+
+
+def run(values):
+    needed(values, "drawing.output_dir")
+    options = DrawingArguments(**values["drawing"])
+    output = Path(options.output_dir)
+    if not options.sources:
+        paths = [output / "patterns.png"]
+        plot_gallery(paths[0])
+    else:
+        masks = {
+            name: find_mask(name, options.length, options.num_heads, seed=options.seed) for name in options.sources
+        }
+        paths = [output / f"{Path(name).name}.png" for name in masks]
+        if len(set(paths)) < len(paths):
+            raise ValueError(f"two of {', '.join(masks)} would be drawn to one file: draw them one by one")
+        for path, (name, mask) in zip(paths, masks.items(), strict=True):
+            plot_heads(mask, path, name)
+    return Results([str(path) for path in paths], notes=[f"written: {path}" for path in paths])

@@ -1,27 +1,58 @@
-"""Longer inputs: `python -m sparsebert.lengthen MODEL --length N --output_dir DIR` extends the position embeddings."""
+"""
+Extend the position embeddings of a model, with its mask if it has one, for longer inputs.
 
-import argparse
-from pathlib import Path
+Writes the model and its tokenizer, which then take inputs of `--length` tokens.
+"""
+
+from dataclasses import dataclass
 
 from transformers import AutoConfig, AutoTokenizer
 
+from ..checks import check_choice
 from ..files import check_output_dir
 from ..models.loading import carries_mask, load, model_class_of
 from ..models.positions import METHODS, extend_positions
-from .command_line import run_script
+from ._command import Command, Results, needed
 
 
-def main(arguments):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.lengthen",
-        description="Extend the position embeddings of a model, with its mask if it has one, for longer inputs.",
+@dataclass
+class LengtheningArguments:
+    """
+    What to extend.
+
+    Args:
+        model (`str`): Folder or Hub id of the model.
+        length (`int`): Tokens of the longest input.
+        method (`str`): How the new embeddings are made, see [`extend_positions`].
+        output_dir (`str`): Folder to write, created if missing.
+        overwrite (`bool`): Accept an output folder that is not empty.
+    """
+
+    model: str | None = None
+    length: int | None = None
+    method: str = METHODS[0]
+    output_dir: str | None = None
+    overwrite: bool = False
+
+
+def command(words):
+    return Command(
+        run,
+        {"lengthening": LengtheningArguments},
+        examples=(
+            "DIR_OR_HUB_ID --length 2048 --output_dir DIR",
+            "DIR_OR_HUB_ID --length 1024 --method tile --output_dir DIR",
+        ),
+        words="MODEL",
+        positional="lengthening.model",
     )
-    parser.add_argument("model", metavar="DIR_OR_HUB_ID")
-    parser.add_argument("--length", type=int, required=True, metavar="N", help="tokens of the longest input")
-    parser.add_argument("--method", choices=METHODS, default=METHODS[0])
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="created if missing")
-    options = parser.parse_args(arguments)
-    check_output_dir(options.output_dir)
+
+
+def run(values):
+    needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
+    options = LengtheningArguments(**values["lengthening"])
+    check_choice("method", options.method, METHODS)
+    check_output_dir(options.output_dir, options.overwrite)
     if carries_mask(options.model):
         model = load(options.model)
     else:
@@ -31,8 +62,5 @@ def main(arguments):
     tokenizer.model_max_length = options.length
     model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
-    print(f"{options.output_dir}: {options.length} positions ({options.method})")
-
-
-if __name__ == "__main__":
-    run_script(main)
+    done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
+    return Results(vars(options), notes=[done])

@@ -1,41 +1,41 @@
-""""""
+"""
+A table or figure of the papers, run cell by cell beside the published numbers.
 
-import inspect
-import sys
-from dataclasses import is_dataclass
-from pathlib import Path
-
-from rich.console import Console
+Cells that are finished are not run again; one that was interrupted begins anew. After each cell it writes
+EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to
+`output`.
+"""
 
 from ..checks import nearest
 from ..experiments import EXPERIMENTS
-from ..experiments.reproduction import ReproductionArguments, plan_cells, run_experiment
-from ..training.recipes import load_recipe
+from ..experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
+from ._command import Command, Printing, Results
 
 
-def _help(experiment=None):
-    texts = [__doc__.strip(), f"experiments: {', '.join(EXPERIMENTS)}"]
-    kinds = (ReproductionArguments,) if experiment is None else (ReproductionArguments, *experiment.arguments.__mro__)
-    return "\n\n".join([*texts, *(inspect.getdoc(kind) for kind in kinds if is_dataclass(kind))])
-
-
-def main(arguments):
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
-        return
-    name, *flags = arguments
-    if name not in EXPERIMENTS:
+def command(words):
+    name = words[0] if words and not words[0].startswith("-") else None
+    if name is not None and name not in EXPERIMENTS:
         raise nearest("experiment", name, list(EXPERIMENTS))
-    if {"-h", "--help"} & set(flags):
-        print(_help(EXPERIMENTS[name]))
-        return
-    sections = {"run": ReproductionArguments, "settings": EXPERIMENTS[name].arguments}
-    recipe = load_recipe(flags, sections) if flags else {"run": {}, "settings": {}}
-    options = ReproductionArguments(**recipe["run"])
+    sections = {"run": ReproductionArguments}
+    if name is not None:
+        sections["settings"] = EXPERIMENTS[name].arguments
+    return Command(
+        run,
+        sections | {"print": Printing},
+        examples=("copying --scale tiny --output DIR", "language_modelling --text FILE --output DIR --list_cells"),
+        words="|".join(EXPERIMENTS) if name is None else name,
+        positional="run.experiment",
+    )
+
+
+def run(values):
+    options = ReproductionArguments(**values["run"])
+    if options.experiment is None:
+        raise ValueError(f"expected the name of an experiment: {', '.join(EXPERIMENTS)}")
+    experiment = EXPERIMENTS[options.experiment]
     if options.list_cells:
-        print(*plan_cells(EXPERIMENTS[name], options, recipe["settings"]), sep="\n")
-        return
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in run_experiment(name, options, recipe["settings"]):
-        console.print(table.rich())
-    print("written:", *sorted(map(str, Path(options.output).glob(f"{name}_{options.scale}.*"))))
+        cells = plan_cells(experiment, options, values["settings"])
+        return Results(cells, notes=list(cells))
+    tables = run_experiment(options.experiment, options, values["settings"])
+    written = [f"written: {path}" for path in result_files(options.experiment, options)]
+    return Results([table.as_json() for table in tables], tables, written)

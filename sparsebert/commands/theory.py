@@ -1,100 +1,124 @@
-""""""
+"""
+Which assumptions of the universality theorems a pattern, a cycle of patterns or a saved mask fulfils.
 
-import argparse
-import difflib
-from pathlib import Path
+`--mappings` checks instead the contextual mappings of the proofs, exactly and on every input (`--figure FILE` draws
+the selective shifts); `--maps` shows how far scores must be scaled until each probability map is nearly a hardmax.
+"""
 
-import yaml
-from rich.console import Console
+from dataclasses import dataclass
 
-from ..analysis.tables import Table
-from ..files import write_metrics
-from ..masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS
-from ..theory.verdicts import DEFAULT_HEADS, DEFAULT_LENGTH, NOTES, _rows, as_json, details, pattern_case, saved_case
+from ..analysis.runs import is_pattern, read_run
+from ..theory.contextual_mappings import mappings_table, plot_shifts, standard_checks
+from ..theory.hardmax_scales import scales_table, standard_scales
+from ..theory.verdicts import (
+    DEFAULT_HEADS,
+    DEFAULT_LENGTH,
+    as_json,
+    check_cases,
+    details,
+    pattern_case,
+    pattern_cases,
+    saved_case,
+    verdict_table,
+)
+from ._command import Command, Printing, Results
+
+
+@dataclass
+class TheoryArguments:
+    """
+    What to check.
+
+    Args:
+        sources (`list[str]`): Names of patterns; folders or Hub ids of masks or runs.
+        all (`bool`): Check every pattern, cycles in every head configuration.
+        length (`int`, *optional*): Tokens; by default 128, for a saved mask its own length.
+        parameters (`dict`, *optional*): Parameters of the pattern, such as `{stride: 8}`; `{stride: sqrt}` follows the
+            length.
+        head_configuration (`str`, *optional*): How a cycle of patterns is laid out.
+        num_heads (`int`): Heads of a pattern.
+        without_diagonal (`bool`): Remove the diagonal of the patterns.
+        seed (`int`): Seed of random patterns.
+        mappings (`bool`): Check the contextual mappings of the proofs instead.
+        figure (`str`, *optional*): Picture to draw of the selective shifts, with `mappings`.
+        maps (`bool`): Show the scales of the probability maps instead.
+    """
+
+    sources: list[str] | None = None
+    all: bool = False
+    length: int | None = None
+    parameters: dict | None = None
+    head_configuration: str | None = None
+    num_heads: int = DEFAULT_HEADS
+    without_diagonal: bool = False
+    seed: int = 0
+    mappings: bool = False
+    figure: str | None = None
+    maps: bool = False
+
+
+def command(words):
+    return Command(
+        run,
+        {"theory": TheoryArguments, "print": Printing},
+        examples=("bigbird window", 'strided_cycle --head_configuration union --parameters "{stride: sqrt}"'),
+        words="[PATTERN_OR_MASK ...]",
+        positional="theory.sources",
+    )
+
+
+def run(values):
+    options = TheoryArguments(**values["theory"])
+    _check(options)
+    if options.mappings:
+        checks = standard_checks()
+        if options.figure:
+            plot_shifts(options.figure)
+        written = [f"written: {options.figure}"] if options.figure else []
+        return Results([check.as_json() for check in checks], [mappings_table(checks)], written)
+    if options.maps:
+        scales = standard_scales()
+        return Results([scale.as_json() for scale in scales], [scales_table(scales)])
+    cases = _cases(options)
+    pairs = list(zip(cases, check_cases(cases), strict=True))
+    table = verdict_table(cases, [found for _, found in pairs])
+    return Results([as_json(*pair) for pair in pairs], [table], ["\n" + details(*pair) for pair in pairs])
+
+
+def _check(options):
+    kinds = {"--all": options.all, "--mappings": options.mappings, "--maps": options.maps, "names": options.sources}
+    given = [name for name, value in kinds.items() if value]
+    if not given:
+        raise ValueError("expected names of patterns, folders or Hub ids of masks, --all, --mappings or --maps")
+    if len(given) > 1 and set(given) != {"--all", "names"}:
+        raise ValueError(f"{given[0]} and {given[1]} exclude each other")
+    if options.figure and not options.mappings:
+        raise ValueError("--figure goes with --mappings")
+    own = {"--parameters": options.parameters, "--head_configuration": options.head_configuration}
+    pattern_fields = [flag for flag, value in own.items() if value]
+    if pattern_fields and (options.all or not any(map(is_pattern, options.sources or ()))):
+        raise ValueError(f"{pattern_fields[0]} goes with the name of a pattern")
+    if options.length is not None and options.length < 2:
+        raise ValueError(f"--length must be at least 2, got {options.length}")
 
 
 def _cases(options):
     """All that is asked for, before any of it is checked."""
-    parameters = _parameters(options.parameters)
-    own = {"--parameters": parameters, "--head_configuration": options.head_configuration}
-    given = [flag for flag, value in own.items() if value]
-    if options.all and given:
-        raise ValueError(f"{given[0]} goes with the name of a pattern, not with --all")
-    if not options.sources and not options.all:
-        raise ValueError(f"expected a pattern ({', '.join(PATTERNS)}), a folder or Hub id of a mask, or --all")
-    common = {"num_heads": options.num_heads, "diagonal": options.diagonal == "true", "seed": options.seed}
     length = DEFAULT_LENGTH if options.length is None else options.length
-    if length < 2:
-        raise ValueError(f"--length must be at least 2, got {length}")
-    wanted = [(name, parameters, options.head_configuration) for name in options.sources if name in PATTERNS]
+    common = {"diagonal": not options.without_diagonal, "seed": options.seed}
+    cases = []
+    for source in options.sources or ():
+        if is_pattern(source):
+            layout = options.head_configuration
+            cases.append(
+                pattern_case(
+                    source, length, options.num_heads, options.parameters, head_configuration=layout, **common
+                )
+            )
     if options.all:
-        wanted += [(name, {}, layout) for name in PATTERNS for layout in _layouts(name)]
-    masks = [source for source in options.sources if source not in PATTERNS]
-    for source in masks:
-        if not Path(source).is_dir() and "/" not in source:
-            match = difflib.get_close_matches(source, PATTERNS, n=1)
-            hint = f"did you mean {match[0]!r}?" if match else f"patterns: {', '.join(PATTERNS)}"
-            raise ValueError(f"{source!r} is no pattern, no folder and no Hub id (owner/name); {hint}")
-        if given and not wanted:
-            raise ValueError(f"{given[0]} goes with the name of a pattern, {source!r} is a saved mask")
-    return [
-        *(
-            pattern_case(name, length, parameters=known, head_configuration=layout, **common)
-            for name, known, layout in wanted
-        ),
-        *(saved_case(source, options.length) for source in masks),
-    ]
-
-
-def _layouts(name):
-    """Head configurations that make a difference."""
-    if name not in CYCLES:
-        return (None,)
-    num_sets = CYCLES[name](2).num_layers
-    return HEAD_CONFIGURATIONS if num_sets > 1 else HEAD_CONFIGURATIONS[:1]
-
-
-def _parameters(text):
-    try:
-        parameters = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"--parameters {text!r} is not YAML: {error}") from error
-    if not isinstance(parameters, dict):
-        raise ValueError(f'--parameters must be like "{{stride: 8}}", got {text!r}')
-    return parameters
-
-
-def main(arguments):
-    parser = argparse.ArgumentParser(
-        prog="python -m sparsebert.theory",
-        description="Which assumptions of the universality theorems a pattern or mask fulfils.",
-    )
-    parser.add_argument(
-        "sources",
-        nargs="*",
-        metavar="PATTERN_OR_MASK",
-        help=f"{', '.join(PATTERNS)}; or folder or Hub id of a mask or run",
-    )
-    parser.add_argument("--all", action="store_true", help="every pattern, cycles in every head configuration")
-    parser.add_argument("--length", type=int, metavar="N", help=f"default {DEFAULT_LENGTH}, of a mask its own")
-    parser.add_argument(
-        "--parameters", default="{}", metavar="YAML", help='such as "{stride: 8}"; "{stride: sqrt}" follows the length'
-    )
-    parser.add_argument("--head_configuration", help=f"of a cycle: {', '.join(HEAD_CONFIGURATIONS)}")
-    parser.add_argument("--diagonal", choices=("true", "false"), default="true", help="false: patterns without it")
-    parser.add_argument("--num_heads", type=int, default=DEFAULT_HEADS, metavar="H", help="default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of patterns drawn at random")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="everything as JSON")
-    options = parser.parse_args(arguments)
-    if options.output and options.output.exists():
-        raise FileExistsError(f"--output {options.output} exists: choose another")
-    cases = _cases(options)
-    found = [case.check() for case in cases]
-    pairs = list(zip(cases, found, strict=True))
-    table = Table.of("Universality", [row for pair in pairs for row in _rows(*pair)], NOTES)
-    Console(width=119).print(table.rich())
-    for pair in pairs:
-        print("\n" + details(*pair))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_metrics(options.output, [as_json(*pair) for pair in pairs])
+        cases += pattern_cases(length, options.num_heads, **common)
+    for source in options.sources or ():
+        if not is_pattern(source):
+            run = read_run(source)
+            cases.append(saved_case(source, run.mask, options.length, run.is_decoder, run.token_mixers))
+    return cases

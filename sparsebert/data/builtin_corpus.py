@@ -18,12 +18,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm.auto import tqdm
 from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
 
-# All of these come with the requirements of sparsebert (directly, or through torch, datasets and scikit-learn).
+# All of these are requirements of sparsebert, directly or through torch, datasets and scikit-learn.
 PACKAGES = (
     "stdlib",
     "numpy",
@@ -38,7 +39,7 @@ PACKAGES = (
     "huggingface_hub",
 )
 
-# Part of the cache key: raise it whenever the extraction below gives other text for the same sources.
+# Part of the cache key: increase it whenever the extraction below gives different text for the same sources.
 FORMAT = 1
 
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
@@ -101,17 +102,18 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
     Return the built-in corpus, which needs no download.
 
     The `.py` files of each package are parsed, never imported, and the docstrings of their modules, classes and
-    functions are reduced to prose: code, tables, field names and markup are dropped, and a paragraph occurring more
-    than once in the corpus is kept where it occurs first. The text therefore depends on the installed versions. The
-    result is cached under `SPARSEBERT_CACHE` (default `~/.cache/sparsebert`), keyed by these versions.
+    functions are reduced to prose: code, tables, field names and markup are removed, and repeated paragraphs are kept
+    only once, where they first occur. The text depends on the installed versions of the packages. It is cached by
+    these versions in `SPARSEBERT_CACHE` (by default `~/.cache/sparsebert`).
 
     Args:
         packages (`Sequence[str]`, *optional*, defaults to [`PACKAGES`]):
-            Top-level packages to read; `"stdlib"` stands for the whole standard library. Packages that are not
-            installed are skipped with a warning.
+            Top-level packages to read; `"stdlib"` is the whole standard library. Packages that are not installed are
+            skipped with a warning.
 
     Returns:
-        `list[Document]`: Documents with at least one paragraph, in the order of `packages`, then of module names.
+        `list[Document]`: One document per module with at least one paragraph, ordered as in `packages`, then by the
+        name of the module.
 
     Raises:
         ValueError: If `packages` is a string, or none of them is installed.
@@ -120,12 +122,12 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
         raise ValueError(
             f"packages must be a sequence of package names, e.g. ({packages!r},), got the str {packages!r}"
         )
-    # A package given twice would lose all its paragraphs to the first one's, hence the dict.
-    versions = {name: _version(name) for name in packages}
-    missing = [name for name, version in versions.items() if version is None]
-    versions = {name: version for name, version in versions.items() if version is not None}
+    # A dictionary, because a package given twice would lose all its paragraphs as repeated ones.
+    found = {name: _version(name) for name in packages}
+    missing = [name for name, version in found.items() if version is None]
+    versions = {name: version for name, version in found.items() if version is not None}
     if not versions:
-        raise ValueError(f"packages: none of {list(packages)} is installed as a Python package")
+        raise ValueError(f"packages: none of {list(packages)} is an installed Python package")
     if missing:
         logger.warning(f"Built-in corpus without {', '.join(missing)}: not installed.")
 
@@ -162,14 +164,16 @@ def _version(package: str) -> str | None:
 
 
 def _source_files(package: str) -> list[tuple[str, Path]]:
-    """Return `(module name, file)` for the modules of `package`, sorted by name, without its tests."""
-    if package == "stdlib":
-        root, prefix = Path(sysconfig.get_path("stdlib")), ()
-    else:
-        root, prefix = Path(importlib.util.find_spec(package).submodule_search_locations[0]), (package,)
+    """Names and files of the modules of a package, sorted by name, without its tests."""
+    prefix: tuple[str, ...] = ()
+    root = Path(sysconfig.get_path("stdlib"))
+    if package != "stdlib":
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.submodule_search_locations  # see _version
+        prefix, root = (package,), Path(spec.submodule_search_locations[0])
     files = []
     for directory, subdirectories, names in os.walk(root):
-        # Pruned in place, so that os.walk does not descend into e.g. site-packages.
+        # Changed in place, so that os.walk does not descend into e.g. site-packages.
         subdirectories[:] = [name for name in subdirectories if name not in _SKIPPED_DIRECTORIES]
         parts = prefix + Path(directory).relative_to(root).parts
         for name in names:
@@ -186,11 +190,11 @@ def _extract(packages: Iterable[str]) -> list[Document]:
     seen = set()
     documents = []
     files = [(package, *source) for package in packages for source in _source_files(package)]
-    # Syntax trees are millions of objects without a cycle; collecting garbage among them doubles the time.
+    # Syntax trees are millions of objects without cycles; garbage collection would double the time.
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for package, module, file in logging.tqdm(files, desc="Reading docstrings", unit="file"):
+        for package, module, file in tqdm(files, "Reading docstrings", unit="file", disable=None):
             paragraphs = []
             for docstring in _docstrings(file):
                 for paragraph in prose_paragraphs(docstring):
@@ -211,11 +215,11 @@ def _docstrings(file: Path) -> Iterable[str]:
             warnings.simplefilter("ignore")  # invalid escapes in other people's sources
             tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        # Packages ship templates and files for other versions of Python; one of them is not worth failing for.
+        # Packages include templates and files for other versions of Python, which are not worth failing for.
         logger.info(f"Skipped {file}: {error}")
         return
-    # Depth first, so that the docstrings come in source order. Functions are not searched for nested ones.
-    stack = [tree]
+    # Depth first, for docstrings in source order. Functions within functions are not searched.
+    stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -234,13 +238,13 @@ def prose_paragraphs(docstring: str) -> list[str]:
         docstring (`str`): The docstring, with its indentation removed as by `inspect.cleandoc`.
 
     Returns:
-        `list[str]`: Paragraphs with whitespace folded. A list item or the description of a parameter is a paragraph.
+        `list[str]`: The paragraphs, each on one line. A list item or the description of a parameter is a paragraph.
     """
     lines = docstring.splitlines()
     paragraphs = []
     current: list[str] = []
 
-    def flush():
+    def flush() -> None:
         if not current:
             return
         text = " ".join(current)
@@ -248,7 +252,7 @@ def prose_paragraphs(docstring: str) -> list[str]:
         for pattern, replacement in _INLINE:
             text = pattern.sub(replacement, text)
         words = text.replace("\\", "").split()
-        # Code, formulas and headings that carry no markup are told from prose by their share of plain words.
+        # Code, formulas and headings without markup are recognised by their small share of plain words.
         if len(words) >= 5 and sum(1 for word in words if _WORD.match(word)) >= 0.7 * len(words):
             paragraphs.append(" ".join(words))
 
@@ -297,10 +301,9 @@ def prose_paragraphs(docstring: str) -> list[str]:
             flush()
             continue
         field = _FIELD.match(text) or _GOOGLE_PARAMETER.match(text)
-        bullet = _BULLET.match(text)
-        if field or bullet:
+        if start := field or _BULLET.match(text):
             flush()
-            text = text[(field or bullet).end() :]
+            text = text[start.end() :]
             field = _GOOGLE_PARAMETER.match(text)
             text = text[field.end() :] if field else text
         if text.endswith("::"):
@@ -313,7 +316,7 @@ def prose_paragraphs(docstring: str) -> list[str]:
 
 def _write_cache(documents: list[Document], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed only when complete: another process may be reading, or writing the same file.
+    # Renamed only when complete, because other processes may read or write the same file.
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as raw, gzip.open(raw, "wt", compresslevel=6, encoding="utf-8") as stream:

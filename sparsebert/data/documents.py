@@ -1,8 +1,6 @@
 """Text for pre-training: files, Hub datasets or the built-in corpus as a stream of documents."""
 
-import gzip
 import json
-import lzma
 import os
 import re
 import zlib
@@ -11,7 +9,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ..files import COMPRESSIONS
+from ..checks import check_choice, check_range
+from ..files import COMPRESSIONS, DECOMPRESSION_ERRORS, open_binary
 
 
 logger = logging.get_logger(__name__)
@@ -20,7 +19,7 @@ SPLITS = ("train", "validation", "all")
 
 _WIKITEXT = (".tokens", ".raw")
 _FORMATS = (".txt", ".jsonl", *_WIKITEXT)
-# Of a WikiText article; its sections have more signs.
+# Title of a WikiText article. The titles of its sections have more signs.
 _TITLE = re.compile("= [^=].* =")
 
 
@@ -30,33 +29,30 @@ def load_documents(
     """
     Stream the documents of a pre-training corpus.
 
-    About one document in `holdout_every` belongs to the split `"validation"`, by a hash of its text: the split
-    depends neither on the order of the documents nor on the run, and equal documents never fall on both sides. Call
-    the function once per split.
+    About one document in `holdout_every` belongs to the split `"validation"`, chosen by a hash of its text: the split
+    does not depend on the order of the documents or on the run, and copies of a document are in the same split. Call
+    this function once per split.
 
     Args:
         source (`str`, `os.PathLike` or a list of them):
-            `"builtin"` for the documentation of the installed packages (see
-            [`builtin_documents`], shuffled), one or more files as in [`read_documents`], or
-            `"hub:owner/name"` or `"hub:owner/name:config"` for the column `text` of the `train` split of a dataset of
-            the Hub, streamed.
+            `"builtin"` for the documentation of the installed packages in random order (see [`builtin_documents`]);
+            one or more files (see [`read_documents`]); or `"hub:owner/name"` or `"hub:owner/name:config"` to stream
+            the column `text` of the `train` split of a dataset on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
             `"train"`, `"validation"` or `"all"`.
         holdout_every (`int`, *optional*, defaults to 100):
-            Share of the documents held out, as one in this many; at least 2.
+            Hold out one document in this many; at least 2.
 
     Returns:
         `Iterator[list[str]]`: Documents as lists of one-line paragraphs.
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If an argument is not one of the above. Raised by the iterator: if the contents of a file are
-            malformed, or the split is empty.
+        ValueError: If an argument has another value. Raised by the iterator: if a file is malformed, or the split is
+            empty.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(map(repr, SPLITS))}, got {split!r}")
-    if holdout_every < 2:
-        raise ValueError(f"holdout_every must be at least 2, got {holdout_every}")
+    check_choice("split", split, SPLITS)
+    check_range("holdout_every", holdout_every, 2)
     if source == "builtin":
         documents = _builtin_documents()
     elif isinstance(source, str) and source.startswith("hub:"):
@@ -64,7 +60,7 @@ def load_documents(
     else:
         documents = read_documents(source)
 
-    def select():
+    def select() -> Iterator[list[str]]:
         selected = 0
         for document in documents:
             held_out = split != "all" and zlib.crc32("\n".join(document).encode()) % holdout_every == 0
@@ -73,8 +69,8 @@ def load_documents(
                 yield document
         if not selected:
             raise ValueError(
-                f"no document of {source!r} is in the split {split!r} with holdout_every={holdout_every}; "
-                "use another holdout_every or a corpus of its own for validation"
+                f"the split {split!r} of {source!r} is empty with holdout_every={holdout_every}; use another "
+                "holdout_every, or a separate corpus for validation"
             )
 
     return select()
@@ -82,28 +78,28 @@ def load_documents(
 
 def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[list[str]]:
     """
-    Stream documents from files, without holding a file in memory.
+    Stream documents from files, without loading a whole file into memory.
 
-    `.txt` files have one paragraph a line and a blank line between documents; `.jsonl` files have one object a line,
-    whose field `text` is a document with one paragraph a line; in WikiText's `.tokens` and `.raw` files an article is
-    a document. All may be compressed (`.txt.gz`, `.jsonl.xz`, ...). The text is UTF-8, with or without a byte order
-    mark. Whitespace is folded and NUL characters are removed.
+    `.txt` files have one paragraph per line and a blank line between documents. `.jsonl` files have one object per
+    line, whose field `text` is a document with one paragraph per line. In WikiText's `.tokens` and `.raw` files every
+    article is a document. All may be compressed (`.txt.gz`, `.jsonl.xz`, ...). The text is UTF-8, with or without a
+    byte order mark. Runs of whitespace become one space, and NUL characters are removed.
 
     Args:
-        paths (`str`, `os.PathLike` or an iterable of them): The files, read in this order.
+        paths (`str`, `os.PathLike` or an iterable of them): The files, in the order to read them.
 
     Returns:
         `Iterator[list[str]]`: Documents as non-empty lists of non-empty one-line paragraphs.
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If there is no file, or the ending of one is not supported. Raised by the iterator, with the file
-            and the line: for text that is not UTF-8, rows that are not JSON objects with a string `text`, and corrupt
-            compressed files; and if there is not a single paragraph in the files.
+        ValueError: If no file is given, or one has an unsupported suffix. Raised by the iterator, with the file and
+            the line: if text is not UTF-8, a row is not a JSON object with a string `text`, or a compressed file is
+            corrupt; and if the files have no paragraph at all.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     if not files:
-        raise ValueError("paths is empty: name at least one text file")
+        raise ValueError("paths is empty: give at least one text file")
     for file in files:
         if not file.exists():
             raise FileNotFoundError(f"no such file: {str(file)!r}")
@@ -111,20 +107,20 @@ def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> It
     return _read_files(files)
 
 
-def _file_format(file: Path) -> tuple[str, str]:
-    """Return the format (one of `_FORMATS`) and the compression (`""`, `.gz` or `.xz`) of a file, from its name."""
+def _file_format(file: Path) -> str:
+    """The format of a file (one of `_FORMATS`), from its name."""
     compression = file.suffix if file.suffix in COMPRESSIONS else ""
     kind = Path(file.name.removesuffix(compression)).suffix
     if kind not in _FORMATS or file.is_dir():
         allowed = ", ".join(kind + compression for kind in _FORMATS for compression in ("", *COMPRESSIONS))
-        raise ValueError(f"{str(file)!r} is not a supported text file; allowed are files ending in {allowed}")
-    return kind, compression
+        raise ValueError(f"{str(file)!r} is not a supported text file; its name must end in {allowed}")
+    return kind
 
 
 def _read_files(files: list[Path]) -> Iterator[list[str]]:
     documents = empty = 0
     for file in files:
-        kind, _ = _file_format(file)
+        kind = _file_format(file)
         for document in _jsonl_documents(file) if kind == ".jsonl" else _text_documents(file, kind in _WIKITEXT):
             if document:
                 documents += 1
@@ -138,20 +134,19 @@ def _read_files(files: list[Path]) -> Iterator[list[str]]:
 
 
 def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield `(number from 1, text)` for the lines of a file."""
-    _, compression = _file_format(file)
+    """Yield the lines of a file with their numbers, counted from 1."""
     number = 0
     try:
-        with COMPRESSIONS.get(compression, open)(file, "rb") as stream:
+        with open_binary(file) as stream:
             for number, line in enumerate(stream, start=1):
-                # Decoded line by line, for the line number in the error.
+                # Decoded line by line, so that an error can name the line.
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\0", "")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
         ) from error
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{file}: corrupt {compression} file after line {number} ({error})") from error
+    except DECOMPRESSION_ERRORS as error:
+        raise ValueError(f"{file}: corrupt {file.suffix} file after line {number} ({error})") from error
 
 
 def _text_documents(file: Path, wikitext: bool) -> Iterator[list[str]]:
@@ -190,7 +185,7 @@ def _paragraphs(text: str) -> list[str]:
 def _builtin_documents() -> Iterator[list[str]]:
     from .builtin_corpus import builtin_documents
 
-    # The corpus is sorted by package; a run that reads only the beginning should see all of them.
+    # The corpus is sorted by package; a run that reads only its beginning should see all packages.
     documents = sorted(builtin_documents(), key=lambda document: zlib.crc32(document.module.encode()))
     return (document.paragraphs for document in documents)
 
@@ -204,7 +199,7 @@ def _hub_documents(source: str) -> Iterator[list[str]]:
 
     rows = datasets.load_dataset(name, *config, split="train", streaming=True)
 
-    def read():
+    def read() -> Iterator[list[str]]:
         for row in rows:
             if not isinstance(row.get("text"), str):
                 raise ValueError(f"{source!r} has no text column 'text'; its columns are {sorted(row)}")

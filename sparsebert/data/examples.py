@@ -1,14 +1,16 @@
-"""Pre-training data: the WordPiece tokenizer, masked-LM and next-sentence examples, and their collator."""
+"""Pre-training examples for masked-language modelling and next-sentence prediction, and their collators."""
 
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ..checks import check_range
 from .tokenization import check_tokenizer
 
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-# Above this share of repeated paragraphs a corpus is more likely to be badly put together than repetitive.
+# A corpus with a larger share of repeated paragraphs than this is probably a mistake.
 _DUPLICATE_WARNING = 0.2
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]?[A-Z])")
 
@@ -35,29 +37,29 @@ def pretraining_dataset(
     short_seq_prob: float = 0.1,
 ) -> "datasets.Dataset":
     """
-    Turn documents into pre-training examples; the masking is left to [`pretraining_collator`].
+    Turn documents into pre-training examples. They are masked later, by [`pretraining_collator`].
 
-    With `nsp=False` the text is packed: every row is `[CLS] tokens [SEP]` of exactly `max_length` tokens of contiguous
-    text, with a `[SEP]` in between where one document ends and the next begins. With `nsp=True` a row is
-    `[CLS] A [SEP] B [SEP]` of at most `max_length` tokens, made as for the original BERT: A and B are runs of whole
-    sentences, cut at the target length, and B follows A in half of the rows where the document allows it and comes
-    from another document in the others.
+    With `nsp=False` the text is packed: every row is `[CLS] tokens [SEP]` with exactly `max_length` tokens of
+    contiguous text, and a `[SEP]` between the end of a document and the beginning of the next. With `nsp=True` a row
+    is `[CLS] A [SEP] B [SEP]` with at most `max_length` tokens, as in the original BERT: A and B are whole sentences,
+    cut at the target length. In half of the rows B follows A, where the document is long enough; in the others it
+    comes from another document.
 
     Args:
         documents (`Iterable[list[str]]`):
-            Documents as lists of paragraphs, e.g. of [`load_documents`].
+            Documents as lists of paragraphs, e.g. from [`load_documents`].
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             A BERT tokenizer.
         max_length (`int`):
-            Length of a row in tokens, special tokens included; at least 8.
+            Length of a row in tokens, special tokens included. At least 8.
         nsp (`bool`, *optional*, defaults to `False`):
             Whether to make next-sentence pairs.
         seed (`int`, *optional*, defaults to 0):
-            Seed of the choice of pairs. Without `nsp` nothing is random.
+            Seed of the choice of pairs. Not used without `nsp`.
         max_tokens (`int`, *optional*):
-            Upper bound on the tokens of all rows, special tokens included. Reading stops once there is enough text.
+            Maximum number of tokens in all rows, special tokens included. Reading stops once there is enough text.
         short_seq_prob (`float`, *optional*, defaults to 0.1):
-            Share of the pairs with a random, smaller target length. Only used with `nsp`.
+            Fraction of pairs with a random, smaller target length. Only used with `nsp`.
 
     Returns:
         `datasets.Dataset`: Rows with `input_ids`, `token_type_ids` and `special_tokens_mask` and, with `nsp`,
@@ -69,12 +71,10 @@ def pretraining_dataset(
     import datasets
 
     check_tokenizer(tokenizer, len(tokenizer))
-    if max_length < 8:
-        raise ValueError(f"max_length must be at least 8, got {max_length}")
+    check_range("max_length", max_length, 8)
     if max_tokens is not None and max_tokens < max_length:
         raise ValueError(f"max_tokens must be at least max_length={max_length}, got {max_tokens}")
-    if not 0 <= short_seq_prob <= 1:
-        raise ValueError(f"short_seq_prob must be between 0 and 1, got {short_seq_prob}")
+    check_range("short_seq_prob", short_seq_prob, 0, 1, (int, float))
 
     text = _TokenizedText(documents, tokenizer, nsp, max_tokens)
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
@@ -111,18 +111,24 @@ class _TokenizedText:
 
     Attributes:
         ids (`np.ndarray` of shape `(num_tokens,)`): The tokens.
-        unit_offsets (`np.ndarray` of shape `(num_units + 1,)`): Where the units (sentences or paragraphs) start in
+        unit_offsets (`np.ndarray` of shape `(num_units + 1,)`): Where each unit (a sentence or paragraph) starts in
             `ids`.
-        document_offsets (`np.ndarray` of shape `(num_documents + 1,)`): Where the documents start among the units.
+        document_offsets (`np.ndarray` of shape `(num_documents + 1,)`): Where each document starts among the units.
     """
 
-    def __init__(self, documents, tokenizer, sentences: bool, max_tokens: int | None):
+    def __init__(
+        self,
+        documents: Iterable[list[str]],
+        tokenizer: "PreTrainedTokenizerBase",
+        sentences: bool,
+        max_tokens: int | None,
+    ):
         ids, unit_offsets, document_offsets = array("i"), array("q", [0]), array("q", [0])
         seen: set[int] = set()
         paragraphs = duplicates = empty = 0
 
-        def units():
-            """Yield the units of the documents, and None at the end of a document."""
+        def units() -> Iterator[str | None]:
+            """Yield the units of the documents, and `None` at the end of each document."""
             nonlocal paragraphs, duplicates
             for document in documents:
                 for paragraph in document:
@@ -134,6 +140,7 @@ class _TokenizedText:
                 yield None
 
         stream = units()
+        progress = tqdm(desc="Tokenizing", total=max_tokens, unit="token", unit_scale=True, disable=None)
         while batch := list(islice(stream, 2000)):
             texts = [unit for unit in batch if unit is not None]
             encoded = iter(
@@ -157,13 +164,15 @@ class _TokenizedText:
                         empty += 1
                 elif len(unit_offsets) - 1 > document_offsets[-1]:
                     document_offsets.append(len(unit_offsets) - 1)
+            progress.update(len(ids) - progress.n)
             if max_tokens is not None and len(ids) >= max_tokens:
                 break
-        if len(unit_offsets) - 1 > document_offsets[-1]:  # reading stopped within a document
+        progress.close()
+        if len(unit_offsets) - 1 > document_offsets[-1]:  # reading stopped inside a document
             document_offsets.append(len(unit_offsets) - 1)
 
         if empty:
-            logger.warning(f"Skipped {empty} pieces of text without a token among {paragraphs} paragraphs.")
+            logger.warning(f"Skipped {empty} pieces of text without any token in {paragraphs} paragraphs.")
         if paragraphs and duplicates > _DUPLICATE_WARNING * paragraphs:
             logger.warning(
                 f"{duplicates} of {paragraphs} paragraphs ({duplicates / paragraphs:.0%}) repeat an earlier one; "
@@ -175,8 +184,10 @@ class _TokenizedText:
         logger.info(f"Read {len(self.document_offsets) - 1} documents, {paragraphs} paragraphs, {len(ids)} tokens.")
 
 
-def _packed_rows(text: _TokenizedText, cls: int, sep: int, max_length: int, max_tokens: int | None):
-    """Return the concatenated rows and the lengths of the rows."""
+def _packed_rows(
+    text: _TokenizedText, cls: int, sep: int, max_length: int, max_tokens: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The concatenated rows, and their lengths."""
     boundaries = text.unit_offsets[text.document_offsets[1:-1]]
     stream = np.insert(text.ids, boundaries, sep)
     rows = len(stream) // (max_length - 2)
@@ -191,8 +202,16 @@ def _packed_rows(text: _TokenizedText, cls: int, sep: int, max_length: int, max_
     return ids.reshape(-1), np.full(rows, max_length)
 
 
-def _next_sentence_rows(text, cls, sep, max_length, max_tokens, short_seq_prob, rng):
-    """Return the concatenated rows, the lengths of the rows and of their first segments, and the labels."""
+def _next_sentence_rows(
+    text: _TokenizedText,
+    cls: int,
+    sep: int,
+    max_length: int,
+    max_tokens: int | None,
+    short_seq_prob: float,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
+    """The concatenated rows, the lengths of the rows and of their first segments, and the labels."""
     offsets, documents = text.unit_offsets.tolist(), text.document_offsets.tolist()
     num_documents = len(documents) - 1
     if num_documents < 2:
@@ -200,15 +219,15 @@ def _next_sentence_rows(text, cls, sep, max_length, max_tokens, short_seq_prob, 
     room = max_length - 3
     ids, lengths, first_lengths, labels = array("i"), array("i"), array("i"), array("b")
 
-    def run(start, end, target):
-        """Return the end of the shortest run of units from `start` that has `target` tokens, if there are as many."""
+    def run(start: int, end: int, target: int) -> int:
+        """End of the shortest run of units from `start` with at least `target` tokens, or `end`."""
         stop = start + 1
         while stop < end and offsets[stop] - offsets[start] < target:
             stop += 1
         return stop
 
-    def segment(start, stop, keep):
-        """Return `keep` tokens of the units, after cutting at random at the front and at the back."""
+    def segment(start: int, stop: int, keep: int) -> list[int]:
+        """`keep` tokens of the units, the rest being cut off at the front and at the back at random."""
         front = rng.binomial(offsets[stop] - offsets[start] - keep, 0.5)
         return text.ids[offsets[start] + front : offsets[start] + front + keep].tolist()
 
@@ -228,7 +247,7 @@ def _next_sentence_rows(text, cls, sep, max_length, max_tokens, short_seq_prob, 
                 b_start, b_stop = middle, stop
             a_length = offsets[middle] - offsets[start]
             b_length = offsets[b_stop] - offsets[b_start]
-            # What is left when the longer segment loses tokens one by one until both fit.
+            # As if the longer segment lost one token at a time until both fit.
             a_keep = min(a_length, max((room + 1) // 2, room - b_length))
             b_keep = min(b_length, room - a_keep)
             if max_tokens is not None and len(ids) + a_keep + b_keep + 3 > max_tokens:
@@ -237,12 +256,13 @@ def _next_sentence_rows(text, cls, sep, max_length, max_tokens, short_seq_prob, 
             lengths.append(a_keep + b_keep + 3)
             first_lengths.append(a_keep + 2)
             labels.append(is_random)
-            # The units after A were not used by a random pair; they start the next one.
+            # A random pair has not used the units after A: the next pair starts with them.
             start = middle if is_random else stop
     return _rows(ids, lengths, first_lengths, labels)
 
 
 def _rows(*columns: array) -> list[np.ndarray]:
+    """The columns as arrays that share their memory."""
     return [np.frombuffer(column, dtype=np.dtype(column.typecode)) for column in columns]
 
 
@@ -255,22 +275,22 @@ def pretraining_collator(
     """
     Return the collator for the rows of [`pretraining_dataset`].
 
-    It pads, and masks anew each time a row is drawn: of the tokens to predict, 80 % become `[MASK]`, 10 % a random
-    token and 10 % stay.
+    It pads the rows and chooses the tokens to predict anew each time: 80 % of them become `[MASK]`, 10 % a random
+    token, and 10 % stay.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer that made the rows.
+            The tokenizer of the rows.
         mlm_probability (`float`, *optional*, defaults to 0.15):
-            Share of the tokens to predict; more than 0 and less than 1.
+            Fraction of the tokens to predict; more than 0 and less than 1.
         pad_to_multiple_of (`int`, *optional*):
-            Pad batches to a multiple of this length; with the `max_length` of the rows, all batches have one shape.
+            Pad batches to a multiple of this length. With the `max_length` of the rows, all batches have one shape.
         seed (`int`, *optional*):
-            Seed of the masking. By default it follows the global generator of torch, which `Trainer` seeds.
+            Seed of the masking. By default the masking uses torch's global generator, which `Trainer` seeds.
 
     Returns:
-        [`~transformers.DataCollatorForLanguageModeling`]: A collator giving `input_ids`, `token_type_ids`,
-        `attention_mask` and `labels` (-100 where nothing is to be predicted), each of shape
+        [`~transformers.DataCollatorForLanguageModeling`]: A collator that returns `input_ids`, `token_type_ids`,
+        `attention_mask` and `labels` (-100 for tokens that are not predicted), each of shape
         `(batch_size, sequence_length)`, and `next_sentence_label` of shape `(batch_size,)` if the rows have it.
 
     Raises:
@@ -280,7 +300,7 @@ def pretraining_collator(
 
     check_tokenizer(tokenizer, len(tokenizer))
     if not 0 < mlm_probability < 1:
-        raise ValueError(f"mlm_probability must be more than 0 and less than 1, got {mlm_probability}")
+        raise ValueError(f"mlm_probability must be greater than 0 and less than 1, got {mlm_probability}")
     return DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of, seed=seed
     )
@@ -291,11 +311,11 @@ def causal_collator(rows: "list[dict]") -> "dict[str, torch.Tensor]":
     Collate packed rows of [`pretraining_dataset`] to predict the next token.
 
     Args:
-        rows (`list[dict]`): With `input_ids`, all of one length.
+        rows (`list[dict]`): Rows of equal length with `input_ids`.
 
     Returns:
-        `dict`: `input_ids` and `labels` of shape `(batch_size, sequence_length)`; the row's last token, a `[SEP]` that
-        its position gives away, is not to be predicted (-100). The model shifts the labels.
+        `dict`: `input_ids` and `labels` of shape `(batch_size, sequence_length)`. The last token of a row, a `[SEP]`
+        that its position gives away, is not predicted (-100). The model shifts the labels.
     """
     import torch
 

@@ -1,9 +1,12 @@
-"""WordPiece tokenizers: training one, and checking that one fits a model."""
+"""Train a WordPiece tokenizer, and check that a tokenizer fits a model."""
 
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from tqdm.auto import tqdm
 
 
 if TYPE_CHECKING:
@@ -16,40 +19,43 @@ def train_tokenizer(
     documents: Iterable[list[str]], vocab_size: int, lowercase: bool = True, max_characters: int = 20_000_000
 ) -> "PreTrainedTokenizerBase":
     """
-    Train a BERT tokenizer (WordPiece) on the beginning of a corpus. The same text gives the same tokenizer.
+    Train a BERT tokenizer (WordPiece) on the beginning of a corpus. The same text always gives the same tokenizer.
 
     Args:
         documents (`Iterable[list[str]]`):
-            Documents as lists of paragraphs, e.g. of [`load_documents`].
+            Documents as lists of paragraphs, e.g. from [`load_documents`].
         vocab_size (`int`):
-            Upper bound on the number of entries, the five special tokens included. At most a sixteenth of them (but
-            at least 100) are spent on distinct characters; rarer characters become `[UNK]`.
+            Maximum size of the vocabulary, including the five special tokens. At most a sixteenth of it (but at least
+            100 entries) is used for single characters; rarer characters become `[UNK]`.
         lowercase (`bool`, *optional*, defaults to `True`):
-            Whether to lowercase the text and strip accents, as uncased BERT does.
+            Whether to lowercase the text and strip accents, like uncased BERT.
         max_characters (`int`, *optional*, defaults to 20 million):
-            Stop reading after this many characters; more hardly changes a vocabulary but costs time and memory.
+            Stop reading after this many characters. More would take time and memory and hardly change the vocabulary.
 
     Returns:
-        [`~transformers.BertTokenizerFast`]: The tokenizer. Its `model_max_length` is not set.
+        [`~transformers.BertTokenizer`]: The tokenizer. Its `model_max_length` is not set.
 
     Raises:
-        ValueError: If `vocab_size` has no room for the characters of the text, or there is no text.
+        ValueError: If `vocab_size` is too small for the characters of the text, or there is no text.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-    from transformers import BertTokenizerFast
+    from transformers import BertTokenizer
 
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     paragraphs = []
     characters: Counter = Counter()
     read = 0
+    progress = tqdm(desc="Reading text", total=max_characters, unit="character", unit_scale=True, disable=None)
     for document in documents:
         for paragraph in document:
             normalized = normalizer.normalize_str(paragraph)
             characters.update(normalized)
             paragraphs.append(normalized)
             read += len(paragraph)
+        progress.update(read - progress.n)
         if read >= max_characters:
             break
+    progress.close()
     del characters[" "]
     if not characters:
         raise ValueError("no text to train a tokenizer on")
@@ -64,32 +70,32 @@ def train_tokenizer(
         vocab_size=vocab_size,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
-        # The trainer numbers the "##c" in the random order of a hash map and breaks ties between merges by these
-        # numbers. Announced in advance they have fixed ones; their being "special" ends with this trainer.
+        # The trainer would number the "##c" in the random order of a hash map, and break ties between merges by these
+        # numbers. As special tokens they have fixed numbers; outside this trainer they are not special.
         special_tokens=[*SPECIAL_TOKENS, *continuations],
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.train_from_iterator(paragraphs, trainer)
-    return BertTokenizerFast(vocab=tokenizer.get_vocab(), do_lower_case=lowercase)
+    return BertTokenizer(vocab=tokenizer.get_vocab(), do_lower_case=lowercase)
 
 
 def _is_punctuation(character: str) -> bool:
-    # As in BERT, whose pre-tokenizer makes each of these a word of its own.
+    # As in BERT, whose pre-tokenizer splits these off as words.
     return (character.isascii() and not character.isalnum()) or unicodedata.category(character).startswith("P")
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
     """
-    Check that a tokenizer can be used to pre-train a model.
+    Check that a model can be pre-trained with a tokenizer.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
         vocab_size (`int`): Number of embeddings of the model (`config.vocab_size`).
 
     Raises:
-        ValueError: If one of the BERT special tokens is missing, or the tokenizer has more tokens than the model.
+        ValueError: If a special token of BERT is missing, or the tokenizer has more tokens than the model.
     """
     name = tokenizer.name_or_path or type(tokenizer).__name__
     roles = ("pad_token", "cls_token", "sep_token", "mask_token")

@@ -1,32 +1,32 @@
-"""[O] Table 1: the copying task."""
+"""The copying task: Table 1 of [O], O(n) Connections are Expressive Enough (arXiv 2006.04862)."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from .copying_task import CopyingArguments, CopyingSizes, run_copying
+from .experiment import Experiment
 from .pattern_levels import pattern_cells
 
 
 @dataclass
 class CopyingStudy(CopyingSizes):
     """
-    Every pattern at every depth.
+    Settings of the copying experiment: every pattern at every depth, with the sizes of [`CopyingSizes`].
 
     Args:
-        stride (`int`): w of the strided and fixed cycles.
-        window_size (`int`): w of the star.
-        sparsity (`float`): Of the random pattern.
-        depths (`list` of `int`): Numbers of attention layers.
-
-    The others are as of [`CopyingSizes`].
+        stride (`int`): Stride w of the strided and fixed cycles.
+        window_size (`int`): Window size w of the star.
+        sparsity (`float`): Sparsity of the random pattern.
+        depths (`list[int]`): Numbers of attention layers to run.
     """
 
     stride: int = 16
     window_size: int = 16
     sparsity: float = 0.9
-    depths: list = (1, 2, 3, 4)
+    depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
 
 
-# Per depth 1 to 4, in percent.
+# Accuracy in percent at depths 1 to 4.
 _TABLE = {
     "strided_union": (0.79, 12.40, 94.50, 100),
     "strided_multihead": (0.78, 8.26, 65.58, 100),
@@ -39,9 +39,9 @@ _TABLE = {
 }
 
 
-def cells(settings):
-    """All that defines each cell, by its name."""
-    model = {field.name: getattr(settings, field.name) for field in fields(CopyingSizes)}
+def cells(settings: CopyingStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    model = {item.name: getattr(settings, item.name) for item in fields(CopyingSizes)}
     patterns = pattern_cells([settings.stride], [settings.window_size], [settings.sparsity], dense=False)
     return {
         f"{pattern['series']}_depth_{depth}": model | pattern | {"depth": depth}
@@ -54,10 +54,23 @@ def _arguments(cell):
     return CopyingArguments(**{name: value for name, value in cell.items() if name != "series"})
 
 
-EXPERIMENT = {
-    "title": "Copying task ([O] Table 1)",
-    "arguments": CopyingStudy,
-    "scales": {
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+    """
+    _arguments(cell).mask()
+
+
+EXPERIMENT = Experiment(
+    title="Copying task ([O] Table 1)",
+    arguments=CopyingStudy,
+    scales={
         "tiny": {
             "source_length": 15, "num_symbols": 16, "stride": 4, "window_size": 2, "hidden_size": 64,
             "head_size": 16, "intermediate_size": 128, "train_size": 20_000, "test_size": 1000, "max_steps": 4000,
@@ -65,29 +78,29 @@ EXPERIMENT = {
         },
         "paper": {},
     },
-    "cells": cells,
-    "check": lambda cell: _arguments(cell).mask(),
-    "run": lambda cell, folder: run_copying(_arguments(cell), folder),
-    "columns": {
+    cells=cells,
+    check=check,
+    run=lambda cell, folder: run_copying(_arguments(cell), folder),
+    columns={
         "sparsity": ("removed", "{:.1%}"),
         "second_half_accuracy": ("accuracy, second half", "{:.1%}"),
         "reachable": ("reachable", "{:.1%}"),
         "accuracy": ("all tokens", "{:.1%}"),
         "seconds": ("seconds", "{:.0f}"),
     },
-    "plot": ("depth", "second_half_accuracy", "series"),
-    "layout": ("series", "depth", "second_half_accuracy"),
-    "published": {
+    plot=("depth", "second_half_accuracy", "series"),
+    layout=("series", "depth", "second_half_accuracy"),
+    published={
         f"{series}_depth_{depth}": {"second_half_accuracy": value / 100}
         for series, row in _TABLE.items()
         for depth, value in enumerate(row, start=1)
     },
-    "notes": (
-        "Half of the tokens are random, so that only the second half can be predicted; the paper's 100 % can be no "
-        "other figure, though it writes of all tokens",
+    notes=(
+        "The first half of the tokens is random, so only the second half can be predicted. The paper's 100 % must be "
+        "the accuracy on the second half, although it speaks of all tokens",
         "reachable: share of the second half whose first occurrence is connected with the position that predicts it; "
         "accuracy is at most this share plus chance on the rest",
-        "At the paper's size strided patterns at depth 2 and the star reach nothing; its figures above chance there "
-        "must come from a reading of patterns or causality that it does not state",
+        "At the paper's size, strided patterns at depth 2 and the star reach nothing; the paper's figures above "
+        "chance there must come from a reading of patterns or causality that it does not state",
     ),
-}  # fmt: skip
+)  # fmt: skip

@@ -1,7 +1,8 @@
 """
-The copying task: sequences 0 s 0 s, of which the second s can be predicted from the first by who attends to it.
+The model and the training of the copying task: in sequences 0 s 0 s, the second s can be predicted from the first by
+attending to it.
 
-A small causal model of its own, one Transformer block with several attention layers, around
+The model is a small causal one: a Transformer block with several attention layers around
 [`sparse_dot_product_attention`].
 
 Letters: B batch, L attention layers, H heads, n length, d head size, D hidden size, V symbols, m length of s.
@@ -9,19 +10,23 @@ Letters: B batch, L attention layers, H heads, n length, d head size, D hidden s
 Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.2 and Appendix G.1.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from ..attention.backends import check_backend
 from ..attention.dot_product import sparse_dot_product_attention
 from ..checks import check_range
 from ..files import write_metrics
 from ..masks.patterns import build_pattern
+from ..masks.sparse_mask import SparseMask
 
 
 @dataclass
@@ -30,22 +35,22 @@ class CopyingSizes:
     Task, model and training; the defaults are the paper's.
 
     Args:
-        source_length (`int`): Symbols of s, m; the sequences have n = 2 m + 2.
-        num_symbols (`int`): V; the symbols are 0 to V - 1.
-        hidden_size (`int`): D.
-        num_heads (`int`): H.
-        head_size (`int`): d; H d need not be D.
-        intermediate_size (`int`): Of the feed-forward layer.
-        train_size, test_size (`int`): Sequences.
-        max_steps (`int`): Training steps.
+        source_length (`int`): Length of s, m. Sequences have n = 2 m + 2 tokens.
+        num_symbols (`int`): Number of symbols, V, which are 0 to V - 1.
+        hidden_size (`int`): Hidden size, D.
+        num_heads (`int`): Number of heads, H.
+        head_size (`int`): Head size, d; H d may differ from D.
+        intermediate_size (`int`): Size of the feed-forward layer.
+        train_size, test_size (`int`): Number of sequences.
+        max_steps (`int`): Number of training steps.
         batch_size (`int`): Sequences per step and device.
-        learning_rate (`float`): Of AdamW, after the warm-up.
-        warmup_steps (`int`): Steps of linear growth; linear decay follows.
-        weight_decay, adam_beta2 (`float`): Of AdamW.
-        predict_first_half (`bool`): Train on the first half too, which is random but for its 0.
-        bf16 (`bool`): Autocast to bfloat16.
-        attn_implementation (`str`): Backend.
-        seed (`int`): Of weights, data and random patterns.
+        learning_rate (`float`): Learning rate of AdamW after the warm-up.
+        warmup_steps (`int`): Steps of linear warm-up, before linear decay.
+        weight_decay, adam_beta2 (`float`): Parameters of AdamW.
+        predict_first_half (`bool`): Whether to train on the first half too, which is random except for its 0.
+        bf16 (`bool`): Whether to train with bfloat16 autocast.
+        attn_implementation (`str`): Attention backend.
+        seed (`int`): Seed of weights, data and random patterns.
     """
 
     source_length: int = 127
@@ -71,29 +76,28 @@ class CopyingSizes:
 @dataclass
 class CopyingArguments(CopyingSizes):
     """
-    One model on the copying task.
+    One model on the copying task, with the sizes of [`CopyingSizes`].
 
     Args:
-        pattern (`str`): Name of `PATTERNS`.
-        pattern_kwargs (`dict`, *optional*): Its parameters.
-        head_configuration (`str`, *optional*): Of a cycle of patterns.
-        depth (`int`): Attention layers of the block, L.
-
-    The others are as of [`CopyingSizes`].
+        pattern (`str`): Name of the pattern, a key of `PATTERNS`.
+        pattern_kwargs (`dict`, *optional*): Parameters of the pattern.
+        head_configuration (`str`, *optional*): How a cycle of patterns is distributed over heads and layers.
+        depth (`int`): Number of attention layers of the block, L.
     """
 
     pattern: str = "dense"
-    pattern_kwargs: dict | None = None
+    pattern_kwargs: dict[str, Any] | None = None
     head_configuration: str | None = None
     depth: int = 1
 
     @property
-    def length(self):
+    def length(self) -> int:
+        """Number of tokens of a sequence, n."""
         return 2 * self.source_length + 2
 
-    def mask(self):
+    def mask(self) -> SparseMask:
         """
-        The [`SparseMask`] of the attention layers; causality comes on top.
+        The mask of the attention layers, before future keys are removed.
 
         Raises:
             ValueError: If a field is out of its range.
@@ -114,15 +118,15 @@ class CopyingArguments(CopyingSizes):
         )
 
 
-def copying_sequences(count, source_length, num_symbols, seed):
+def copying_sequences(count: int, source_length: int, num_symbols: int, seed: int) -> torch.Tensor:
     """
-    Sequences 0 s 0 s with the symbols of s drawn uniformly; 0 is one of them.
+    Draw sequences 0 s 0 s with uniform symbols in s, 0 included.
 
     Args:
         count (`int`): Number of sequences.
-        source_length (`int`): m.
-        num_symbols (`int`): V.
-        seed (`int`): Of the generator.
+        source_length (`int`): Length of s, m.
+        num_symbols (`int`): Number of symbols, V.
+        seed (`int`): Seed of the generator.
 
     Returns:
         `torch.Tensor` of shape `(count, 2 m + 2)`, int64.
@@ -133,32 +137,39 @@ def copying_sequences(count, source_length, num_symbols, seed):
     return half.repeat(1, 2)
 
 
-def reachable(mask, depth, source_length):
+def reachable(mask: SparseMask, depth: int, source_length: int) -> float:
     """
-    Share of the symbols of the second s whose first occurrence is connected, through the layers' kept entries without
-    future keys and the residual stream, with the position that predicts them.
+    Share of the symbols of the second s whose first occurrence is connected with the position that predicts them,
+    through the kept entries of the layers without future keys, and through the residual stream.
 
     Args:
-        mask ([`SparseMask`]): Of length n = 2 m + 2.
-        depth (`int`): L.
-        source_length (`int`): m.
+        mask ([`SparseMask`]): Mask of length n = 2 m + 2.
+        depth (`int`): Number of attention layers, L.
+        source_length (`int`): Length of s, m.
 
     Returns:
-        `float`: No model can be right on more than this share, and chance on the rest.
+        `float`: Bound on the accuracy of any model, apart from chance on the rest.
     """
     tables = mask.to_table().any(1).tril()  # (L or 1, n, n)
     reached = torch.eye(mask.length)
     for layer in range(depth):
-        # Row i of the product: from where something can be at position i after this layer.
+        # Row i of the product: the positions that can have reached position i after this layer.
         reached = ((tables[layer % len(tables)].float() + torch.eye(mask.length)) @ reached > 0).float()
     predicting = torch.arange(source_length + 1, 2 * source_length + 1)
     return reached[predicting, predicting - source_length].mean().item()
 
 
 class CopyingAttention(nn.Module):
-    """One attention layer: layer norm, H heads under layer `layer` of the mask, residual."""
+    """
+    One attention layer: layer norm, H heads under one layer of the mask, and a residual connection.
 
-    def __init__(self, arguments, mask, layer):
+    Args:
+        arguments ([`CopyingArguments`]): Sizes and backend.
+        mask ([`SparseMask`]): Mask of all layers.
+        layer (`int`): Index of the layer.
+    """
+
+    def __init__(self, arguments: CopyingArguments, mask: SparseMask, layer: int):
         super().__init__()
         self.shape = (3, arguments.num_heads, arguments.head_size)
         size = arguments.num_heads * arguments.head_size
@@ -169,7 +180,8 @@ class CopyingAttention(nn.Module):
         self.layer = layer if mask.num_layers > 1 else 0
         self.backend = arguments.attn_implementation
 
-    def forward(self, states):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Map hidden states `(B, n, D)` to hidden states `(B, n, D)`."""
         projected = self.projections(self.norm(states)).unflatten(-1, self.shape)  # (B, n, 3, H, d)
         query, key, value = projected.transpose(1, 3).unbind(2)  # (B, H, n, d) each
         attended = sparse_dot_product_attention(
@@ -180,16 +192,16 @@ class CopyingAttention(nn.Module):
 
 class CopyingModel(nn.Module):
     """
-    Embeddings, L attention layers and one feed-forward layer, which predict the next symbol.
+    Embeddings, L attention layers and one feed-forward layer that predict the next symbol.
 
     Args:
         arguments ([`CopyingArguments`]): Sizes and mask.
     """
 
-    def __init__(self, arguments):
+    def __init__(self, arguments: CopyingArguments):
         super().__init__()
         mask, size = arguments.mask(), arguments.hidden_size
-        # The last symbol before what is to be predicted is the second 0.
+        # Predictions start at the second 0.
         self.first = 0 if arguments.predict_first_half else arguments.source_length + 1
         self.symbols = nn.Embedding(arguments.num_symbols, size)
         self.positions = nn.Embedding(arguments.length, size)
@@ -202,14 +214,16 @@ class CopyingModel(nn.Module):
         )
         self.head = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, arguments.num_symbols))
 
-    def forward(self, input_ids, labels=None):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """
+        Predict the next symbol at every position.
+
         Args:
             input_ids (`torch.Tensor` of shape `(B, n)`): Symbols.
-            labels (`torch.Tensor` of shape `(B, n)`, *optional*): The same; shifted here.
+            labels (`torch.Tensor` of shape `(B, n)`, *optional*): The same symbols; they are shifted here.
 
         Returns:
-            `dict`: `"logits"` `(B, n, V)` and, with labels, the mean `"loss"` over what is to be predicted.
+            `dict`: `"logits"` `(B, n, V)` and, with labels, `"loss"`, the mean over the symbols to predict.
         """
         states = self.symbols(input_ids) + self.positions.weight[: input_ids.shape[1]]
         for layer in self.attention:
@@ -234,27 +248,27 @@ class _Sequences(torch.utils.data.Dataset):
         return {"input_ids": self.sequences[index], "labels": self.sequences[index]}
 
 
-def copying_metrics(prediction):
+def copying_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """
-    `compute_metrics` of predicted symbols `(N, n)`: accuracy over all tokens but the first, and over the second s,
-    which alone can reach 1.
+    Compute the metrics of predicted symbols `(N, n)`: accuracy over all tokens but the first, and over the second s,
+    the only one that can reach 1.
     """
-    correct = prediction.predictions[:, :-1] == prediction.label_ids[:, 1:]
+    correct = np.asarray(prediction.predictions)[:, :-1] == np.asarray(prediction.label_ids)[:, 1:]
     source_length = correct.shape[1] // 2
     return {"accuracy": float(correct.mean()), "second_half_accuracy": float(correct[:, -source_length:].mean())}
 
 
-def run_copying(arguments, output_dir):
+def run_copying(arguments: CopyingArguments, output_dir: str | os.PathLike) -> dict[str, Any]:
     """
     Train and test a model on the copying task.
 
     Args:
-        arguments ([`CopyingArguments`]): What to run.
-        output_dir (`str` or `os.PathLike`): Gets `metrics.json`.
+        arguments ([`CopyingArguments`]): Task, model and training.
+        output_dir (`str` or `os.PathLike`): Folder to write `metrics.json` to.
 
     Returns:
-        `dict`: `"accuracy"`, `"second_half_accuracy"`, `"reachable"`, `"sparsity"` of the mask before causality,
-        `"loss"`, `"seconds"`.
+        `dict`: `"accuracy"`, `"second_half_accuracy"`, `"reachable"`, `"sparsity"` of the mask before future keys are
+        removed, `"loss"`, `"steps"`, `"seconds"`.
     Raises:
         ValueError: If a field is out of its range.
     """

@@ -1,18 +1,25 @@
-"""[O] Figure 1a: perplexity of causal language models against sparsity."""
+"""
+Perplexity of causal language models against sparsity: Figure 1a of [O], O(n) Connections are Expressive Enough (arXiv
+2006.04862).
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from ..masks.sparse_mask import SparseMask
+from .experiment import Experiment
 from .pattern_levels import PatternLevels, pattern_cells
-from .text_runs import TextSettings, check_text, fixed_mask, run_text, text_fields
+from .text_pretraining import TextSettings, check_text, fixed_mask, run_text, text_fields
 
 
 @dataclass
 class LanguageModellingStudy(PatternLevels, TextSettings):
-    """Levels of the patterns, then what all cells share."""
+    """Settings of the experiment: the levels of the patterns, and what all cells share."""
 
 
-def cells(settings):
-    """All that defines each cell, by its name."""
+def cells(settings: LanguageModellingStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
     patterns = pattern_cells(settings.strides, settings.windows, settings.sparsities)
     return {name: text_fields(settings) | pattern for name, pattern in patterns.items()}
 
@@ -22,24 +29,47 @@ def _model(cell):
     return {name: cell[name] for name in fields} | {"is_decoder": True, "mask_seed": cell["seed"]}
 
 
-def causal_sparsity(mask):
-    """Share of the entries on and below the diagonal that a [`SparseMask`] removes."""
+def causal_sparsity(mask: SparseMask) -> float:
+    """Fraction of the entries on and below the diagonal that a mask removes."""
     kept = mask.to_table().tril().float().sum((-1, -2)).mean().item()
     return 1 - kept / (mask.length * (mask.length + 1) / 2)
 
 
-def run(cell, folder):
-    """Train a language model; its perplexity on the held-out text."""
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range, or there is no such model.
+        OSError: If there is no such text.
+    """
+    check_text(cell, _model(cell))
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Train a language model and measure its perplexity on the held-out text.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict`: Metrics.
+    """
     metrics = run_text(cell, folder, _model(cell))
     mask = fixed_mask(cell, _model(cell))
     names = ("perplexity", "lm_loss", "sparsity", "steps", "num_parameters", "train_seconds")
     return {name: metrics[name] for name in names} | {"causal_sparsity": causal_sparsity(mask)}
 
 
-EXPERIMENT = {
-    "title": "Language modelling ([O] Figure 1a)",
-    "arguments": LanguageModellingStudy,
-    "scales": {
+EXPERIMENT = Experiment(
+    title="Language modelling ([O] Figure 1a)",
+    arguments=LanguageModellingStudy,
+    scales={
         "tiny": {
             "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,
             "num_layers": 2, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 500,
@@ -53,20 +83,20 @@ EXPERIMENT = {
             "learning_rate": 1e-3, "warmup_steps": 10_000, "bf16": True,
         },
     },
-    "cells": cells,
-    "check": lambda cell: check_text(cell, _model(cell)),
-    "run": run,
-    "columns": {
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
         "sparsity": ("removed", "{:.1%}"),
         "causal_sparsity": ("removed up to the diagonal", "{:.1%}"),
         "perplexity": ("perplexity", "{:.2f}"),
         "seconds": ("seconds", "{:.0f}"),
     },
-    "plot": ("sparsity", "perplexity", "series"),
-    "notes": (
-        "perplexity: per token of our WordPiece; no figure of another vocabulary or text compares with it",
+    plot=("sparsity", "perplexity", "series"),
+    notes=(
+        "perplexity: per token of our WordPiece vocabulary; not comparable across vocabularies or texts",
         "The paper gives curves, no numbers: strided and star are best at every level, union is the best of the head "
         "configurations, random is clearly worst",
-        "Heads have the size of the hidden states over their number, 32 at the paper's scale; the paper's have 64",
+        "The head size is the hidden size over the number of heads, 32 at the paper's scale; the paper's is 64",
     ),
-}  # fmt: skip
+)  # fmt: skip

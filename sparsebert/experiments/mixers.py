@@ -1,27 +1,32 @@
-"""[U] Table 1 and Figure 1: token mixers in the place of attention."""
+"""
+Token mixers instead of attention: Table 1 and Figure 1 of [U], Are Transformers Universal Approximators (arXiv
+1912.10077).
+"""
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ..checks import nearest
 from ..data.tasks import TASKS
-from ..training.repetitions import run as finetune
-from .text_runs import TextSettings, check_text, run_text, text_fields
+from ..training.finetuning import finetune
+from .experiment import Experiment
+from .text_pretraining import TextSettings, check_text, run_text, text_fields
 
 
 @dataclass
 class MixersStudy(TextSettings):
     """
-    One mixer in all layers, and hybrids whose first layers are convolutions.
+    Settings of the experiment: models with one mixer in all layers, and hybrids whose first layers are convolutions,
+    with the text, model and training of [`TextSettings`].
 
     Args:
-        table_max_steps, table_batch_size, table_gradient_accumulation_steps (`int`, *optional*): For the models of
-            one mixer; by default as of the hybrids, of which they are the ends then.
-        nsp (`bool`): Next-sentence pairs.
-        task (`str`, *optional*): Name of `TASKS` to fine-tune on.
-        data (`str`, *optional*): Folder of the task's files; by default the Hub.
-
-    The others are as of [`TextSettings`].
+        table_max_steps, table_batch_size, table_gradient_accumulation_steps (`int`, *optional*): Training of the
+            models with one mixer. By default they train like the hybrids, of which they then are the two ends.
+        nsp (`bool`): Whether to pre-train on next-sentence pairs too.
+        task (`str`, *optional*): Task to fine-tune on, a key of `TASKS`.
+        data (`str`, *optional*): Folder of the task's files; by default they come from the Hub.
     """
 
     table_max_steps: int | None = None
@@ -32,8 +37,8 @@ class MixersStudy(TextSettings):
     data: str | None = None
 
 
-def cells(settings):
-    """All that defines each cell, by its name."""
+def cells(settings: MixersStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
     base = text_fields(settings) | {name: getattr(settings, name) for name in ("nsp", "task", "data")}
     table = dict(base)
     for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
@@ -62,10 +67,16 @@ def _model(cell):
     return {"pattern": "dense", "token_mixers": cell["token_mixers"]}
 
 
-def check(cell):
+def check(cell: dict[str, Any]) -> None:
     """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
     Raises:
-        ValueError, OSError: If the cell cannot run.
+        ValueError: If a setting is out of its range, the task is unknown, or there is no such model.
+        OSError: If there is no such text or data.
     """
     check_text(cell, _model(cell))
     if cell["task"] is not None:
@@ -74,8 +85,17 @@ def check(cell):
         TASKS[cell["task"]].splits(cell["data"])
 
 
-def run(cell, folder):
-    """Pre-train a model, and fine-tune it where a task is given."""
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Pre-train a model and, if there is a task, fine-tune it.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict`: Metrics.
+    """
     metrics = run_text(cell, folder, _model(cell), cell["nsp"])
     names = ("mlm_accuracy", "mlm_loss", "num_parameters", "steps", "train_seconds")
     metrics = {name: metrics[name] for name in names}
@@ -88,10 +108,10 @@ def run(cell, folder):
     return metrics
 
 
-EXPERIMENT = {
-    "title": "Token mixers ([U] Table 1, Figure 1)",
-    "arguments": MixersStudy,
-    "scales": {
+EXPERIMENT = Experiment(
+    title="Token mixers ([U] Table 1, Figure 1)",
+    arguments=MixersStudy,
+    scales={
         "tiny": {
             "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,
             "num_layers": 4, "num_heads": 4, "intermediate_size": 256, "dropout": 0.0, "max_steps": 1400,
@@ -103,27 +123,27 @@ EXPERIMENT = {
             "bf16": True, "task": "mnli",
         },
     },
-    "cells": cells,
-    "check": check,
-    "run": run,
-    "columns": {
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
         "num_parameters": ("parameters", "{:,.0f}"),
         "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
         "mlm_loss": ("MLM loss", "{:.3f}"),
         "task_score": ("task", "{:.1%}"),
         "seconds": ("seconds", "{:.0f}"),
     },
-    "plot": ("replaced_layers", "mlm_accuracy", "series"),
-    "published": {
+    plot=("replaced_layers", "mlm_accuracy", "series"),
+    published={
         "average": {"num_parameters": 88.3e6, "mlm_accuracy": 0.28, "task_score": 0.66},
         "bproj": {"num_parameters": 90e6, "mlm_accuracy": 0.59, "task_score": 0.723},
         "sepconv": {"num_parameters": 102.5e6, "mlm_accuracy": 0.60, "task_score": 0.73},
         "attention": {"num_parameters": 110e6, "mlm_accuracy": 0.63, "task_score": 0.782},
     },
-    "notes": (
+    notes=(
         "hybrid_k: convolutions in the first k layers, attention in the others; in the paper the hybrids with 1 or 2 "
         "of 12 are better than attention alone, those with more are worse",
-        "The paper's models have 12 layers; its figures for one mixer stand at the last of ours",
-        "task: in the paper MNLI; BERT-base on Wikipedia and BooksCorpus",
+        "The paper's models have 12 layers; its figures for one mixer are plotted at our last layer",
+        "The paper's task is MNLI, with BERT-base pre-trained on Wikipedia and BooksCorpus",
     ),
-}  # fmt: skip
+)  # fmt: skip

@@ -1,6 +1,11 @@
-"""The patterns that [O] compares, at one or several sparsity levels."""
+"""
+The patterns that O(n) Connections are Expressive Enough (arXiv 2006.04862) compares, at one or several sparsity
+levels.
+"""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..masks.patterns import HEAD_CONFIGURATIONS
 
@@ -11,35 +16,47 @@ class PatternLevels:
     Every pattern at several sparsity levels.
 
     Args:
-        strides (`list` of `int`): w of the strided and fixed cycles.
-        windows (`list` of `int`): w of the star.
-        sparsities (`list` of `float`): Of the random pattern.
+        strides (`list[int]`): Strides w of the strided and fixed cycles.
+        windows (`list[int]`): Window sizes w of the star.
+        sparsities (`list[float]`): Sparsities of the random pattern.
     """
 
-    strides: list = (8, 16, 32)
-    windows: list = (4, 16, 32)
-    sparsities: list = (0.75, 0.875, 0.95)
+    strides: list[int] = field(default_factory=lambda: [8, 16, 32])
+    windows: list[int] = field(default_factory=lambda: [4, 16, 32])
+    sparsities: list[float] = field(default_factory=lambda: [0.75, 0.875, 0.95])
 
 
-def pattern_cells(strides, windows, sparsities, star="star_cycle", dense=True):
+def pattern_cells(
+    strides: Sequence[int],
+    windows: Sequence[int],
+    sparsities: Sequence[float],
+    star: str = "star_cycle",
+    dense: bool = True,
+) -> dict[str, dict[str, Any]]:
     """
-    Strided and fixed cycles in the three head configurations, star, random, and dense.
+    Make a cell for each level of each pattern: strided and fixed cycles in all head configurations, star and random.
 
     Args:
-        strides (`list` of `int`): w of the cycles.
-        windows (`list` of `int`): w of the star.
-        sparsities (`list` of `float`): Fractions removed at random.
-        star (`str`): Which pattern the star is.
-        dense (`bool`): Whether to have a cell without a mask.
+        strides (`list[int]`): Strides w of the cycles.
+        windows (`list[int]`): Window sizes w of the star.
+        sparsities (`list[float]`): Fractions of entries to remove at random.
+        star (`str`, *optional*, defaults to `"star_cycle"`): Name of the pattern that serves as the star.
+        dense (`bool`, *optional*, defaults to `True`): Whether to add a cell without a mask.
 
     Returns:
         `dict[str, dict]`: By name of the cell, `"series"` (the pattern, whatever its level), `"pattern"`,
         `"pattern_kwargs"` and `"head_configuration"`.
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.1.
     """
-    cells = {}
+    cells: dict[str, dict[str, Any]] = {}
 
-    def add(series, level, pattern, kwargs, head_configuration=None):
+    def add(
+        series: str,
+        level: float | None,
+        pattern: str,
+        kwargs: dict[str, float] | None,
+        head_configuration: str | None = None,
+    ) -> None:
         cells[f"{series}_{level}" if level is not None else series] = {
             "series": series,
             "pattern": pattern,

@@ -1,10 +1,8 @@
 """
-A table or figure of a paper: `python -m sparsebert.reproduce EXPERIMENT [--scale tiny|paper] [--field value ...]`.
+Run an experiment: its cells one by one, and after each cell the results, a table and a plot.
 
-Runs the experiment's cells one by one; those that are finished are not run again, one that was interrupted begins
-anew. Writes after each cell
-EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to
-`output`. Every setting of the experiment is a flag too; `--help` lists them.
+A finished cell is not run again; one that was interrupted starts over. Results go to EXPERIMENT_SCALE.json, the table
+beside the paper's figures to .md and, with the extra `viz`, the plot to .png.
 """
 
 import fnmatch
@@ -13,18 +11,22 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ..analysis.charts import plot_lines
 from ..analysis.tables import Table
 from ..checks import nearest
 from ..version import __version__
 from . import EXPERIMENTS
-from .line_plot import plot_lines
+from .experiment import Experiment
 
 
 logger = logging.get_logger(__name__)
@@ -35,44 +37,49 @@ FINISHED_NAME = "cell.json"
 @dataclass
 class ReproductionArguments:
     """
-    What to run of an experiment.
+    Which cells of an experiment to run, and where to write.
 
     Args:
-        scale (`str`): `"tiny"`, for two CPU cores, or `"paper"`, at the paper's size.
-        output (`str`): Folder of results, table and plot.
-        runs (`str`): Folder of what the cells write, such as weights.
-        only (`str` or `list`, *optional*): Names of cells, `*` stands for anything: run these only.
-        list_cells (`bool`): Print the names of the cells, and run none.
-        overwrite (`bool`): Run cells anew that are there, were made with other settings, or whose folder in `runs`
-            belongs to other results.
+        experiment (`str`): Name of the experiment, a key of `EXPERIMENTS`.
+        scale (`str`): `"tiny"` for two CPU cores, or `"paper"` for the paper's size.
+        output (`str`): Folder for results, table and plot.
+        runs (`str`): Folder for what the cells write, such as weights.
+        only (`str` or `list[str]`, *optional*): Run only the cells with these names; `*` stands for any text.
+        list_cells (`bool`): Print the names of the cells without running any.
+        overwrite (`bool`): Run cells again that are finished, were made with other settings, or whose folder in
+            `runs` belongs to other results.
     """
 
+    experiment: str | None = None
     scale: str = "tiny"
     output: str = "results"
     runs: str = "runs/reproduce"
-    only: str | list | None = None
+    only: str | list[str] | None = None
     list_cells: bool = False
     overwrite: bool = False
 
 
-def plan_cells(experiment, options, settings):
+def plan_cells(
+    experiment: Experiment, options: ReproductionArguments, settings: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """
-    What is to be run.
+    Choose the cells to run and check that each of them can.
 
     Args:
-        experiment ([`Experiment`]): Row of `EXPERIMENTS`.
-        options ([`ReproductionArguments`]): Says which cells.
-        settings (`dict`): Fields of the experiment's arguments over those of the scale.
+        experiment ([`Experiment`]): The experiment, a row of `EXPERIMENTS`.
+        options ([`ReproductionArguments`]): Scale and names of the cells.
+        settings (`dict`): Fields of the experiment's arguments, which override those of the scale.
 
     Returns:
-        `dict[str, dict]`: What defines each cell, by its name.
+        `dict[str, dict]`: Settings of each cell, by its name.
     Raises:
-        ValueError: For an unknown scale, a cell that there is none of, and one that cannot run.
+        ValueError: If the scale or a cell is unknown, or a setting is out of its range.
+        OSError: If a file that a cell needs cannot be read.
     """
     if options.scale not in experiment.scales:
         raise nearest("scale", str(options.scale), list(experiment.scales))
-    cells = experiment.cells(experiment.arguments(**experiment.scales[options.scale] | settings))
-    # As a reader of the file gets them.
+    cells = experiment.cells(experiment.arguments(**{**experiment.scales[options.scale], **settings}))
+    # As they will be read from the results, to be compared with these.
     cells = json.loads(json.dumps(cells))
     asked = options.only if isinstance(options.only, list | None) else [options.only]
     for pattern in asked or ():
@@ -80,60 +87,87 @@ def plan_cells(experiment, options, settings):
             raise nearest("cell in --only", str(pattern), list(cells))
     if asked:
         cells = {name: cell for name, cell in cells.items() if any(fnmatch.fnmatch(name, str(p)) for p in asked)}
-    for cell in cells.values():
+    for cell in tqdm(cells.values(), desc="checking cells", leave=False, disable=None):
         experiment.check(cell)
     return cells
 
 
-def read_results(path, cells, overwrite=False):
+def read_results(
+    path: Path, cells: Mapping[str, dict[str, Any]], overwrite: bool = False
+) -> dict[str, dict[str, Any]]:
     """
-    The cells that are finished.
+    Read the finished cells.
 
     Args:
-        path (`Path`): JSON file of results, which need not be there.
-        cells (`dict[str, dict]`): From [`plan_cells`].
-        overwrite (`bool`): Leave out those of `cells`, and those made with other settings.
+        path (`Path`): JSON file of results, which may be missing.
+        cells (`dict[str, dict]`): The cells to run, from [`plan_cells`].
+        overwrite (`bool`, *optional*, defaults to `False`): Whether to leave out these cells, so that they are run
+            again.
 
     Returns:
-        `dict[str, dict]`: `"settings"` and `"metrics"` by cell.
+        `dict[str, dict]`: `"settings"`, `"metrics"` and `"made_with"` by cell.
     Raises:
-        ValueError: If one of `cells` was made with other settings, unless told to overwrite.
+        ValueError: If the file holds something else or, without `overwrite`, one of `cells` made with other settings.
     """
     if not path.is_file():
         return {}
     try:
         finished = json.loads(path.read_text(encoding="utf-8"))["cells"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no results of this command: choose another --output") from error
+        raise ValueError(f"{path} holds no results of an experiment: choose another --output") from error
     for name in cells.keys() & finished.keys():
         then, now = finished[name]["settings"], cells[name]
         for key in sorted(then.keys() | now.keys()):
             if not overwrite and then.get(key) != now.get(key):
                 raise ValueError(
                     f"{path} holds the cell {name} made with {key} {then.get(key)!r}, not {now.get(key)!r}: choose "
-                    "another --output, or pass --overwrite to make it anew"
+                    "another --output, or pass --overwrite to run it again"
                 )
     return {name: cell for name, cell in finished.items() if not (overwrite and name in cells)}
 
 
-def run_experiment(name, options, settings):
+def results_path(name: str, options: ReproductionArguments) -> Path:
+    """The JSON file of results; table and plot lie beside it."""
+    return Path(options.output) / f"{name}_{options.scale}.json"
+
+
+def result_files(name: str, options: ReproductionArguments) -> list[Path]:
     """
-    Run an experiment's cells that are not finished, and write results, table and plot after each.
+    The files that there are of an experiment at one scale: results, table and plot.
 
     Args:
-        name (`str`): Key of `EXPERIMENTS`.
+        name (`str`): Name of the experiment.
+        options ([`ReproductionArguments`]): Scale and output folder.
+
+    Returns:
+        `list[Path]`
+    """
+    path = results_path(name, options)
+    return [file for file in (path.with_suffix(suffix) for suffix in (".json", ".md", ".png")) if file.is_file()]
+
+
+def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[str, Any]) -> list[Table]:
+    """
+    Run the cells of an experiment that are not finished, and write results, table and plot after each.
+
+    Args:
+        name (`str`): Name of the experiment, a key of `EXPERIMENTS`.
         options ([`ReproductionArguments`]): Which cells, and where to write.
         settings (`dict`): Fields of the experiment's arguments.
 
     Returns:
-        `list[Table]`: The tables of all cells that there are.
+        `list[Table]`: Tables of all finished cells.
     Raises:
-        ValueError: As [`plan_cells`] and [`read_results`], before anything is run or written.
-        FileExistsError: If the folder of a cell holds one that is finished, of other results.
+        ValueError: If the experiment, the scale or a cell is unknown, a setting is out of its range, or there are
+            results of other settings. Nothing has been run or written then.
+        OSError: If a file that a cell needs cannot be read.
+        FileExistsError: If the folder of a cell holds a finished cell of other results.
     """
+    if name not in EXPERIMENTS:
+        raise nearest("experiment", name, list(EXPERIMENTS))
     experiment = EXPERIMENTS[name]
     cells = plan_cells(experiment, options, settings)
-    path = Path(options.output) / f"{name}_{options.scale}.json"
+    path = results_path(name, options)
     finished = read_results(path, cells, options.overwrite)
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
     for folder in todo.values():
@@ -142,11 +176,17 @@ def run_experiment(name, options, settings):
                 f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    for number, (cell, folder) in enumerate(todo.items(), start=1):
-        logger.warning(f"{name}: {cell} ({number} of {len(todo)})")
-        shutil.rmtree(folder, ignore_errors=True)  # of a cell that was interrupted
+    bar = tqdm(todo.items(), desc=name, unit="cell", disable=None)
+    for number, (cell, folder) in enumerate(bar, start=1):
+        if bar.disable:
+            logger.warning(f"{name}: {cell} ({number} of {len(todo)})")
+        else:
+            bar.set_postfix_str(cell)
+        shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
+        folder.mkdir(parents=True)
         start, cpu = time.perf_counter(), time.process_time()
         metrics = experiment.run(cells[cell], folder)
+        folder.mkdir(parents=True, exist_ok=True)  # a cell need not write anything itself
         metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         made = {"settings": cells[cell], "metrics": metrics, "made_with": _versions()}
         # Another process may have added cells.
@@ -168,17 +208,17 @@ def _versions():
     }
 
 
-def tables(experiment, scale, finished):
+def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
-    Tables of finished cells beside the paper's figures.
+    Make the tables of finished cells, beside the paper's figures.
 
     Args:
-        experiment ([`Experiment`])
-        scale (`str`): For the title.
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        experiment ([`Experiment`]): The experiment.
+        scale (`str`): Name of the scale, for the title.
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
 
     Returns:
-        `list[Table]`: One laid out as the paper's, if it has a table, and one with a row for each cell.
+        `list[Table]`: If the experiment has a layout, a table laid out like the paper's; then one with a row per cell.
     """
     title = f"{experiment.title}, scale {scale}"
     rows = []
@@ -195,10 +235,10 @@ def tables(experiment, scale, finished):
     return result
 
 
-def _differences(experiment, finished):
-    """Settings of the experiment that its cells were not all made with."""
+def _differences(experiment: Experiment, finished: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """Notes on the settings that differ between cells."""
     for field in fields(experiment.arguments):
-        cells = {}
+        cells: dict[str, list[str]] = {}
         for name, cell in finished.items():
             if field.name in cell["settings"]:
                 cells.setdefault(json.dumps(cell["settings"][field.name]), []).append(name)
@@ -225,14 +265,14 @@ def _text(form, value):
 
 
 def _write(path, text):
-    """Whole or not at all."""
+    """Write the whole file or nothing."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _write_report(experiment, scale, finished, path):
-    found = tables(experiment, scale, finished)
+    found = experiment_tables(experiment, scale, finished)
     _write(path.with_suffix(".md"), "\n".join(table.markdown() for table in found))
     if find_spec("matplotlib"):
         x, y, line = experiment.plot

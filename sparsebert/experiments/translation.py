@@ -1,13 +1,19 @@
-"""[O] Figure 1b: BLEU of translation models against sparsity."""
+"""
+BLEU of translation models against sparsity: Figure 1b of [O], O(n) Connections are Expressive Enough (arXiv
+2006.04862).
+"""
 
 import functools
 import json
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from ..models.configuration_sparsebert import pattern_mask
-from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, translate
+from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, train_translation
+from .experiment import Experiment
 from .pattern_levels import PatternLevels, pattern_cells
-from .sections import check_training, model_section, training_section
+from .recipe_sections import check_training, model_section, training_section
 
 
 @dataclass
@@ -16,16 +22,21 @@ class TranslationSettings:
     Data, model and training.
 
     Args:
-        train, test, max_length, max_train_pairs, max_test_pairs, num_beams: As of [`TranslationArguments`].
-        vocab_size (`int`): Tokens of both languages.
-        hidden_size, num_layers, num_heads, intermediate_size (`int`): Of encoder and decoder, each.
-        dropout (`float`): Of states and attention.
-        max_steps, batch_size, gradient_accumulation_steps, learning_rate, warmup_steps, label_smoothing_factor, optim,
-            bf16, seed: As of `Seq2SeqTrainingArguments`, batch sizes per device.
+        train, test (`str` or `list[str]`): Sentence pairs, see [`TranslationArguments`].
+        max_length (`int`): Longest sentence in tokens, n.
+        max_train_pairs, max_test_pairs (`int`, *optional*): Read at most this many pairs.
+        num_beams (`int`): Number of beams of the search for translations.
+        vocab_size (`int`): Vocabulary size, shared by both languages.
+        hidden_size, num_layers, num_heads, intermediate_size (`int`): Sizes of encoder and decoder, each.
+        dropout (`float`): Dropout of hidden states and attention.
+        max_steps (`int`): Number of training steps.
+        batch_size (`int`): Sentence pairs per device and batch.
+        gradient_accumulation_steps (`int`): Batches per step.
+        learning_rate, warmup_steps, label_smoothing_factor, optim, bf16, seed: See `Seq2SeqTrainingArguments`.
     """
 
-    train: str | list | None = None
-    test: str | list | None = None
+    train: str | list[str] | None = None
+    test: str | list[str] | None = None
     max_length: int = 256
     max_train_pairs: int | None = None
     max_test_pairs: int | None = None
@@ -49,13 +60,13 @@ class TranslationSettings:
 
 @dataclass
 class TranslationStudy(PatternLevels, TranslationSettings):
-    """Levels of the patterns, then what all cells share."""
+    """Settings of the experiment: the levels of the patterns, and what all cells share."""
 
 
-def cells(settings):
-    """All that defines each cell, by its name."""
+def cells(settings: TranslationStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
     own = {field.name: getattr(settings, field.name) for field in fields(TranslationSettings)}
-    # Sentences are shorter than the mask, whose last token they would not have: the star's relay is the first.
+    # Sentences are shorter than the mask and lack its last token, so the star's relay is the first token.
     patterns = pattern_cells(settings.strides, settings.windows, settings.sparsities, star="star")
     return {name: own | pattern for name, pattern in patterns.items()}
 
@@ -70,10 +81,16 @@ def _recipe(cell, output_dir):
     }
 
 
-def check(cell):
+def check(cell: dict[str, Any]) -> None:
     """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
     Raises:
-        ValueError, OSError: If the cell cannot run.
+        ValueError: If a setting is out of its range, or there is no such model or data.
+        OSError: If a file cannot be read.
     """
     recipe = _recipe(cell, "unused")
     data = TranslationArguments(**recipe["data"])
@@ -85,39 +102,53 @@ def check(cell):
         pattern_mask(config)
 
 
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Train a translation model and measure its BLEU.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    return train_translation(_recipe(cell, folder))
+
+
 @functools.cache
 def _check_pairs(source):
-    """Once for all cells."""
+    """Check the pairs once for all cells."""
     read_pairs(json.loads(source))
 
 
-EXPERIMENT = {
-    "title": "Translation ([O] Figure 1b)",
-    "arguments": TranslationStudy,
-    "scales": {
+EXPERIMENT = Experiment(
+    title="Translation ([O] Figure 1b)",
+    arguments=TranslationStudy,
+    scales={
         "tiny": {
             "max_length": 32, "max_test_pairs": 200, "num_beams": 2, "vocab_size": 3000, "hidden_size": 128,
             "num_layers": 2, "num_heads": 4, "intermediate_size": 512, "dropout": 0.0, "max_steps": 650,
             "batch_size": 48, "learning_rate": 2e-3, "warmup_steps": 100, "optim": "adamw_torch_fused",
             "strides": [4], "windows": [1], "sparsities": [0.85],
         },
-        # The sizes of Appendix G.3, with language modelling's of G.2; see there for the batch.
+        # The sizes of Appendix G.3; the batch is that of language modelling.
         "paper": {"bf16": True},
     },
-    "cells": cells,
-    "check": check,
-    "run": lambda cell, folder: translate(_recipe(cell, folder)),
-    "columns": {
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
         "sparsity": ("removed", "{:.1%}"),
         "bleu": ("BLEU", "{:.1f}"),
         "loss": ("loss", "{:.3f}"),
         "seconds": ("seconds", "{:.0f}"),
     },
-    "plot": ("sparsity", "bleu", "series"),
-    "notes": (
-        "removed: of the encoder's mask; the decoder's is the same up to the diagonal; attention from decoder to "
-        "encoder is dense",
-        "The paper gives curves, no numbers: union is best, level with dense, and the least sensitive to sparsity; "
-        "random and star are clearly worse. WMT18 en-cs, newstest2015",
+    plot=("sparsity", "bleu", "series"),
+    notes=(
+        "removed: from the encoder's mask. The decoder has the same mask without future keys; attention from decoder "
+        "to encoder is dense",
+        "The paper gives curves, no numbers, for WMT18 en-cs and newstest2015: union is best, on a par with dense, "
+        "and the least sensitive to sparsity; random and star are clearly worse",
     ),
-}  # fmt: skip
+)  # fmt: skip

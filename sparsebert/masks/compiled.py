@@ -1,71 +1,79 @@
 """
-What kernels read of a frozen mask, made once per mask, length and device, and kept as long as the mask lives.
+The forms of a frozen mask that kernels read. Each is made once per mask, length and device, and kept for as long as
+the mask lives.
 
 Letters: L layers (1 when shared), H heads, m length.
 """
 
 import threading
 import weakref
+from collections.abc import Callable, Hashable
 
 import torch
 
 from .sparse_mask import SparseMask, special_entries
 
 
-# Lengths of padded batches vary; of one mask the forms used last are kept, up to this.
+# Bytes of cached forms per mask; beyond this the least recently used are dropped. Padded batches vary in length.
 MAX_BYTES = 2**28
-_COMPILED = weakref.WeakKeyDictionary()
+_COMPILED: "weakref.WeakKeyDictionary[SparseMask, dict[Hashable, tuple]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()  # replicas of DataParallel share a mask
 
 
-def base_table(mask, length, causal=False, special="none"):
+def base_table(mask: SparseMask, length: int, causal: bool = False, special: str = "none") -> torch.Tensor:
     """
     The entries of a mask that are the same for every sequence.
 
     Args:
-        mask ([`SparseMask`]): Its `diagonal` override applies.
+        mask ([`SparseMask`]): Its `diagonal` override is applied.
         length (`int`): m.
-        causal (`bool`, *optional*, defaults to `False`): Cut keys j > query i.
-        special (`str`, *optional*, defaults to `"none"`): Rows and columns of which special tokens belong: `"none"`,
-            `"first"` (those of the last token depend on the sequence), or `"all"` (of an unpadded one).
+        causal (`bool`, *optional*, defaults to `False`): Whether to remove keys j > query i.
+        special (`str`, *optional*, defaults to `"none"`): The special tokens whose rows and columns to turn on:
+            `"none"`, `"first"` (the last token may differ between sequences) or `"all"` (for unpadded sequences).
 
     Returns:
         `torch.Tensor` of shape `(L, H, m, m)`, bool, on the CPU.
     Raises:
-        ValueError: As [`SparseMask.structure`].
+        ValueError: See [`SparseMask.structure`].
     """
     table = mask.structure(length)
     if special != "none" and mask.special_tokens != "none":
         table = table | special_entries(length, "first" if special == "first" else mask.special_tokens)
     if mask.diagonal is not None:
-        table = table.clone()
         table.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)
     return table.tril() if causal else table
 
 
 def _size(values):
-    """Bytes of tensors, and of the tensors that block masks hold."""
+    """Bytes of some tensors and block masks."""
     parts = [part for value in values for part in (value.as_tuple() if hasattr(value, "as_tuple") else (value,))]
     return sum(getattr(part, "nbytes", 0) for part in parts)
 
 
-def remember(mask, key, make):
-    """The tuple that `make()` gave for this mask and key, from the cache if it is there."""
+def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tuple:
+    """
+    The result of `make()`, kept in the cache of a mask.
+
+    Args:
+        mask ([`SparseMask`]): The result is dropped together with it.
+        key (`Hashable`): Identifies the result among those of the mask.
+        make (`Callable`): A function without arguments that returns a tuple of tensors, masks or block masks.
+    """
     with _LOCK:
         cache = _COMPILED.setdefault(mask, {})
         values = cache.pop(key, None)
         if values is None:
-            # What is made in inference mode could not be used in training later.
+            # Tensors made in inference mode could not be used in training later.
             with torch.inference_mode(False), torch.no_grad():
                 values = make()
             room = MAX_BYTES - _size(values)
             while cache and sum(map(_size, cache.values())) > room:
                 cache.pop(next(iter(cache)))
-        cache[key] = values  # the end of a dict is what was used last
+        cache[key] = values  # the end of a dict is the most recently used
     return values
 
 
-# A graph compiled around a model holds the tensors as constants: they depend on the mask and the length alone.
+# A compiled graph holds the tensors as constants, since they depend on the mask and the length alone.
 @torch.compiler.assume_constant_result
 def _tensors(handle, make, length, causal, special, device):
     mask = SparseMask.instances[handle]
@@ -78,21 +86,30 @@ def _tensors(handle, make, length, causal, special, device):
     return remember(mask, (make, length, causal, special, device), compile_mask)
 
 
-def compiled(mask, make, length, causal, device, special="none"):
+def compiled(
+    mask: SparseMask,
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    length: int,
+    causal: bool,
+    device: torch.device,
+    special: str = "none",
+) -> tuple[tuple[torch.Tensor, ...], ...]:
     """
-    A form of the mask's layers, from the cache or made now.
+    A form of every layer of a mask, from the cache or made now.
 
     Args:
-        mask ([`SparseMask`])
-        make (`Callable`): A function of a module, `(H, m, m) bool on the CPU -> tuple of torch.Tensor`.
+        mask ([`SparseMask`]): The mask to compile.
+        make (`Callable`): A module-level function that turns the table of one layer, bool `(H, m, m)` on the CPU, into
+            a tuple of tensors. It is part of the key of the cache.
         length (`int`): m.
-        causal, special: As in [`base_table`].
-        device (`torch.device`): Where the tensors go.
+        causal (`bool`): Whether to remove keys j > query i.
+        device (`torch.device`): Device of the result.
+        special (`str`, *optional*, defaults to `"none"`): See [`base_table`].
 
     Returns:
-        `tuple`: For each layer (one when shared), what `make` returned.
+        `tuple`: The result of `make` for each layer, or a single one when all layers share the masks.
     Raises:
-        ValueError: As [`SparseMask.structure`].
+        ValueError: See [`SparseMask.structure`].
     """
     tensors = _tensors(mask.handle, make, length, causal, special, str(device))
     size = len(tensors) // mask.num_layers
@@ -111,12 +128,18 @@ def _windowed(handle, window, length):
     return remember(mask, ("window", window, length), cut)[0]
 
 
-def windowed(mask, window, length):
+def windowed(mask: SparseMask, window: int, length: int) -> SparseMask:
     """
-    A mask without the entries farther than `window` from the diagonal, at one length: a table that holds the special
-    tokens, the last one at the end.
+    A mask without the entries that are farther than `window` from the diagonal.
 
+    Args:
+        mask ([`SparseMask`]): The mask to cut. Its last special token is taken to be at position `length - 1`.
+        window (`int`): Largest distance between query and key.
+        length (`int`): The only length that the result can be used at.
+
+    Returns:
+        [`SparseMask`] of form `"table"`, special tokens included.
     Raises:
-        ValueError: As [`SparseMask.structure`].
+        ValueError: See [`SparseMask.structure`].
     """
     return _windowed(mask.handle, window, length)

@@ -1,7 +1,11 @@
-"""Manual masks brought to a given sparsity, to compare a learned one with at equal cost."""
+"""Classical patterns at a given sparsity, to compare a learned mask with at equal cost."""
+
+from collections.abc import Callable
+from typing import Any
 
 from ..checks import check_range
 from .patterns import build_pattern
+from .sparse_mask import SparseMask
 
 
 def _strides(length, _):
@@ -18,8 +22,8 @@ def _windows_and(name, extra):
     ]
 
 
-# How each pattern's parameters are varied; what is not named keeps its default. Those with two parameters grow both.
-VARIED = {
+# The parameters to try for each sparse pattern, given the length and the sparsity; others keep their defaults.
+VARIED: dict[str, Callable[[int, float], list[dict[str, Any]]]] = {
     "strided": _strides,
     "fixed": _strides,
     "logsparse": lambda length, _: [{}],
@@ -34,18 +38,22 @@ VARIED = {
 }
 
 
-def matched_patterns(sparsity, length, num_heads, num_layers=1, seed=0):
+def matched_patterns(
+    sparsity: float, length: int, num_heads: int, num_layers: int = 1, seed: int = 0
+) -> dict[str, SparseMask]:
     """
-    Every pattern that removes a choosable share of the entries, with the parameters that come nearest to `sparsity`.
+    Every pattern of `VARIED`, with the parameters that come nearest to a given sparsity.
 
     Args:
-        sparsity (`float`): Fraction of entries removed, in [0, 1).
+        sparsity (`float`): Fraction of entries removed, in [0, 1].
         length (`int`): n, at least 8.
-        num_heads, num_layers, seed (`int`): As [`build_pattern`].
+        num_heads (`int`): H.
+        num_layers (`int`, *optional*, defaults to 1): Number of layers of the model, see [`build_pattern`].
+        seed (`int`, *optional*, defaults to 0): Seed of random patterns.
 
     Returns:
-        `dict`: [`SparseMask`] by the pattern's name; its metadata say the parameters. `logsparse` has none, so it is
-        what it is.
+        `dict`: A [`SparseMask`] for each pattern name, with the parameters in its metadata. `logsparse` has no
+        parameters, so its sparsity is fixed.
     Raises:
         ValueError: If `sparsity` or `length` is out of range.
     """
@@ -53,7 +61,7 @@ def matched_patterns(sparsity, length, num_heads, num_layers=1, seed=0):
     check_range("length", length, 8)
     masks = {}
     for name, varied in VARIED.items():
-        # One head is enough to choose by: those drawn at random differ a little.
+        # One head is enough to choose by: the heads of a random pattern differ only a little.
         distances = [
             (abs(build_pattern(name, length, 1, num_layers, seed=seed, **parameters).sparsity - sparsity), index)
             for index, parameters in enumerate(varied(length, sparsity))

@@ -1,22 +1,24 @@
 """
-Attention patterns from the literature, as `SparseMask` values.
+Attention patterns from the literature, as [`SparseMask`] values.
 
 Letters: L layers (1 when all layers share the masks), H heads, n length, i query (row), j key (column), both from 0,
 p patterns of a cycle.
 
-A pattern is a function of the length and of its own keyword parameters. Those that draw at random also take the number
-of heads and a seed, and draw each head anew; the others return one head, a cycle its p patterns as p layers.
-[`build_pattern`] turns any of them into the mask of a model. A form with one bit per offset is used where the
-definition depends on `abs(i - j)` alone, and the length policy is chosen so that a longer input is either masked by
-the same definition or refused.
+A pattern is a function of the length and of its own keyword parameters. Random patterns also take the number of heads
+and a seed, and draw each head independently. All others return a mask of one head; for a cycle, its p patterns are p
+layers. [`build_pattern`] turns any of them into the mask of a model.
+
+A pattern whose definition depends on `abs(i - j)` alone has one bit per offset. Length policies are such that a longer
+input is either masked by the same definition or refused.
 """
 
-import difflib
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ..checks import check_choice, check_range
+from ..checks import check_choice, check_range, nearest
 from .sparse_mask import SPECIAL_TOKENS, SparseMask
 
 
@@ -30,13 +32,13 @@ def _rows_and_columns(length):
 
 
 def _draw(shape, count, seed):
-    """Bool tensor of `shape` with exactly `count` True at random along the last dimension."""
+    """Bool tensor of `shape` with exactly `count` random entries on along the last dimension."""
     scores = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
     return torch.zeros(shape, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)
 
 
 def _table(keep, length, **fields):
-    """Mask of a table `(n, n)` or of one table per head `(H, n, n)`."""
+    """Mask with the given table `(n, n)`, or one table per head `(H, n, n)`."""
     return SparseMask(keep.view(1, -1, length, length), length, form="table", **fields)
 
 
@@ -50,43 +52,43 @@ def _offsets(keep, length, length_policy, **fields):
     return SparseMask(keep.view(1, 1, -1), length, form="offsets", length_policy=length_policy, **fields)
 
 
-def dense(length):
-    """Every position, at any length."""
+def dense(length: int) -> SparseMask:
+    """All keys, at any length."""
     return _offsets(torch.ones(length, dtype=torch.bool), length, "dense")
 
 
-def no_diag(length):
+def no_diag(length: int) -> SparseMask:
     """
-    Every position but the n diagonal entries, at any length.
+    All keys but the query itself, at any length.
 
     Source: SparseBERT (arXiv 2102.12871), Section 3.3.
     """
     return dense(length).without_diagonal()
 
 
-def random_drop(length, num_heads, seed):
+def random_drop(length: int, num_heads: int, seed: int) -> SparseMask:
     """
-    Every position but n entries per head, drawn at random: the control of [`no_diag`].
+    All entries but n random ones per head: the control for [`no_diag`].
 
     Source: SparseBERT (arXiv 2102.12871), Section 3.3.
     """
     return _table(~_draw((num_heads, length * length), length, seed), length)
 
 
-def random(length, num_heads, seed, *, sparsity=0.9):
+def random(length: int, num_heads: int, seed: int, *, sparsity: float = 0.9) -> SparseMask:
     """
-    Entries drawn uniformly, as many in every head as `sparsity` (fraction removed) leaves.
+    Entries drawn uniformly at random; `sparsity` is the fraction removed, the same in every head.
 
-    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.1; 0.9 is the level of its Table 1.
+    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.1; its Table 1 uses 0.9.
     """
     check_range("sparsity", sparsity, 0, 1, kinds=(int, float))
     return _table(_draw((num_heads, length * length), round((1 - sparsity) * length**2), seed), length)
 
 
-def window(length, *, window_size=5, num_global_tokens=0):
+def window(length: int, *, window_size: int = 5, num_global_tokens: int = 0) -> SparseMask:
     """
-    The nearest keys, `abs(i - j) <= window_size`, at any length. The first (1) or the first and the last token (2) may
-    be global: they attend to and are attended by all.
+    The nearest keys, `abs(i - j) <= window_size`, at any length. `num_global_tokens` says how many tokens attend to
+    and are attended by all: none (0), the first (1), or the first and the last (2).
     """
     check_range("window_size", window_size, 0, length - 1)
     check_range("num_global_tokens", num_global_tokens, 0, 2)
@@ -94,9 +96,9 @@ def window(length, *, window_size=5, num_global_tokens=0):
     return _offsets(keep, length, "extend", special_tokens=SPECIAL_TOKENS[num_global_tokens])
 
 
-def strided(length, *, stride=4):
+def strided(length: int, *, stride: int = 4) -> SparseMask:
     """
-    `abs(i - j) < stride` or `abs(i - j)` a multiple of `stride`.
+    `abs(i - j)` is less than `stride` or a multiple of it.
 
     Source: Sparse Transformer (arXiv 1904.10509) as in SparseBERT (arXiv 2102.12871), Figure 1c.
     """
@@ -105,9 +107,9 @@ def strided(length, *, stride=4):
     return _offsets((offset < stride) | (offset % stride == 0), length, "error")
 
 
-def fixed(length, *, stride=4, num_summary_tokens=1):
+def fixed(length: int, *, stride: int = 4, num_summary_tokens: int = 1) -> SparseMask:
     """
-    The query's own segment of `stride` tokens, and the last `num_summary_tokens` keys of every segment.
+    The keys of the query's own segment of `stride` tokens, and the last `num_summary_tokens` keys of every segment.
 
     Source: Sparse Transformer (arXiv 1904.10509) as in SparseBERT (arXiv 2102.12871), Figure 1d.
     """
@@ -117,7 +119,7 @@ def fixed(length, *, stride=4, num_summary_tokens=1):
     return _table((i // stride == j // stride) | (j % stride >= stride - num_summary_tokens), length)
 
 
-def logsparse(length):
+def logsparse(length: int) -> SparseMask:
     """
     `abs(i - j)` is 0 or a power of two.
 
@@ -127,25 +129,33 @@ def logsparse(length):
     return _offsets(offset & (offset - 1) == 0, length, "error")
 
 
-def star(length, *, window_size=1):
+def star(length: int, *, window_size: int = 1) -> SparseMask:
     """
-    Token 0 is the relay, which attends to and is attended by all; the others form a ring, in which each attends to
-    `window_size` neighbours on both sides.
+    Token 0 is the relay, which attends to and is attended by all. The others form a ring, in which each attends to
+    itself and `window_size` neighbours on both sides.
 
     Source: Star-Transformer (arXiv 1902.09113) as in SparseBERT (arXiv 2102.12871), Figure 1a.
     """
     check_range("window_size", window_size, 1)
-    # Tokens 1..n-1 are a ring of n - 1: offset d is also n - 1 - d steps the other way round. Row and column 0, where
-    # this does not hold, are on anyway, so that the offset alone decides.
+    # Tokens 1..n-1 are a ring of n - 1: offset d is also n - 1 - d steps the other way round. This does not hold for
+    # row and column 0, but these are on anyway, so one bit per offset is enough.
     offset = torch.arange(length)
     keep = (offset <= window_size) | (offset >= length - 1 - window_size)
     return _offsets(keep, length, "error", special_tokens="first")
 
 
-def bigbird(length, num_heads, seed, *, window_size=1, num_global_tokens=2, num_random_keys=2):
+def bigbird(
+    length: int,
+    num_heads: int,
+    seed: int,
+    *,
+    window_size: int = 1,
+    num_global_tokens: int = 2,
+    num_random_keys: int = 2,
+) -> SparseMask:
     """
-    `abs(i - j) <= window_size`, no global token (0), the first (1) or the first and the last (2), and
-    `num_random_keys` different keys per query, drawn among all keys, so that some are in the window already.
+    `abs(i - j) <= window_size`, global tokens as in [`window`], and `num_random_keys` different keys per query. These
+    are drawn among all keys, so some of them may be in the window already.
 
     Source: BigBird (arXiv 2007.14062) without its blocks, as in SparseBERT (arXiv 2102.12871), Section 4.2.
     """
@@ -157,10 +167,12 @@ def bigbird(length, num_heads, seed, *, window_size=1, num_global_tokens=2, num_
     return _table(keep, length, special_tokens=SPECIAL_TOKENS[num_global_tokens])
 
 
-def longformer(length, num_heads, seed, *, window_size=3, num_global_tokens=4):
+def longformer(
+    length: int, num_heads: int, seed: int, *, window_size: int = 3, num_global_tokens: int = 4
+) -> SparseMask:
     """
-    `abs(i - j) <= window_size`, and `num_global_tokens` random positions per head that attend to and are attended by
-    all. The defaults give the sparsity of SparseBERT's Tables 3 and 4; its Section 4.2 says 2 and 2, which removes
+    `abs(i - j) <= window_size`, and `num_global_tokens` random tokens per head that attend to and are attended by
+    all. The defaults give the sparsity in Tables 3 and 4 of SparseBERT; its Section 4.2 states 2 and 2, which removes
     more.
 
     Source: Longformer (arXiv 2004.05150) as in SparseBERT (arXiv 2102.12871), Section 4.2 and Figure 1e.
@@ -172,10 +184,10 @@ def longformer(length, num_heads, seed, *, window_size=3, num_global_tokens=4):
     return _table(is_global[:, :, None] | is_global[:, None, :] | ((i - j).abs() <= window_size), length)
 
 
-def strided_cycle(length, *, stride=16):
+def strided_cycle(length: int, *, stride: int = 16) -> SparseMask:
     """
-    First the nearest keys, from `ceil(stride / 2)` before to `floor(stride / 2)` after, then every `stride`-th key.
-    The union of both is not [`strided`], whose window reaches `stride - 1` to both sides.
+    First pattern: the nearest keys, from `ceil(stride / 2)` before the query to `floor(stride / 2)` after it. Second
+    pattern: every `stride`-th key. Their union is not [`strided`], whose window reaches `stride - 1` to both sides.
 
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Eq. 4, w = `stride`.
     """
@@ -185,9 +197,10 @@ def strided_cycle(length, *, stride=16):
     return _cycle([near, (j - i) % stride == 0], length)
 
 
-def fixed_cycle(length, *, stride=16):
+def fixed_cycle(length: int, *, stride: int = 16) -> SparseMask:
     """
-    First the query's own segment of `stride` tokens, then itself and the last token of every complete segment.
+    First pattern: the query's own segment of `stride` tokens. Second pattern: the query itself and the last token of
+    every complete segment.
 
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Eq. 5, w = `stride`.
     """
@@ -196,10 +209,9 @@ def fixed_cycle(length, *, stride=16):
     return _cycle([i // stride == j // stride, (i == j) | (j % stride == stride - 1)], length)
 
 
-def star_cycle(length, *, window_size=16):
+def star_cycle(length: int, *, window_size: int = 16) -> SparseMask:
     """
-    One pattern only: the last token is the relay, which attends to and is attended by all; the others form a ring, in
-    which each attends to `window_size` neighbours on both sides. [`star`] is the same with the first token as relay.
+    A cycle of one pattern, [`star`] with the last token as the relay.
 
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Eq. 6, w = `window_size`.
     """
@@ -210,7 +222,7 @@ def star_cycle(length, *, window_size=16):
     return _cycle([ring | (i == length - 1) | (j == length - 1)], length)
 
 
-PATTERNS = {
+PATTERNS: dict[str, Callable[..., SparseMask]] = {
     "strided": strided,
     "fixed": fixed,
     "logsparse": logsparse,
@@ -227,25 +239,20 @@ PATTERNS = {
     "star_cycle": star_cycle,
 }
 
-# The patterns that take a head configuration; p = 2, 2, 1.
+# The patterns that take a head configuration; p is 2, 2 and 1.
 CYCLES = {name: PATTERNS[name] for name in ("strided_cycle", "fixed_cycle", "star_cycle")}
-
-
-def _nearest(what, name, allowed):
-    """`ValueError` for a name outside `allowed`, with the nearest of them."""
-    nearest = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return ValueError(f"unknown {what} {name!r}; {hint}allowed: {', '.join(allowed) or 'none'}")
 
 
 def _arrange(sets, head_configuration, num_layers, num_heads):
     """
-    Lay the p patterns of a cycle out over layers and heads.
+    Lay out the p patterns of a cycle over layers and heads.
 
     Args:
-        sets (`torch.Tensor`): `(p, 1, n, n)`.
+        sets (`torch.Tensor` of shape `(p, 1, n, n)`): The patterns.
+
     Returns:
         `torch.Tensor` of shape `(num_layers or 1, num_heads or 1, n, n)`.
+
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.1.
     """
     num_sets = len(sets)
@@ -263,39 +270,39 @@ def _arrange(sets, head_configuration, num_layers, num_heads):
 
 
 def build_pattern(
-    name,
-    length,
-    num_heads,
-    num_layers=1,
-    diagonal=True,
-    seed=0,
-    head_configuration=None,
-    **parameters,
-):
+    name: str,
+    length: int,
+    num_heads: int,
+    num_layers: int = 1,
+    diagonal: bool = True,
+    seed: int = 0,
+    head_configuration: str | None = None,
+    **parameters: Any,
+) -> SparseMask:
     """
-    The mask of a model from the name of a pattern.
+    The mask of a model, built from the name of a pattern.
 
     Args:
         name (`str`): A key of `PATTERNS`.
-        length (`int`): n. Longer inputs are masked by the same definition (window, dense, no_diag) or refused.
+        length (`int`): n. Longer inputs are either masked by the same definition (window, dense, no_diag) or refused.
         num_heads (`int`): H.
-        num_layers (`int`, *optional*, defaults to 1): Layers of the model. Matters to a cycle laid out sequentially
-            only; other masks are shared by all layers.
+        num_layers (`int`, *optional*, defaults to 1): Number of layers of the model. It only matters for a sequential
+            cycle; all other masks are shared by all layers.
         diagonal (`bool`, *optional*, defaults to `True`): `True` leaves the diagonal as the pattern defines it,
             `False` removes all its n entries.
-        seed (`int`, *optional*, defaults to 0): Of the patterns drawn at random, each head anew.
-        head_configuration (`str`, *optional*): For the p patterns of a cycle: `"sequential"` (default; layer l uses
-            pattern `l mod p`), `"union"` (all of them everywhere) or `"multihead"` (each in an equal share of the
-            heads).
-        parameters: The pattern's own, such as `window_size=3`.
+        seed (`int`, *optional*, defaults to 0): Seed of random patterns. Each head is drawn independently.
+        head_configuration (`str`, *optional*): Where the p patterns of a cycle go: `"sequential"` (the default; layer
+            l uses pattern `l mod p`), `"union"` (all of them in every head) or `"multihead"` (each in an equal share
+            of the heads).
+        parameters: Parameters of the pattern, such as `window_size=3`.
 
     Returns:
-        [`SparseMask`], with the pattern's name and parameters as metadata.
+        [`SparseMask`], with the pattern's name and parameters in its metadata.
     Raises:
         ValueError: If the name or a parameter is unknown, or a value is out of its range.
     """
     if name not in PATTERNS:
-        raise _nearest("pattern", name, list(PATTERNS))
+        raise nearest("pattern", name, PATTERNS)
     check_range("length", length, 1)
     check_range("num_heads", num_heads, 1)
     check_range("num_layers", num_layers, 1)
@@ -304,7 +311,8 @@ def build_pattern(
     if head_configuration is not None:
         if name not in CYCLES:
             raise ValueError(
-                f"head_configuration is for {', '.join(CYCLES)} only, got {head_configuration!r} with {name!r}"
+                f"head_configuration needs one of the patterns {', '.join(CYCLES)}, got {head_configuration!r} with "
+                f"{name!r}"
             )
         check_choice("head_configuration", head_configuration, HEAD_CONFIGURATIONS)
 
@@ -313,8 +321,8 @@ def build_pattern(
     own = {key: field.default for key, field in signature.items() if field.kind is field.KEYWORD_ONLY}
     for key in parameters:
         if key not in own:
-            raise _nearest(f"parameter of pattern {name!r}:", key, list(own))
-    metadata = {"pattern": name, "pattern_parameters": own | parameters}
+            raise nearest(f"parameter of pattern {name!r}:", key, own)
+    metadata: dict[str, Any] = {"pattern": name, "pattern_parameters": own | parameters}
     drawn = {}
     if "seed" in signature:
         drawn = {"num_heads": num_heads, "seed": seed}

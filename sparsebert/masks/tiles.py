@@ -1,8 +1,8 @@
 """
-The tile form of a mask, which the fused kernels read.
+The tile form of a mask, which the Triton kernels read.
 
 Letters: H heads, m length, nq and nk tiles along queries and keys, F full and P partial tiles of all heads, T
-different tiles.
+distinct tiles.
 """
 
 from typing import NamedTuple
@@ -10,31 +10,35 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..checks import check_choice
 
-# A row of a tile is one word of this many bits.
-WORDS = {16: np.int16, 32: np.int32, 64: np.int64}
+
+# The integer type that holds one row of a tile, by the number of keys in a tile.
+WORDS: dict[int, type[np.signedinteger]] = {16: np.int16, 32: np.int32, 64: np.int64}
 
 
 class TileForm(NamedTuple):
     """
-    A mask cut into tiles of `block_q` queries by `block_k` keys. All tensors are int32 but the pool.
+    A mask cut into tiles of `block_q` queries by `block_k` keys. All tensors but the pool are int32.
 
-    Entry `[h, a, b]` of a `*_start` is the position in its list of the first tile of head h and line a whose other
-    index is at least b, so that `start[h, a, 0] : start[h, a, -1]` is a line and any cut of it needs no search. A
-    line is a tile row (its list holds key tiles, ascending) or, in the transposed lists, a tile column (query tiles).
+    The full and the partial tiles are listed line by line. A line is a tile row, whose list holds its key tiles in
+    ascending order, or in the transposed lists (`*_t`) a tile column, whose list holds its query tiles. Entry
+    `[h, a, b]` of a `*_start` tensor is the position in its list of the first tile of head h and line a whose other
+    index is at least b. So `start[h, a, 0] : start[h, a, -1]` is the whole line, and any range of it needs no search.
 
     Args:
-        tiles (`torch.Tensor` of shape `(H, nq, nk)`): Index into `pool` of every tile: 0 is empty, 1 is full.
-        pool (`torch.Tensor` of shape `(T, block_q)`): The different tiles; bit c of word r is entry (r, c). Signed
-            integers of `block_k` bits.
-        full_start (`torch.Tensor` of shape `(H, nq, nk + 1)`): Into `full`.
-        full (`torch.Tensor` of shape `(F,)`): Key tiles without a hole.
-        partial_start (`torch.Tensor` of shape `(H, nq, nk + 1)`): Into `partial`.
-        partial (`torch.Tensor` of shape `(P, 2)`): Key tiles with a hole, and their index into `pool`.
-        full_start_t (`torch.Tensor` of shape `(H, nk, nq + 1)`): Into `full_t`.
-        full_t (`torch.Tensor` of shape `(F,)`): Query tiles without a hole, by tile column.
-        partial_start_t (`torch.Tensor` of shape `(H, nk, nq + 1)`): Into `partial_t`.
-        partial_t (`torch.Tensor` of shape `(P, 2)`): Query tiles with a hole, by tile column, and their index.
+        tiles (`torch.Tensor` of shape `(H, nq, nk)`): Index of every tile in `pool`; 0 is the empty tile, 1 the full.
+        pool (`torch.Tensor` of shape `(T, block_q)`): The distinct tiles, signed integers of `block_k` bits. Bit c of
+            word r is entry (r, c).
+        full_start (`torch.Tensor` of shape `(H, nq, nk + 1)`): Positions in `full`.
+        full (`torch.Tensor` of shape `(F,)`): Key tiles whose entries are all on.
+        partial_start (`torch.Tensor` of shape `(H, nq, nk + 1)`): Positions in `partial`.
+        partial (`torch.Tensor` of shape `(P, 2)`): Key tiles of which some entries are on, and their index in `pool`.
+        full_start_t (`torch.Tensor` of shape `(H, nk, nq + 1)`): Positions in `full_t`.
+        full_t (`torch.Tensor` of shape `(F,)`): Query tiles whose entries are all on.
+        partial_start_t (`torch.Tensor` of shape `(H, nk, nq + 1)`): Positions in `partial_t`.
+        partial_t (`torch.Tensor` of shape `(P, 2)`): Query tiles of which some entries are on, and their index in
+            `pool`.
     """
 
     tiles: torch.Tensor
@@ -49,23 +53,21 @@ class TileForm(NamedTuple):
     partial_t: torch.Tensor
 
 
-def tile_form(base, block_q=64, block_k=64):
+def tile_form(base: torch.Tensor, block_q: int = 64, block_k: int = 64) -> TileForm:
     """
-    Cut a mask into tiles.
+    Cut a mask into tiles. Where the last tiles reach beyond m, their entries are off.
 
     Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool on the CPU, True = may attend. Rows and columns that the last
-            tiles have beyond m are off.
-        block_q (`int`, *optional*, defaults to 64): Queries of a tile.
-        block_k (`int`, *optional*, defaults to 64): Keys of a tile: 16, 32 or 64.
+        base (`torch.Tensor` of shape `(H, m, m)`): Bool on the CPU, True = may attend.
+        block_q (`int`, *optional*, defaults to 64): Number of queries in a tile.
+        block_k (`int`, *optional*, defaults to 64): Number of keys in a tile: 16, 32 or 64.
 
     Returns:
-        [`TileForm`]: On the CPU. The pool holds at most one bit per entry of the (tile-aligned) mask.
+        [`TileForm`] on the CPU. The pool holds at most one bit per entry of the (tile-aligned) mask.
     Raises:
-        ValueError: If `block_k` is not a word length.
+        ValueError: If `block_k` is not 16, 32 or 64.
     """
-    if block_k not in WORDS:
-        raise ValueError(f"block_k must be one of {', '.join(map(str, WORDS))}, got {block_k}")
+    check_choice("block_k", block_k, WORDS)
     num_heads, length = base.shape[:2]
     shape = (-(-length // block_q), -(-length // block_k))
     word = WORDS[block_k]
@@ -99,17 +101,17 @@ def _lists(tiles):
     return tuple(result)
 
 
-def live_tiles(base, block_q, block_k=None):
+def live_tiles(base: torch.Tensor, block_q: int, block_k: int | None = None) -> float:
     """
-    How much of a mask tile skipping leaves.
+    The share of tiles that a kernel cannot skip.
 
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        block_q (`int`): Queries of a tile.
-        block_k (`int`, *optional*): Keys of a tile; `block_q` by default.
+        block_q (`int`): Number of queries in a tile.
+        block_k (`int`, *optional*): Number of keys in a tile. Defaults to `block_q`.
 
     Returns:
-        `float`: Fraction of the tiles that hold any entry, mean over heads.
+        `float`: Fraction of the tiles with at least one entry on, averaged over heads.
     """
     block_k = block_k or block_q
     height, width = -(-base.shape[1] // block_q), -(-base.shape[2] // block_k)

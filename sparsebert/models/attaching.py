@@ -17,8 +17,9 @@ from transformers.utils import logging
 
 from ..attention.backends import check_backend
 from ..checks import nearest
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.patterns import PATTERNS
-from ..masks.sparse_mask import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SparseMask
+from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, input_shape, sliding_window
 from .configuration_sparsebert import REQUESTS, SparseBertConfig

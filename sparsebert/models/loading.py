@@ -11,7 +11,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..attention.backends import check_backend
-from ..masks.sparse_mask import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, SparseMask
+from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError
+from ..masks.sparse_mask import SparseMask
 from . import modeling_sparsebert
 from .architectures import check_architecture, describe
 from .attaching import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sparse_attention, put_on, register

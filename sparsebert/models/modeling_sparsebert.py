@@ -16,7 +16,8 @@ from transformers import (
     BertPreTrainedModel,
 )
 
-from ..masks.sparse_mask import HUB_ARGUMENTS, SparseMask
+from ..masks.mask_files import HUB_ARGUMENTS
+from ..masks.sparse_mask import SparseMask
 from .attaching import SparseModelMixin, make_sparse_attention, register
 from .configuration_sparsebert import SparseBertConfig
 from .token_mixers import put_mixers

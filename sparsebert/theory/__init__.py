@@ -1,1 +1,1 @@
-"""The universality theorems: their conditions on a mask, and their proofs as programs."""
+"""The universality theorems: their conditions on a mask and on a probability map, and their proofs as programs."""

@@ -4,10 +4,11 @@ Hamiltonian chains: an order of all tokens in which each attends to the one befo
 Letters: n length, k query (row), j key (column). A table `(n, n)` is bool, True = k may attend to j. A link j -> k is
 an entry `[k, j]` off the diagonal; a chain is a Hamiltonian path of these links.
 
-A found chain is always verified, and its absence is only ever claimed with a proof: exhaustive search or an
+A chain that is found is always verified. That there is none is claimed only with a proof: exhaustive search or an
 obstruction. Otherwise the answer is "unknown".
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -16,13 +17,13 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components, maximum_bipartite_matching
 
 
-# Up to here all 2^n sets of tokens are gone through, in about a second.
+# Up to this length all 2^n sets of tokens are searched, which takes about a second.
 EXACT_LENGTH = 20
-# Strides tried as a chain, the shortest first.
+# Number of strides tried as a chain, the shortest first.
 MAX_STRIDES = 64
-# Connections that are gone through to see what falls apart without one of the tokens.
+# Most connections that are visited to find a token whose removal disconnects the others.
 MAX_CUT_WORK = 10**9
-# Of the heuristic search, per token.
+# Heuristic search: steps per token, and attempts.
 STEPS_PER_TOKEN = 30
 RESTARTS = 4
 
@@ -30,37 +31,45 @@ RESTARTS = 4
 @dataclass(frozen=True)
 class Chain:
     """
-    Args:
-        exists (`bool`, *optional*): `None` is unknown.
-        order (`tuple[int]`, *optional*): gamma, positions counted from 0; if it exists.
-        reason (`str`): What the chain is, why there is none, or what was tried.
+    The answer to whether there is a chain.
+
+    Attributes:
+        exists (`bool`, *optional*):
+            Whether there is a chain; `None` if unknown.
+        order (`tuple[int, ...]`, *optional*):
+            The chain gamma as positions counted from 0; `None` unless it exists.
+        reason (`str`):
+            What the chain is, why there is none, or what was tried.
     """
 
     exists: bool | None
-    order: tuple | None
+    order: tuple[int, ...] | None
     reason: str
 
 
-def is_chain(table, order):
+def is_chain(table: np.ndarray, order: Sequence[int] | np.ndarray) -> bool:
     """
-    Whether `order` holds every token once, and each of them attends to the one before it.
+    Whether `order` holds every token once, and each token attends to the one before it.
 
     Args:
-        table (`np.ndarray` of shape `(n, n)`): Bool.
-        order (`Sequence[int]`): Positions, from 0.
+        table (`np.ndarray` of shape `(n, n)`): Bool table, True = may attend.
+        order (`Sequence[int]`): Positions, counted from 0.
+
+    Returns:
+        `bool`
     """
-    order = np.asarray(order)
-    is_permutation = order.shape == (len(table),) and np.array_equal(np.sort(order), np.arange(len(table)))
-    return bool(is_permutation and table[order[1:], order[:-1]].all())
+    places = np.asarray(order)
+    is_permutation = places.shape == (len(table),) and np.array_equal(np.sort(places), np.arange(len(table)))
+    return bool(is_permutation and table[places[1:], places[:-1]].all())
 
 
-def find_chain(table, seed=0):
+def find_chain(table: np.ndarray, seed: int = 0) -> Chain:
     """
-    A chain, a proof that there is none, or neither.
+    Find a chain, prove that there is none, or do neither.
 
     Args:
-        table (`np.ndarray` of shape `(n, n)`): Bool: the union of all patterns of a cycle.
-        seed (`int`, *optional*, defaults to 0): Of the heuristic search.
+        table (`np.ndarray` of shape `(n, n)`): Bool table, the union of all patterns of a cycle.
+        seed (`int`, *optional*, defaults to 0): Seed of the heuristic search.
 
     Returns:
         [`Chain`]
@@ -93,8 +102,8 @@ def _found(table, order, reason):
     return Chain(True, tuple(int(token) for token in order), reason)
 
 
-def _structural(table):
-    """Chains that known patterns have: name and order."""
+def _structural(table: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and order of chains that known patterns have."""
     length = len(table)
     identity = np.arange(length)
     yield "identity", identity
@@ -136,7 +145,7 @@ def _obstruction(table):
 
 
 def _cut(table):
-    """A token without which the others fall into more than the two parts that a chain can have, as a reason."""
+    """A reason: a token whose removal leaves more than the two parts that a chain would leave."""
     if len(table) * np.count_nonzero(table) > MAX_CUT_WORK:
         return None
     links = csr_array(table)
@@ -150,7 +159,7 @@ def _cut(table):
 
 
 def _exhaustive(table):
-    """Held and Karp's dynamic programme over sets of tokens, as bits of a number."""
+    """Held and Karp's dynamic programme over sets of tokens, each set the bits of an integer."""
     length = len(table)
     bits = 1 << np.arange(length, dtype=np.int64)
     predecessors = table @ bits  # of each token, as a set
@@ -175,8 +184,8 @@ def _exhaustive(table):
 
 def _grow(table, rng):
     """
-    A long chain: grown at both ends towards the tokens with the fewest ways on (Warnsdorff), by inserting, and by
-    rotating where it is stuck (Posa; of a link back into the chain, a cycle that is opened elsewhere).
+    Grow a long chain: at both ends towards the tokens with the fewest ways on (Warnsdorff), by insertion and, where
+    it is stuck, by rotation (Posa: a link back into the chain makes a cycle, which is opened elsewhere).
     """
     length = len(table)
     symmetric = np.array_equal(table, table.T)
@@ -213,7 +222,7 @@ def _fewest(tokens, ways_on, rng):
 
 
 def _insertion(table, chain, tokens, rng):
-    """Where in the chain a free token fits: `(place, token)`; a few tokens are tried."""
+    """Where one of a few free tokens fits into the chain, as `(place, token)`, or `None`."""
     for token in rng.permutation(tokens)[:4]:
         places = np.flatnonzero(table[token, chain[:-1]] & table[chain[1:], token])
         if len(places):
@@ -229,7 +238,7 @@ def _rotate(table, chain, symmetric, rng):
     first = joined[rng.integers(len(joined))]
     if symmetric and (first == len(chain) - 2 or rng.random() < 0.5):
         return np.concatenate([chain[: first + 1], chain[:first:-1]])
-    # The cycle from `first` to the end is opened before a token that follows what comes before the cycle.
+    # The cycle from `first` to the end is opened before a token that may follow the part before the cycle.
     openings = np.arange(first + 1, len(chain))
     if first:
         openings = openings[table[chain[first + 1 :], chain[first - 1]]]

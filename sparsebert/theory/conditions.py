@@ -1,17 +1,19 @@
 """
-What is proved about the expressive power of a mask: the assumptions of the universality theorems, checked.
+Check the assumptions of the universality theorems, which say how expressive a mask is.
 
 Letters: L layers, H heads, n length, p patterns of a cycle (the layers use pattern `l mod p`), k query (row), j key
 (column), s hops.
 
 Two theorems say that Transformers with a mask approximate every continuous sequence-to-sequence function:
-Theorem 1 of O(n) Connections are Expressive Enough (arXiv 2006.04862), for one pattern in all heads of a layer that
-fulfils its Assumption 1, and Theorem 1 of SparseBERT (arXiv 2102.12871), for full attention without its diagonal.
-Their conditions are sufficient, not necessary: where neither applies, nothing is said against the mask.
+Theorem 1 of O(n) Connections are Expressive Enough (arXiv 2006.04862), for layers whose heads share one pattern that
+satisfies its Assumption 1, and Theorem 1 of SparseBERT (arXiv 2102.12871), for full attention without its diagonal.
+Their conditions are sufficient, not necessary: where neither applies, nothing is proved against the mask.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -20,22 +22,27 @@ from scipy.sparse.csgraph import breadth_first_order, connected_components
 from .chains import Chain, find_chain
 
 
+if TYPE_CHECKING:
+    from ..masks.sparse_mask import SparseMask
+
+
 YES, UNKNOWN, NO_THEOREM = "yes", "unknown", "no theorem applies"
 
-# Orders of growth that are told apart, the slowest first.
-GROWTHS = {
+# Orders of growth that are distinguished, the slowest first.
+GROWTHS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "O(n)": lambda n: 0 * n,
     "O(n log n)": np.log2,
     "O(n sqrt n)": np.sqrt,
     "O(n^2)": lambda n: n,
 }
-# Relative errors of a fit: at most this, and at most so many times that of the best fit, which may be this small.
+# The relative error of an accepted fit is at most the tolerance, and at most the ratio times the error of the best
+# fit; below the noise, differences do not count.
 GROWTH_TOLERANCE = 0.02
 GROWTH_RATIO = 8
 GROWTH_NOISE = 0.002
-# Without self-attention s has no useful bound; so many rounds of the cycle are tried at least.
+# Without self-attention s has no useful bound; at least this many rounds of the cycle are tried.
 MIN_MAX_HOPS = 1024
-# So many rows stay in the processor's cache; they are checked for being full once in so many keys.
+# Rows that fit into the processor's cache, and after how many keys they are checked for being full.
 _ROWS_AT_ONCE = 256
 _KEYS_AT_ONCE = 8
 
@@ -45,31 +52,39 @@ class Reach:
     """
     Assumption 1.3: whether every token reaches all tokens.
 
-    Args:
-        hops (`int`, *optional*): s, the smallest number of layers.
-        never (`bool`): Whether it is proved that there is none. With no `hops` either, it is unknown.
-        curve (`tuple[tuple[float, float]]`): After 1, 2, ... layers the fraction of tokens that are reached: of the
-            token that reaches fewest, and the mean.
-        reason (`str`): Why there is none, or why it is unknown.
+    Attributes:
+        hops (`int`, *optional*):
+            The smallest number of layers, s; `None` if there is none or it is unknown.
+        never (`bool`):
+            Whether it is proved that no number of layers suffices.
+        curve (`tuple[tuple[float, float], ...]`):
+            After 1, 2, ... layers, the fraction of tokens that a token has reached: minimum and mean over tokens.
+        reason (`str`):
+            Why there is no s, or why it is unknown.
     """
 
     hops: int | None
     never: bool
-    curve: tuple
+    curve: tuple[tuple[float, float], ...]
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Facts:
     """
-    The facts of one cycle of patterns.
+    What was found about one cycle of patterns.
 
-    Args:
-        without_self (`int`): Tokens that do not attend to themselves, over all p patterns (Assumption 1.1 asks for 0).
-        chain ([`Chain`]): Assumption 1.2, over the union of the p patterns.
-        reach ([`Reach`]): Assumption 1.3.
-        full_but_diagonal (`bool`): Whether every pattern is full attention without the diagonal.
-        connections (`float`): Entries kept per layer, mean over the p patterns.
+    Attributes:
+        without_self (`int`):
+            Number of rows without self-attention, over all p patterns (Assumption 1.1 asks for 0).
+        chain ([`Chain`]):
+            Assumption 1.2, for the union of the p patterns.
+        reach ([`Reach`]):
+            Assumption 1.3.
+        full_but_diagonal (`bool`):
+            Whether every pattern is full attention without the diagonal.
+        connections (`float`):
+            Entries kept per layer, mean over the p patterns.
     """
 
     without_self: int
@@ -82,15 +97,24 @@ class Facts:
 @dataclass(frozen=True)
 class Universality:
     """
-    Args:
-        universal (`str`): `"yes"`, `"unknown"` or `"no theorem applies"`.
-        reason (`str`): Which theorem applies, or why none does.
-        length (`int`): n.
-        num_heads (`int`): H.
-        num_patterns (`int`): p.
-        sparsity (`float`): Fraction of entries removed, mean over heads and patterns.
-        facts (`dict[str, Facts]`): Of `"one pattern"` if all heads of a layer have the same, else of the `"union"` and
-            of the `"intersection"` of the heads.
+    The verdict on a mask.
+
+    Attributes:
+        universal (`str`):
+            `"yes"`, `"unknown"` or `"no theorem applies"`.
+        reason (`str`):
+            Which theorem applies, or why none does.
+        length (`int`):
+            Number of tokens, n.
+        num_heads (`int`):
+            Number of heads, H.
+        num_patterns (`int`):
+            Number of patterns of the cycle, p.
+        sparsity (`float`):
+            Fraction of entries removed, mean over heads and patterns.
+        facts (`dict[str, Facts]`):
+            Facts of `"one pattern"` if all heads of a layer share it, else of the `"union"` and the `"intersection"`
+            of the heads.
     """
 
     universal: str
@@ -99,19 +123,23 @@ class Universality:
     num_heads: int
     num_patterns: int
     sparsity: float
-    facts: dict
+    facts: dict[str, Facts]
 
 
-def check_universality(mask, length=None, seed=0, causal=False):
+def check_universality(
+    mask: "SparseMask", length: int | None = None, seed: int = 0, causal: bool = False
+) -> Universality:
     """
     Check the assumptions of the theorems for a mask.
 
     Args:
-        mask ([`SparseMask`]): Its L layers are taken as a cycle with the smallest p that fits: a mask that all layers
-            share has p = 1.
-        length (`int`, *optional*): n, at least 2; the mask's own by default. Inputs are taken to be unpadded.
-        seed (`int`, *optional*, defaults to 0): Of the heuristic search for a chain.
-        causal (`bool`, *optional*, defaults to `False`): Cut the keys after the query, as a decoder does.
+        mask ([`SparseMask`]): The mask. Its L layers are read as a cycle with the smallest p that fits; a mask shared
+            by all layers has p = 1.
+        length (`int`, *optional*): Number of tokens, n, at least 2. Defaults to the mask's own length. Inputs are
+            assumed to be unpadded.
+        seed (`int`, *optional*, defaults to 0): Seed of the heuristic search for a chain.
+        causal (`bool`, *optional*, defaults to `False`): Whether to remove the keys after the query, as a decoder
+            does.
 
     Returns:
         [`Universality`]
@@ -124,7 +152,7 @@ def check_universality(mask, length=None, seed=0, causal=False):
     if length < 2:
         raise ValueError(f"length must be at least 2, got {length}")
     keep = mask.keep
-    # Equal heads and layers need no tables of their own.
+    # Equal heads and layers need only one table.
     if bool((keep == keep[:, :1]).all()):
         keep = keep[:, :1]
     keep = keep[: _period(keep)]
@@ -172,13 +200,13 @@ def _verdict(facts, length, num_heads):
     return YES, "O(n) Connections, Theorem 1: 1.1, 1.2 and 1.3 hold"
 
 
-def check_patterns(tables, seed=0):
+def check_patterns(tables: np.ndarray, seed: int = 0) -> Facts:
     """
-    The facts of a cycle of patterns.
+    Find the facts of a cycle of patterns.
 
     Args:
-        tables (`np.ndarray` of shape `(p, n, n)`): Bool, True = may attend.
-        seed (`int`, *optional*, defaults to 0): Of the heuristic search for a chain.
+        tables (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
+        seed (`int`, *optional*, defaults to 0): Seed of the heuristic search for a chain.
 
     Returns:
         [`Facts`]
@@ -187,20 +215,20 @@ def check_patterns(tables, seed=0):
     without_self = int((~tables.diagonal(axis1=1, axis2=2)).sum())
     return Facts(
         without_self,
-        find_chain(tables.any(0), seed),
+        find_chain(np.any(tables, axis=0), seed),
         find_reach(tables),
         bool((tables != np.eye(length, dtype=bool)).all()),
         float(np.count_nonzero(tables)) / len(tables),
     )
 
 
-def find_reach(tables):
+def find_reach(tables: np.ndarray) -> Reach:
     """
-    How many layers it takes until every token has reached all: S_k^1 = A_k^1, and S_k^t the union of S_j^(t-1) over
-    the j in pattern `(t - 1) mod p` of k.
+    Count the layers until every token has reached all tokens: S_k^1 = A_k^1, and S_k^t is the union of S_j^(t-1) over
+    the keys j of k in pattern `(t - 1) mod p`.
 
     Args:
-        tables (`np.ndarray` of shape `(p, n, n)`): Bool, True = may attend.
+        tables (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
 
     Returns:
         [`Reach`]
@@ -214,9 +242,9 @@ def find_reach(tables):
         return Reach(1, False, tuple(curve))
     always_self = bool(tables.diagonal(axis1=1, axis2=2).all())
     obstruction = _unreachable(tables, always_self)
-    # With self-attention nothing is forgotten, so that every link counts once in p layers.
+    # With self-attention nothing is forgotten, so every link takes effect once in p layers.
     max_hops = period * (length - 1 if always_self else max(2 * length, MIN_MAX_HOPS))
-    seen = set()
+    seen: set[tuple[int, bytes]] = set()
     while not obstruction and len(curve) < max_hops:
         phase = len(curve) % period
         reached = _hop(patterns[phase], reached)
@@ -240,13 +268,13 @@ def _unreachable(tables, always_self):
         start = 0
         reachable = breadth_first_order(csr_array(union), start, return_predecessors=False)
         if len(reachable) == len(union):
-            # All are reached from 0, so 0 is not reached from some.
+            # Token 0 reaches all, so some token does not reach it.
             start = int(np.flatnonzero(group != group[0])[0])
             reachable = breadth_first_order(csr_array(union), start, return_predecessors=False)
         missing = np.setdiff1d(np.arange(len(union)), reachable)
         return f"token {start} never reaches {len(missing)} tokens, for instance {missing[0]}"
     if len(tables) == 1 and not always_self:
-        # Strongly connected: the tokens at a distance of t layers are those of one class modulo the common divisor.
+        # Strongly connected: the tokens t layers away form one class modulo the common divisor of all cycle lengths.
         order, predecessors = breadth_first_order(csr_array(union), 0)
         level = np.zeros(len(union), dtype=int)
         for token in order[1:]:
@@ -294,27 +322,31 @@ class Growth:
     """
     Connections per layer as a function of the length.
 
-    Args:
-        order (`str`, *optional*): A key of `GROWTHS`; `None` if none of them explains the numbers.
-        lengths (`tuple[int]`)
-        connections (`tuple[float]`): At each length.
-        error (`float`): Greatest relative error of the fit.
+    Attributes:
+        order (`str`, *optional*):
+            A key of `GROWTHS`, or `None` if none of them explains the numbers.
+        lengths (`tuple[int, ...]`):
+            The lengths n.
+        connections (`tuple[float, ...]`):
+            Connections per layer at each length.
+        error (`float`):
+            Greatest relative error of the fit.
     """
 
     order: str | None
-    lengths: tuple
-    connections: tuple
+    lengths: tuple[int, ...]
+    connections: tuple[float, ...]
     error: float
 
 
-def fit_growth(lengths, connections):
+def fit_growth(lengths: Sequence[int], connections: Sequence[float]) -> Growth:
     """
-    The slowest growth g for which connections = n (a g(n) + b + c / n) with a > 0 explains the numbers to 2 %, and
-    about as well as the faster ones do.
+    Find the slowest growth g for which connections = n (a g(n) + b + c / n) with a > 0 explains the numbers to 2 %,
+    and about as well as the faster ones do.
 
     Args:
-        lengths (`Sequence[int]`): Four or more different n.
-        connections (`Sequence[float]`): Per layer.
+        lengths (`Sequence[int]`): Four or more different lengths n.
+        connections (`Sequence[float]`): Connections per layer at each length.
 
     Returns:
         [`Growth`]
@@ -332,5 +364,5 @@ def fit_growth(lengths, connections):
             errors[order] = float(np.abs(terms @ factors - 1).max())
     best = min(errors.values())
     limit = min(GROWTH_TOLERANCE, max(GROWTH_RATIO * best, GROWTH_NOISE))
-    order = next((order for order, error in errors.items() if error <= limit), None)
-    return Growth(order, tuple(lengths), tuple(connections), errors[order] if order else best)
+    slowest = next((order for order, error in errors.items() if error <= limit), None)
+    return Growth(slowest, tuple(lengths), tuple(connections), errors[slowest] if slowest else best)

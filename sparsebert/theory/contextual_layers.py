@@ -6,11 +6,12 @@ Three papers build one from attention alone: with full attention (Are Transforme
 without the diagonal (SparseBERT, arXiv 2102.12871, Lemma 4).
 
 Letters: N inputs, d rows (the papers' hidden size), n columns (tokens), g = 1 / delta values per entry, p patterns,
-s hops, k query, j key. Every number is a multiple of delta / 2 (the thresholds lie between the values), so an array
-holds Python integers in that unit. Arrays `(N, d, n)` follow the papers: tokens are columns.
+s hops, k query, j key. Every number is a multiple of delta / 2 (thresholds lie between the values), so arrays hold
+Python integers in that unit. Arrays `(N, d, n)` follow the papers: tokens are columns.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +23,13 @@ class Head:
     One attention head of size 1. Its score of query k and key j is `(query . Z_k - threshold) (key . Z_j)`; it adds
     `output` times `value . Z_j` of the key with the highest score.
 
-    Args:
-        query, key, value (`np.ndarray` of shape `(d,)`): W_Q, W_K and W_V, Python integers.
-        threshold (`int`): Minus the bias of the query, in units of delta / 2.
-        output (`np.ndarray` of shape `(d,)`): W_O, Python integers.
+    Attributes:
+        query, key, value (`np.ndarray` of shape `(d,)`):
+            W_Q, W_K and W_V, Python integers.
+        threshold (`int`):
+            Minus the bias of the query, in units of delta / 2.
+        output (`np.ndarray` of shape `(d,)`):
+            W_O, Python integers.
     """
 
     query: np.ndarray
@@ -38,18 +42,20 @@ class Head:
 @dataclass(frozen=True)
 class Layer:
     """
-    One attention layer with skip connection; without heads it is the identity.
+    One attention layer with a skip connection; without heads it is the identity.
 
-    Args:
-        pattern (`np.ndarray` of shape `(n, n)`): Bool, True = query k may attend to key j.
-        heads (`tuple[Head]`)
+    Attributes:
+        pattern (`np.ndarray` of shape `(n, n)`):
+            Bool table, True = query k may attend to key j.
+        heads (`tuple[Head, ...]`):
+            The heads, whose outputs are added up.
     """
 
     pattern: np.ndarray
-    heads: tuple = ()
+    heads: tuple[Head, ...] = ()
 
-    def __call__(self, hidden):
-        """`(N, d, n)` to `(N, d, n)`. Among equal scores the first key counts."""
+    def __call__(self, hidden: np.ndarray) -> np.ndarray:
+        """Map `(N, d, n)` to `(N, d, n)`. Among equal scores the first key wins."""
         result = hidden.copy()
         for head in self.heads:
             query = _project(head.query, hidden) - head.threshold  # (N, n)
@@ -69,21 +75,24 @@ def _project(weights, hidden):
 
 
 def _selectors(num_rows, grid_size):
-    """u = (1, 1 / delta, 1 / delta^2, ...), which tells all columns apart, and e = (1, 0, ...)."""
+    """u = (1, 1 / delta, 1 / delta^2, ...), which distinguishes all columns, and e = (1, 0, ...)."""
     u = np.array([grid_size**row for row in range(num_rows)], dtype=object)
     return u, np.array([int(row == 0) for row in range(num_rows)], dtype=object)
 
 
-def selective_shift(pattern, column_id, num_rows, grid_size):
+def selective_shift(pattern: np.ndarray, column_id: int, num_rows: int, grid_size: int) -> Layer:
     """
     The layer that changes only columns with u . Z_k = `column_id`: it adds 1 / delta^d times the difference of the
     greatest and the smallest u . Z_j that they attend to.
 
     Args:
-        pattern (`np.ndarray` of shape `(n, n)`): Bool.
-        column_id (`int`): In units of delta.
-        num_rows (`int`): d.
-        grid_size (`int`): g.
+        pattern (`np.ndarray` of shape `(n, n)`): Bool table, True = may attend.
+        column_id (`int`): Number of the columns to change, in units of delta.
+        num_rows (`int`): Number of rows, d.
+        grid_size (`int`): Values per entry, g.
+
+    Returns:
+        [`Layer`]
     Source: arXiv 1912.10077, B.5; arXiv 2006.04862, E.2.1; arXiv 2102.12871, A.2.2.
     """
     u, first = _selectors(num_rows, grid_size)
@@ -93,15 +102,29 @@ def selective_shift(pattern, column_id, num_rows, grid_size):
     return Layer(pattern, (low, high))
 
 
-def global_shift(pattern, scale, num_rows, grid_size):
-    """The layer that adds `scale` times the greatest u . Z_j that a column attends to, where u . Z_k > 0."""
+def global_shift(pattern: np.ndarray, scale: int, num_rows: int, grid_size: int) -> Layer:
+    """
+    The layer that adds `scale` times the greatest u . Z_j that a column attends to, where u . Z_k > 0.
+
+    Args:
+        pattern (`np.ndarray` of shape `(n, n)`): Bool table, True = may attend.
+        scale (`int`): Factor of the shift.
+        num_rows (`int`): Number of rows, d.
+        grid_size (`int`): Values per entry, g.
+
+    Returns:
+        [`Layer`]
+    """
     u, first = _selectors(num_rows, grid_size)
     return Layer(pattern, (Head(u, u, u, 0, scale * first),))
 
 
-def dense_mapping(num_columns, num_rows, grid_size):
+def dense_mapping(num_columns: int, num_rows: int, grid_size: int) -> list[Layer]:
     """
-    Full attention: g^d selective shifts and one global shift.
+    The mapping with full attention: g^d selective shifts and one global shift.
+
+    Args:
+        num_columns, num_rows, grid_size (`int`): n, d and g.
 
     Returns:
         `list[Layer]`: `g^d + 1` layers.
@@ -115,14 +138,14 @@ def dense_mapping(num_columns, num_rows, grid_size):
     ]
 
 
-def no_diagonal_mapping(num_columns, num_rows, grid_size, num_global_shifts=2):
+def no_diagonal_mapping(num_columns: int, num_rows: int, grid_size: int, num_global_shifts: int = 2) -> list[Layer]:
     """
-    Full attention without its diagonal: g^d selective shifts and two global shifts, as in the proof of the lemma; its
-    statement counts one, with which the mapping collides.
+    The mapping with full attention without its diagonal: g^d selective shifts and two global shifts, as in the proof
+    of the lemma. Its statement counts one, which leads to collisions.
 
     Args:
         num_columns, num_rows, grid_size (`int`): n > 2, d and g.
-        num_global_shifts (`int`, *optional*, defaults to 2)
+        num_global_shifts (`int`, *optional*, defaults to 2): Number of global shifts.
 
     Returns:
         `list[Layer]`: `g^d + num_global_shifts` layers.
@@ -137,15 +160,18 @@ def no_diagonal_mapping(num_columns, num_rows, grid_size, num_global_shifts=2):
     ]
 
 
-def sparse_mapping(patterns, chain, hops, num_rows, grid_size):
+def sparse_mapping(
+    patterns: np.ndarray, chain: Sequence[int], hops: int, num_rows: int, grid_size: int
+) -> list[Layer]:
     """
-    A cycle of sparse patterns: along the chain g^d selective shifts for each token but the first, then `hops` global
-    shifts. The layers use the patterns in turn, so those that are not needed are the identity.
+    The mapping with a cycle of sparse patterns: along the chain, g^d selective shifts for each token but the first,
+    then `hops` global shifts. The layers use the patterns in turn; layers that are not needed are the identity.
 
     Args:
-        patterns (`np.ndarray` of shape `(p, n, n)`): Bool.
-        chain (`Sequence[int]`): gamma, from 0. A link that no pattern has is built with the first pattern.
-        hops (`int`): s.
+        patterns (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
+        chain (`Sequence[int]`): The chain gamma, counted from 0. A link that no pattern has is built with the first
+            pattern.
+        hops (`int`): Number of global shifts, s.
         num_rows, grid_size (`int`): d and g.
 
     Returns:
@@ -156,7 +182,7 @@ def sparse_mapping(patterns, chain, hops, num_rows, grid_size):
     num_ids = grid_size**num_rows
     # u . Z of a column of ones, in units of delta.
     ones = grid_size * sum(grid_size**row for row in range(num_rows))
-    layers = []
+    layers: list[Layer] = []
     for index in range(1, num_columns):
         chosen = int(patterns[:, chain[index], chain[index - 1]].argmax())
         for column_id in range((index - 1) * ones, (index - 1) * ones + num_ids):
@@ -168,14 +194,14 @@ def sparse_mapping(patterns, chain, hops, num_rows, grid_size):
     return layers + [global_shift(patterns[number % period], scale, num_rows, grid_size) for number in range(hops)]
 
 
-def grid(num_columns, num_rows, grid_size, distinct=False, outside=False):
+def grid(num_columns: int, num_rows: int, grid_size: int, distinct: bool = False, outside: bool = False) -> np.ndarray:
     """
     Every input of a lemma.
 
     Args:
-        num_columns, num_rows, grid_size (`int`): n, d and g: entries are 0, delta, ..., 1 - delta.
-        distinct (`bool`, *optional*, defaults to `False`): Only those whose columns are all different.
-        outside (`bool`, *optional*, defaults to `False`): With the value -1 / delta^(n d) as well, which stands for
+        num_columns, num_rows, grid_size (`int`): n, d and g. Entries are 0, delta, ..., 1 - delta.
+        distinct (`bool`, *optional*, defaults to `False`): Whether to take only inputs whose columns all differ.
+        outside (`bool`, *optional*, defaults to `False`): Whether to add the value -1 / delta^(n d), which stands for
             entries outside [0, 1).
 
     Returns:
@@ -186,15 +212,20 @@ def grid(num_columns, num_rows, grid_size, distinct=False, outside=False):
         values.insert(0, -2 * grid_size ** (num_columns * num_rows + 1))
     columns = list(itertools.product(values, repeat=num_rows))
     if distinct:
-        inputs = itertools.permutations(columns, num_columns)
+        sequences = list(itertools.permutations(columns, num_columns))
     else:
-        inputs = itertools.product(columns, repeat=num_columns)
-    return np.array(list(inputs), dtype=object).swapaxes(1, 2)
+        sequences = list(itertools.product(columns, repeat=num_columns))
+    return np.array(sequences, dtype=object).swapaxes(1, 2)
 
 
-def positional_embedding(chain, num_rows, grid_size):
+def positional_embedding(chain: Sequence[int], num_rows: int, grid_size: int) -> np.ndarray:
     """
-    E: the first token of the chain is moved to [n - 1, n), the following ones to [0, 1), [1, 2), ...
+    The positional embedding E, which moves the first token of the chain to [n - 1, n) and the following ones to
+    [0, 1), [1, 2), ...
+
+    Args:
+        chain (`Sequence[int]`): The chain gamma, counted from 0.
+        num_rows, grid_size (`int`): d and g.
 
     Returns:
         `np.ndarray` of shape `(d, n)`: Python integers, in units of delta / 2.
@@ -206,14 +237,14 @@ def positional_embedding(chain, num_rows, grid_size):
     return np.broadcast_to(place, (num_rows, len(chain)))
 
 
-def run_layers(layers, inputs, grid_size):
+def run_layers(layers: Sequence[Layer], inputs: np.ndarray, grid_size: int) -> np.ndarray:
     """
-    q = u . g_c(Z): the numbers that a stack of layers gives to the columns.
+    The numbers q = u . g_c(Z) that a stack of layers assigns to the columns.
 
     Args:
-        layers (`list[Layer]`)
-        inputs (`np.ndarray` of shape `(N, d, n)`): In units of delta / 2.
-        grid_size (`int`): g.
+        layers (`list[Layer]`): The layers, applied in order.
+        inputs (`np.ndarray` of shape `(N, d, n)`): Inputs, in units of delta / 2.
+        grid_size (`int`): Values per entry, g.
 
     Returns:
         `np.ndarray` of shape `(N, n)`: Python integers, in units of delta / 2.

@@ -1,19 +1,24 @@
 """
-Contextual mappings, the core of the universality proofs, built and checked on every input:
-`python -m sparsebert.contextual_mappings`; `--figure FILE` draws the selective shifts.
+Contextual mappings, the core of the universality proofs, built and checked on every input.
 
-A contextual mapping gives every token of every sequence a number of its own, so that token-wise layers can turn it
-into any output. [U] is Are Transformers Universal Approximators (arXiv 1912.10077), [O] O(n) Connections are
+A contextual mapping gives every token of every sequence a unique number, so that token-wise layers can turn it into
+any output. [U] is Are Transformers Universal Approximators (arXiv 1912.10077), [O] O(n) Connections are
 Expressive Enough (arXiv 2006.04862), [S] SparseBERT (arXiv 2102.12871).
 
 Letters: N inputs, d rows, n columns (tokens), g = 1 / delta, p patterns, s hops; units as in `contextual_layers`.
 """
 
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
+from ..analysis.figures import BLUE, GREEN, VERMILION, new_figure, save_figure
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..masks.patterns import build_pattern
@@ -28,21 +33,21 @@ from .contextual_layers import (
 )
 
 
-def find_collision(inputs, ids, up_to_permutation):
+def find_collision(inputs: np.ndarray, ids: np.ndarray, up_to_permutation: bool) -> tuple[int, int] | None:
     """
-    What keeps a mapping from being contextual.
+    Find two inputs that keep a mapping from being contextual.
 
     Args:
-        inputs (`np.ndarray` of shape `(N, d, n)`)
-        ids (`np.ndarray` of shape `(N, n)`): As [`run_layers`].
+        inputs (`np.ndarray` of shape `(N, d, n)`): The inputs.
+        ids (`np.ndarray` of shape `(N, n)`): The numbers of their columns, from [`run_layers`].
         up_to_permutation (`bool`): Whether two inputs with the same columns in another order count as one.
 
     Returns:
-        `tuple[int, int]`, *optional*: Two inputs that share a number, twice the same one if two of its own columns
+        `tuple[int, int]`, *optional*: Indices of two inputs that share a number, equal if two columns of one input
         share it; `None` if the mapping is contextual.
     Source: arXiv 1912.10077, Definition 3.1.
     """
-    owner = {}
+    owner: dict[int, tuple[int, str]] = {}
     for number, (columns, values) in enumerate(zip(inputs, ids.tolist(), strict=True)):
         if len(set(values)) < len(values):
             return number, number
@@ -58,13 +63,21 @@ def find_collision(inputs, ids, up_to_permutation):
 @dataclass(frozen=True)
 class Check:
     """
-    Args:
-        lemma, attention (`str`): What was built.
-        num_columns, num_rows, grid_size (`int`): n, d and g.
-        num_layers (`int`)
-        num_inputs (`int`): All that the lemma covers.
-        collision (`tuple[np.ndarray]`, *optional*): Two inputs `(d, n)` with a number in common, as fractions.
-        note (`str`): What else was found.
+    A lemma, checked on every input of one size.
+
+    Attributes:
+        lemma, attention (`str`):
+            Which lemma, and with which attention.
+        num_columns, num_rows, grid_size (`int`):
+            n, d and g.
+        num_layers (`int`):
+            Number of layers of the construction.
+        num_inputs (`int`):
+            Number of inputs, all that the lemma covers.
+        collision (`tuple[np.ndarray, ...]`, *optional*):
+            Two inputs `(d, n)` that share a number, as fractions; `None` if the mapping is contextual.
+        note (`str`):
+            What else was found.
     """
 
     lemma: str
@@ -74,14 +87,23 @@ class Check:
     grid_size: int
     num_layers: int
     num_inputs: int
-    collision: tuple | None
+    collision: tuple[np.ndarray, ...] | None
     note: str = ""
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values, fractions as text."""
+        collision = self.collision
+        texts = None if collision is None else [[[*map(str, row)] for row in columns] for columns in collision]
+        return asdict(replace(self, collision=None)) | {"collision": texts}
 
-def check_dense(num_columns, num_rows, grid_size):
+
+def check_dense(num_columns: int, num_rows: int, grid_size: int) -> Check:
     """
-    Lemma 6 of arXiv 1912.10077 on every input with different columns, and its properties 3 and 4: their numbers lie in
-    [t_l, t_r], those of all other inputs, entries outside [0, 1) included, do not.
+    Check Lemma 6 of arXiv 1912.10077 on every input with different columns, and its properties 3 and 4: their numbers
+    lie in [t_l, t_r], and those of all other inputs, including entries outside [0, 1), do not.
+
+    Args:
+        num_columns, num_rows, grid_size (`int`): n, d and g.
 
     Returns:
         [`Check`]
@@ -104,9 +126,13 @@ def check_dense(num_columns, num_rows, grid_size):
     return replace(check, note=note)
 
 
-def check_no_diagonal(num_columns, num_rows, grid_size, num_global_shifts=2):
+def check_no_diagonal(num_columns: int, num_rows: int, grid_size: int, num_global_shifts: int = 2) -> Check:
     """
-    Lemma 4 of arXiv 2102.12871 on every input with different columns.
+    Check Lemma 4 of arXiv 2102.12871 on every input with different columns.
+
+    Args:
+        num_columns, num_rows, grid_size (`int`): n, d and g.
+        num_global_shifts (`int`, *optional*, defaults to 2): Number of global shifts, see [`no_diagonal_mapping`].
 
     Returns:
         [`Check`]
@@ -121,16 +147,23 @@ def check_no_diagonal(num_columns, num_rows, grid_size, num_global_shifts=2):
     return _check("[S] Lemma 4", attention, layers, inputs, grid_size, up_to_permutation=True)[0]
 
 
-def check_sparse(patterns, num_rows, grid_size, name="patterns", chain=None, hops=None):
+def check_sparse(
+    patterns: np.ndarray,
+    num_rows: int,
+    grid_size: int,
+    name: str = "patterns",
+    chain: Sequence[int] | None = None,
+    hops: int | None = None,
+) -> Check:
     """
-    Lemma 7 of arXiv 2006.04862 on the whole grid.
+    Check Lemma 7 of arXiv 2006.04862 on the whole grid.
 
     Args:
-        patterns (`np.ndarray` of shape `(p, n, n)`): Bool.
+        patterns (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
         num_rows, grid_size (`int`): d and g.
-        name (`str`, *optional*): Of the patterns.
-        chain (`Sequence[int]`, *optional*): gamma; by default one is searched.
-        hops (`int`, *optional*): s; by default the smallest.
+        name (`str`, *optional*, defaults to `"patterns"`): Name of the patterns, for the result and for errors.
+        chain (`Sequence[int]`, *optional*): The chain gamma. Defaults to one that is searched.
+        hops (`int`, *optional*): Number of global shifts, s. Defaults to the smallest that suffices.
 
     Returns:
         [`Check`]
@@ -143,12 +176,12 @@ def check_sparse(patterns, num_rows, grid_size, name="patterns", chain=None, hop
         facts = check_patterns(patterns)
         if facts.without_self:
             raise ValueError(f"{name} violates Assumption 1.1: {facts.without_self} rows without self-attention")
-        if chain is None and facts.chain.order is None:
-            raise ValueError(f"{name} violates Assumption 1.2: {facts.chain.reason}")
-        if hops is None and facts.reach.hops is None:
-            raise ValueError(f"{name} violates Assumption 1.3: {facts.reach.reason}")
         chain = facts.chain.order if chain is None else chain
+        if chain is None:
+            raise ValueError(f"{name} violates Assumption 1.2: {facts.chain.reason}")
         hops = facts.reach.hops if hops is None else hops
+        if hops is None:
+            raise ValueError(f"{name} violates Assumption 1.3: {facts.reach.reason}")
     layers = sparse_mapping(patterns, chain, hops, num_rows, grid_size)
     inputs, embedding = grid(num_columns, num_rows, grid_size), positional_embedding(chain, num_rows, grid_size)
     check, _ = _check("[O] Lemma 7", name, layers, inputs, grid_size, up_to_permutation=False, embedding=embedding)
@@ -170,61 +203,76 @@ def _check(lemma, attention, layers, inputs, grid_size, up_to_permutation, embed
     return Check(lemma, attention, num_columns, num_rows, grid_size, len(layers), num_inputs, collision), ids
 
 
-def as_fractions(columns, grid_size):
-    """Numbers in units of delta / 2 as `Fraction`s, an array of the same shape."""
+def as_fractions(columns: np.ndarray, grid_size: int) -> np.ndarray:
+    """Convert numbers in units of delta / 2 to an array of `Fraction`s of the same shape."""
     return np.vectorize(lambda value: Fraction(int(value), 2 * grid_size), otypes=[object])(columns)
 
 
-# Each violates one assumption: among tokens that see only a relay no chain gets through; the past never sees the
-# future.
-COUNTER_EXAMPLES = {
+# Each violates one assumption: there is no chain through tokens that see only a relay; the past never sees the future.
+COUNTER_EXAMPLES: dict[str, Callable[[int], np.ndarray]] = {
     "relay only": lambda n: np.eye(n, dtype=bool) | (np.arange(n) == 0) | (np.arange(n) == 0)[:, None],
     "causal": lambda n: np.tri(n, dtype=bool),
 }
 
 
-def pattern_tables(name, length, **parameters):
-    """The patterns of a cycle, or the one pattern, of [`build_pattern`] as an array `(p, n, n)`."""
+def pattern_tables(name: str, length: int, **parameters: Any) -> np.ndarray:
+    """
+    The patterns of a cycle, or a single pattern, as tables.
+
+    Args:
+        name (`str`): Name of the pattern.
+        length (`int`): Number of tokens, n.
+        parameters: Further arguments of [`build_pattern`].
+
+    Returns:
+        `np.ndarray` of shape `(p, n, n)`: Bool tables, True = may attend.
+    """
     return build_pattern(name, length, 1, num_layers=2, **parameters).to_table()[:, 0].numpy()
 
 
-def standard_checks():
+def standard_checks() -> list[Check]:
     """
-    Every lemma at a few sizes, and what goes wrong where an assumption is violated.
+    Check every lemma at a few sizes, and what goes wrong where an assumption is violated.
 
     Returns:
         `list[Check]`
     """
-    checks = [check_dense(*sizes) for sizes in ((2, 2, 2), (3, 1, 4), (3, 2, 2), (4, 1, 6))]
-    checks += [check_no_diagonal(*sizes) for sizes in ((3, 1, 4), (3, 2, 2), (4, 1, 6))]
-    checks += [check_no_diagonal(*sizes, num_global_shifts=1) for sizes in ((3, 1, 4), (3, 2, 2), (4, 1, 6))]
+    calls: list[Callable[[], Check]] = []
+    calls += [partial(check_dense, *sizes) for sizes in ((2, 2, 2), (3, 1, 4), (3, 2, 2), (4, 1, 6))]
+    for num_global_shifts in (2, 1):
+        for sizes in ((3, 1, 4), (3, 2, 2), (4, 1, 6)):
+            calls.append(partial(check_no_diagonal, *sizes, num_global_shifts=num_global_shifts))
     for name, length, grid_size in (("window", 4, 3), ("star_cycle", 5, 2)):
-        checks.append(check_sparse(pattern_tables(name, length, window_size=1), 1, grid_size, name))
+        calls.append(partial(check_sparse, pattern_tables(name, length, window_size=1), 1, grid_size, name))
     for name in ("strided_cycle", "fixed_cycle"):
         for length, num_rows, grid_size in ((4, 1, 3), (4, 2, 2), (6, 1, 2)):
-            checks.append(check_sparse(pattern_tables(name, length, stride=2), num_rows, grid_size, name))
-    for name, make in COUNTER_EXAMPLES.items():
-        pattern = make(4)[None]
-        try:
-            check_sparse(pattern, 1, 2, name)
-        except ValueError as error:
-            check = check_sparse(pattern, 1, 2, name, chain=range(4), hops=4)
-            checks.append(replace(check, note=str(error).removeprefix(f"{name} ")))
-    return checks
+            calls.append(partial(check_sparse, pattern_tables(name, length, stride=2), num_rows, grid_size, name))
+    calls += [partial(_check_counter_example, name) for name in COUNTER_EXAMPLES]
+    return [call() for call in tqdm(calls, desc="lemmas", disable=None)]
 
 
-def plot_shifts(path):
+def _check_counter_example(name: str) -> Check:
+    """The construction in spite of a violated assumption, which the note names."""
+    pattern = COUNTER_EXAMPLES[name](4)[None]
+    try:
+        return check_sparse(pattern, 1, 2, name)
+    except ValueError as error:
+        check = check_sparse(pattern, 1, 2, name, chain=range(4), hops=4)
+        return replace(check, note=str(error).removeprefix(f"{name} "))
+
+
+def plot_shifts(path: str | os.PathLike) -> None:
     """
-    How the numbers u . Z_k of three tokens move from layer to layer, at d = 1 and delta = 1/4, in all three lemmas.
+    Plot how the numbers u . Z_k of three tokens move from layer to layer in all three lemmas, at d = 1 and
+    delta = 1/4.
 
     Args:
-        path (`str` or `os.PathLike`): Image to write, its folder is created.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
     """
-    from ..analysis.pictures import new_figure, save_figure
-
     window = pattern_tables("window", 3, window_size=1)
     facts = check_patterns(window)
     chain, hops = facts.chain.order, facts.reach.hops
+    assert chain is not None and hops is not None
     start = 2 * np.array([[0, 1, 3]], dtype=object)
     panels = {
         "full attention ([U])": (dense_mapping(3, 1, 4), start),
@@ -241,12 +289,14 @@ def plot_shifts(path):
         for layer in layers:
             steps.append(layer(steps[-1][None])[0])
         num_global = sum(len(layer.heads) == 1 for layer in layers)
-        # Okabe and Ito's colours; markers of different size, as the numbers come close in the end.
-        styles = (("#0072B2", "o", 9), ("#D55E00", "s", 6), ("#009E73", "^", 4))
+        # Markers of different sizes, because the numbers nearly coincide in the end.
+        styles = ((BLUE, "o", 9), (VERMILION, "s", 6), (GREEN, "^", 4))
         for token, (colour, marker, size) in enumerate(styles):
             values = [float(as_fractions(step, 4)[0, token]) for step in steps]
-            style = {"color": colour, "marker": marker, "ms": size, "fillstyle": "none", "drawstyle": "steps-post"}
-            axis.plot(values, label=f"token {token}", **style)
+            axis.plot(
+                values, color=colour, marker=marker, ms=size, fillstyle="none", drawstyle="steps-post",
+                label=f"token {token}",
+            )  # fmt: skip
         axis.axvspan(len(layers) - num_global + 0.5, len(layers) + 0.5, color="0.9", lw=0, label="global shifts")
         axis.set_yscale("symlog", linthresh=1, linscale=1.2)
         axis.set(title=title, xlabel="layers passed", xticks=range(0, len(layers) + 1, 1 if len(layers) < 8 else 2))
@@ -254,17 +304,27 @@ def plot_shifts(path):
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("u . Z of the token (symlog)")
     axes[0].legend(loc="upper left")
-    figure.suptitle("Selective shifts lift one token after the other above all that it attends to")
+    figure.suptitle("Selective shifts lift one token after another above all that it attends to")
     save_figure(figure, path)
 
 
 def _sequence(columns):
-    """(0, 1/4) with one row, (0 1, 1/2 0) with two: column after column."""
+    """The columns as text: (0, 1/4) with one row, (0 1, 1/2 0) with two."""
     return f"({', '.join(' '.join(map(str, column)) for column in columns.T.tolist())})"
 
 
-def mappings_table(checks):
-    rows, notes = [], []
+def mappings_table(checks: Sequence[Check]) -> Table:
+    """
+    Checks as a table, with the collisions below.
+
+    Args:
+        checks (`list[Check]`): From [`standard_checks`].
+
+    Returns:
+        [`Table`]
+    """
+    rows: list[dict[str, str]] = []
+    notes: list[str] = []
     for check in checks:
         row = {
             "lemma": check.lemma,

@@ -1,31 +1,31 @@
-"""
-Universality: `python -m sparsebert.theory PATTERN_OR_MASK ... --length n`.
-
-Which assumptions of the universality theorems a pattern, a cycle of patterns or a learned mask fulfils.
-"""
+"""Which assumptions of the universality theorems a pattern, a cycle of patterns or a learned mask satisfies."""
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ..analysis.runs import read_run
-from ..masks.patterns import PATTERNS, build_pattern
+from tqdm.auto import tqdm
+
+from ..analysis.tables import Table
+from ..masks.patterns import CYCLES, HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
-from .conditions import NO_THEOREM, Growth, check_universality, fit_growth
+from .conditions import NO_THEOREM, Growth, Reach, Universality, check_universality, fit_growth
 
 
 DEFAULT_LENGTH = 128
 DEFAULT_HEADS = 12
-# Longer permutations are shortened in print.
+# Longer chains are shortened in the text.
 PRINTED_TOKENS = 128
-# A growth is fitted from the length on to 16 times of it, or, where that is more than this, down to its 16th part.
+# A growth is fitted from the length up to 16 times it, or, where that exceeds this, down to a sixteenth of it.
 MAX_GROWTH_LENGTH = 2048
-# Parameters that follow the length.
-LENGTH_RULES = {"sqrt": lambda length: max(1, round(math.sqrt(length)))}
+# Values of parameters that depend on the length.
+LENGTH_RULES: dict[str, Callable[[int], int]] = {"sqrt": lambda length: max(1, round(math.sqrt(length)))}
 
 NOTES = (
-    "s: layers until every token has reached all (1.3). chain: each token attends to the one before (1.2). O(.): of "
-    "the connections of a layer, all parameters fixed; of a saved mask as its length_policy extends it.",
+    "s: layers until every token has reached all (1.3). chain: each token attends to the one before (1.2). O(.): "
+    "growth of a layer's connections, parameters fixed; a saved mask is extended by its length_policy.",
     "yes: a theorem applies, see the details. Heads that differ: facts of their union and of their intersection.",
 )
 
@@ -33,49 +33,67 @@ NOTES = (
 @dataclass(frozen=True)
 class Case:
     """
-    What is checked.
+    A mask to be checked.
 
-    Args:
-        name (`str`): Pattern, or folder or Hub id of a mask.
-        mask ([`SparseMask`])
-        length (`int`): n.
-        setup (`dict`): Parameters, head configuration, diagonal.
-        growth ([`Growth`], *optional*): `None` where the mask is defined at few lengths only.
-        causal (`bool`): Whether it is the mask of a decoder.
-        mixers (`tuple[str]`): What the model has in layers instead of attention.
+    Attributes:
+        name (`str`):
+            Name of the pattern, or folder or Hub id of the mask.
+        mask ([`SparseMask`]):
+            The mask.
+        length (`int`):
+            Number of tokens, n.
+        setup (`dict`):
+            Parameters, head configuration and diagonal.
+        growth ([`Growth`], *optional*):
+            Growth of the connections; `None` where the mask is defined at too few lengths.
+        causal (`bool`):
+            Whether it is the mask of a decoder.
+        mixers (`tuple[str, ...]`):
+            Token mixers that some layers of the model have instead of attention.
     """
 
     name: str
     mask: SparseMask
     length: int
-    setup: dict
+    setup: dict[str, Any]
     growth: Growth | None
     causal: bool = False
-    mixers: tuple = ()
+    mixers: tuple[str, ...] = ()
 
-    def check(self):
-        """The [`Universality`] of the mask in this model."""
+    def check(self) -> Universality:
+        """The verdict on the mask in its model."""
         found = check_universality(self.mask, self.length, causal=self.causal)
         if not self.mixers:
             return found
-        reason = f"the theorems have attention in every layer, some of this model have {', '.join(self.mixers)}"
+        reason = f"the theorems assume attention in every layer, but this model has layers of {', '.join(self.mixers)}"
         return replace(found, universal=NO_THEOREM, reason=reason)
 
 
-def pattern_case(name, length, num_heads=DEFAULT_HEADS, parameters=None, **arguments):
+def pattern_case(
+    name: str,
+    length: int,
+    num_heads: int = DEFAULT_HEADS,
+    parameters: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Case:
     """
-    A pattern as a [`Case`].
+    Make the [`Case`] of a pattern.
 
     Args:
-        name, length, num_heads: As [`build_pattern`].
-        parameters (`dict`, *optional*): The pattern's own; the text `"sqrt"` is the rounded square root of the length.
+        name (`str`): Name of the pattern, a key of `PATTERNS`.
+        length (`int`): Number of tokens, n.
+        num_heads (`int`, *optional*, defaults to 12): Number of heads, H.
+        parameters (`dict`, *optional*): Parameters of the pattern. The value `"sqrt"` stands for the rounded square
+            root of the length.
         arguments: `diagonal`, `seed` and `head_configuration` of [`build_pattern`].
 
+    Returns:
+        [`Case`]
     Raises:
-        ValueError: As [`build_pattern`].
+        ValueError: If [`build_pattern`] refuses an argument.
     """
 
-    def build(length, num_heads):
+    def build(length: int, num_heads: int) -> SparseMask:
         known = {key: _by_length(value, length) for key, value in (parameters or {}).items()}
         # No cycle has more than two patterns.
         return build_pattern(name, length, num_heads, num_layers=2, **arguments, **known)
@@ -83,7 +101,7 @@ def pattern_case(name, length, num_heads=DEFAULT_HEADS, parameters=None, **argum
     mask = build(length, num_heads)
     factors = (1, 2, 4, 8, 16)
     is_short = length * factors[-1] <= MAX_GROWTH_LENGTH
-    connections = {}
+    connections: dict[int, float] = {}
     for factor in factors:
         other = length * factor if is_short else length // factor
         try:
@@ -103,32 +121,92 @@ def _by_length(value, length):
     return LENGTH_RULES[value](length) if isinstance(value, str) and value in LENGTH_RULES else value
 
 
-def saved_case(source, length=None):
+def pattern_cases(length: int, num_heads: int = DEFAULT_HEADS, **arguments: Any) -> list[Case]:
     """
-    A saved mask, or that of a run, as a [`Case`].
+    Make the cases of every pattern with default parameters, cycles in every head configuration that differs.
 
     Args:
-        source (`str`): Folder or Hub id, as [`read_run`].
-        length (`int`, *optional*): n; the mask's own by default.
+        length (`int`): Number of tokens, n.
+        num_heads (`int`, *optional*, defaults to 12): Number of heads, H.
+        arguments: `diagonal` and `seed` of [`build_pattern`].
 
+    Returns:
+        `list[Case]`
     Raises:
-        ValueError: If there is no mask, it is damaged, or it is undefined at this length.
-        OSError: If the Hub has no such repository.
+        ValueError: If [`build_pattern`] refuses an argument.
     """
-    run = read_run(source)
-    mask, config = run.mask, run.config
+    named = [(name, layout) for name in PATTERNS for layout in _head_configurations(name)]
+    bar = tqdm(named, desc="patterns", disable=None)
+    return [pattern_case(name, length, num_heads, head_configuration=layout, **arguments) for name, layout in bar]
+
+
+def _head_configurations(name):
+    """The head configurations that make a difference."""
+    if name not in CYCLES:
+        return (None,)
+    has_several = CYCLES[name](2).num_layers > 1
+    return tuple(HEAD_CONFIGURATIONS) if has_several else tuple(HEAD_CONFIGURATIONS)[:1]
+
+
+def saved_case(
+    source: str, mask: SparseMask, length: int | None = None, causal: bool = False, mixers: Sequence[str] = ()
+) -> Case:
+    """
+    Make the [`Case`] of a saved mask.
+
+    Args:
+        source (`str`): Folder or Hub id that the mask was read from.
+        mask ([`SparseMask`]): The mask.
+        length (`int`, *optional*): Number of tokens, n. Defaults to the mask's own length.
+        causal (`bool`, *optional*, defaults to `False`): Whether it is the mask of a decoder.
+        mixers (`Sequence[str]`, *optional*): Token mixers that some layers of the model have instead of attention.
+
+    Returns:
+        [`Case`]
+    Raises:
+        ValueError: If the mask is undefined at this length.
+    """
     length = mask.length if length is None else length
     mask.structure(length)
-    connections = {}
+    connections: dict[int, float] = {}
     if mask.length_policy != "error":
         # Within twice the length n^2 looks like n sqrt n.
         for halves in (2, 3, 4, 6, 8):
             other = mask.length * halves // 2
             table = mask.to_table(other)
             connections[other] = table.count_nonzero().item() / table.numel() * other**2
-    causal = config is not None and config.is_decoder
-    mixers = () if config is None else tuple(sorted(set(config.token_mixers or ()) - {"attention"}))
-    return Case(str(source), mask, length, {"causal": True} if causal else {}, _growth(connections), causal, mixers)
+    setup = {"causal": True} if causal else {}
+    return Case(str(source), mask, length, setup, _growth(connections), causal, tuple(mixers))
+
+
+def check_cases(cases: Sequence[Case]) -> list[Universality]:
+    """
+    Check cases one after the other, with a progress bar.
+
+    Args:
+        cases (`list[Case]`): From [`pattern_case`], [`pattern_cases`] and [`saved_case`].
+
+    Returns:
+        `list[Universality]`: One verdict per case.
+    Raises:
+        ValueError: If a length is below 2.
+    """
+    return [case.check() for case in tqdm(cases, desc="universality", disable=None)]
+
+
+def verdict_table(cases: Sequence[Case], found: Sequence[Universality]) -> Table:
+    """
+    Verdicts as a table.
+
+    Args:
+        cases (`list[Case]`): The cases.
+        found (`list[Universality]`): Their verdicts, from [`check_cases`].
+
+    Returns:
+        [`Table`]
+    """
+    rows = [row for case, verdict in zip(cases, found, strict=True) for row in _rows(case, verdict)]
+    return Table.of("Universality", rows, NOTES)
 
 
 def _growth(connections):
@@ -148,8 +226,8 @@ def _short_title(case):
     return name + f", {layout}" * bool(layout) + ", no diagonal" * ("diagonal" in case.setup)
 
 
-def _rows(case, found):
-    """Texts of the table: a line for each kind of facts."""
+def _rows(case: Case, found: Universality) -> Iterator[dict[str, str]]:
+    """Rows of the table, one for each kind of facts."""
     for index, (kind, facts) in enumerate(found.facts.items()):
         first = index == 0
         yield {
@@ -164,17 +242,20 @@ def _rows(case, found):
         }
 
 
-def _hops(reach):
+def _hops(reach: Reach) -> str:
     return str(reach.hops or ("never" if reach.never else "unknown"))
 
 
-def details(case, found):
+def details(case: Case, found: Universality) -> str:
     """
     All facts of a case as text.
 
     Args:
-        case ([`Case`])
-        found ([`Universality`])
+        case ([`Case`]): The case.
+        found ([`Universality`]): Its verdict.
+
+    Returns:
+        `str`: Several lines.
     """
     lines = [f"{_title(case)}, {found.length} tokens, {found.num_heads} heads, p = {found.num_patterns}"]
     lines.append(f"  universal: {found.universal} ({found.reason})")
@@ -203,7 +284,7 @@ def _chain(chain):
 
 
 def _curve(curve):
-    """The reach after 1, 2, 4, ... layers and in the end."""
+    """The reach after 1, 2, 4, ... layers and after the last one."""
     last = len(curve)
     layers = sorted({2**k for k in range(last.bit_length())} | {last})
     shares = (f"{100 * curve[layer - 1][0]:.1f} % ({100 * curve[layer - 1][1]:.1f} %)" for layer in layers)
@@ -212,7 +293,16 @@ def _curve(curve):
     )
 
 
-def as_json(case, found):
-    """Everything of a case as numbers and texts."""
+def as_json(case: Case, found: Universality) -> dict[str, Any]:
+    """
+    All facts of a case as JSON values.
+
+    Args:
+        case ([`Case`]): The case.
+        found ([`Universality`]): Its verdict.
+
+    Returns:
+        `dict[str, Any]`
+    """
     growth = asdict(case.growth) if case.growth else None
     return {"name": case.name, "setup": case.setup} | asdict(found) | {"growth": growth}

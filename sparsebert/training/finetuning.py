@@ -1,31 +1,46 @@
-"""One fine-tuning run: data, model, training, evaluation, predictions."""
+"""
+Fine-tuning: the runs that a recipe asks for, over seeds, a grid of settings or all of GLUE, and what they amount to.
 
-import inspect
+Finished runs are read from their folders, not repeated.
+"""
+
+import hashlib
 import itertools
 import json
-import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+import math
+import zipfile
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import transformers
-from transformers import AutoTokenizer, TrainingArguments, set_seed
+import yaml
+from accelerate import PartialState
+from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ..analysis.statistics import summarize
 from ..checks import nearest
-from ..data.tasks import TASKS, TEST_SPLITS, Task
-from ..data.tasks.glue import GLUE, SUBMISSIONS
-from ..files import write_metrics
-from ..models.token_mixers import fixed_length
+from ..data.tasks import TASKS
+from ..data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
+from ..files import check_output_dir, write_metrics
+from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import ProgressivePruning
-from .task_models import check_model, load_model, mask_metrics
-from .trainer import SparseBertTrainer
+from .comparison import check_baseline, compare
+from .finetuning_arguments import FinetuningArguments
+from .recipes import convert
+from .single_run import MissingSplitError, TaskData, prepare, run_once, training_arguments
+from .task_models import check_model
 
 
 logger = logging.get_logger(__name__)
 
-# Lower bounds of the section `data`.
+SECTIONS = {"data": FinetuningArguments, "model": SparseBertConfig, "training": TrainingArguments}
+
+# SparseBERT (arXiv 2102.12871), Table 5.
+PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
+
+# Lower bounds of fields of `data`.
 _LOWEST = {
     "max_train_examples": 1,
     "max_length": 4,
@@ -34,161 +49,73 @@ _LOWEST = {
     "n_best_size": 1,
     "max_answer_length": 1,
 }
-# What a run writes, apart from the tokenizer, checkpoints and logs.
-_WRITTEN = (
-    *("model*.safetensors*", "mask.safetensors", "mask_config.json", "metrics.json", "recipe.yaml", "results.md"),
-    *("predictions_*.json*", "nbest_predictions_*.json", "null_odds_*.json"),
-    *(f"{name}.tsv" for name in SUBMISSIONS.values()),
-)
+# Fields that say which runs there are, not what one of them computes.
+_LAYOUT = ("all", "seeds", "sweep", "baseline", "overwrite")
+_PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
 
 
-@dataclass
-class FinetuningArguments:
+def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     """
-    Section `data` of a fine-tuning recipe.
+    Fine-tune as a recipe says: on one task or all of GLUE, with one or more seeds, with given settings or the best
+    ones of a grid, optionally compared with a baseline.
 
     Args:
-        task (`str`, *optional*): A name of `TASKS`.
-        all (`bool`): Every task of GLUE for which there is data, and one table.
-        model (`str`, *optional*): Folder or Hub id of a pre-trained model, with a mask or without one.
-        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`], or a name of `PATTERNS`, to run through. By
-            default a model keeps its frozen mask, and is dense if it has none.
-        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`] with the score `"attention"`, for the mask
-            `"dense"`: it is pruned within the training.
-        data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
-        train_split (`str`, *optional*): Split to train on; `"train"`, or the one part of it that there is.
-        validation_split (`str` or `list`, *optional*): Splits to evaluate on; those named `"validation..."`.
-        test_split (`str` or `list`, *optional*): Splits to predict; those named `"test..."`. `[]` for none.
-        max_train_examples (`int`, *optional*): Train on so many examples, drawn with a fixed seed.
-        task_kwargs (`dict`, *optional*): More arguments of the task's `load`, such as `{"train_size": 1000}`.
-        skip_bad (`bool`): Leave rows out that are wrong, and count them, instead of stopping at the first.
-        max_length (`int`, *optional*): Tokens per input, longer ones are cut (SQuAD: slide over); the task's.
-        doc_stride (`int`): Tokens that neighbouring windows over a SQuAD context share.
-        max_question_length (`int`): Tokens of a SQuAD question.
-        n_best_size (`int`): Answers to keep per SQuAD question.
-        max_answer_length (`int`): Tokens of a SQuAD answer.
-        no_answer_threshold (`float`): SQuAD 2.0 answers "" where its score exceeds the best span's by more than this.
-        seeds (`int` or `list`): Number of runs, or their seeds; a number counts from `training.seed`.
-        sweep (`bool` or `dict`): Grid of fields of `training`, such as `{"learning_rate": [1e-5, 2e-5]}`; `true` is
-            the paper's. The best cell on the first validation split, judged with the first seed, runs all seeds.
-        baseline (`str`, *optional*): Output folder of a run to compare with, over the seeds that both have.
-        simple_baseline (`bool`): Report the task's simple model as well, where it has one.
-        attn_implementation (`str`, *optional*): Backend; `"sparse_auto"`, for a dense stock model the host's.
-        overwrite (`bool`): Accept an output folder that is not empty, and run everything anew.
-    """
-
-    task: str | None = None
-    all: bool = False
-    model: str | None = None
-    mask: str | None = None
-    pruning: dict | None = None
-    data: str | None = None
-    train_split: str | None = None
-    validation_split: str | list | None = None
-    test_split: str | list | None = None
-    max_train_examples: int | None = None
-    task_kwargs: dict | None = None
-    skip_bad: bool = False
-    max_length: int | None = None
-    doc_stride: int = 128
-    max_question_length: int = 64
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    no_answer_threshold: float = 0.0
-    seeds: int | list = 1
-    sweep: bool | dict = False
-    baseline: str | None = None
-    simple_baseline: bool = True
-    attn_implementation: str | None = None
-    overwrite: bool = False
-
-
-@dataclass
-class TaskData:
-    """A task's splits as examples and as the model's inputs, by split name."""
-
-    task: Task
-    options: FinetuningArguments
-    tokenizer: transformers.PreTrainedTokenizerBase
-    train_split: str
-    evaluation_splits: list[str]
-    examples: dict
-    features: dict
-    num_train_examples: int
-
-    @cached_property
-    def lengths(self):
-        """Tokens of every input, by split: arrays."""
-        lengths = {}
-        for split, features in self.features.items():
-            rows = features["input_ids"][:]
-            # Multiple choice has several inputs an example.
-            nested = isinstance(rows[0][0], list)
-            lengths[split] = np.array([len(ids) for row in rows for ids in (row if nested else [row])])
-        return lengths
-
-    def references(self, split):
-        """What the predictions on a split are compared with, by the id of the example; `None` without labels."""
-        examples = self.examples[split]
-        if self.task.reference not in examples.column_names:
-            return None
-        return dict(zip(examples["id"][:], examples[self.task.reference][:], strict=True))
-
-
-class MissingSplitError(ValueError):
-    """The data lacks a split that every run of the task needs."""
-
-
-def choose_splits(available, options):
-    """
-    The splits to train on, to evaluate, and to predict only.
-
-    Args:
-        available (`list[str]`): Names of the splits that there are.
-        options ([`FinetuningArguments`]): Names those that were asked for.
+        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
 
     Returns:
-        `tuple[str, list[str], list[str]]`
+        `Path`: The output folder. Its `metrics.json` holds the results.
     Raises:
-        MissingSplitError: If there is none to train on or to evaluate.
-        ValueError: If there is none of a name that was asked for, or one is to be trained and evaluated on.
+        ValueError, OSError: If something is wrong in the recipe or the data.
     """
-    parts = [name for name in available if name.startswith("train")]
-    train = options.train_split or ("train" if "train" in parts else parts[0] if len(parts) == 1 else "train")
-    evaluation = _listed(options.validation_split) or [name for name in available if name.startswith("validation")]
-    tests = _listed(
-        [name for name in available if name in TEST_SPLITS] if options.test_split is None else options.test_split
-    )
-    asked = {options.train_split, *_listed(options.validation_split), *_listed(options.test_split)}
-    for split in (train, *(evaluation or ["validation"]), *tests):
-        if split not in available:
-            error = ValueError if split in asked else MissingSplitError
-            raise error(
-                f"task {options.task}: split {split!r} is missing in {options.data or 'the data set'}; there are: "
-                f"{', '.join(available) or 'none'}. See --data, --train_split and --validation_split"
-            )
-    if train in evaluation:
-        raise ValueError(f"task {options.task}: split {train!r} is both train_split and validation_split")
-    if train != (options.train_split or "train"):
-        logger.warning(f"task {options.task}: training on {train}, as {options.data} has no split 'train'.")
-    return train, evaluation, [name for name in tests if name not in (train, *evaluation)]
+    options = FinetuningArguments(**recipe["data"])
+    check_arguments(options, recipe["model"])
+    grid = _read_grid(options.sweep)
+    output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
+    arguments = training_arguments(recipe["training"], output)
+    seeds = _read_seeds(options.seeds, arguments.seed)
+    several = options.all or bool(grid) or len(seeds) > 1
+    if several and arguments.resume_from_checkpoint:
+        raise ValueError(
+            "resume_from_checkpoint is for a single run; several runs resume at the first that is not finished"
+        )
+    _check_folder(output, options, several, arguments.resume_from_checkpoint)
+    PartialState().wait_for_everyone()  # before one of the processes writes to the folder
+    # Everything that can be wrong with the data of a task is found before the first task is trained on.
+    tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
+    baselines = {}
+    if options.baseline is not None:
+        for name, data in tasks.items():
+            baselines[name] = Path(options.baseline, name if options.all else "")
+            check_baseline(baselines[name], data, seeds)
+    if several and PartialState().is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "experiment.yaml").write_text(yaml.safe_dump({section: recipe[section] for section in SECTIONS}))
+    results = {}
+    for name, data in tasks.items():
+        folder = output / name if options.all else output
+        metrics = write_metrics(folder / "metrics.json", _run_task(data, recipe, seeds, grid, folder))
+        if name in baselines:
+            comparison = {"comparison": compare(folder, baselines[name])}
+            metrics = write_metrics(folder / "metrics.json", metrics | comparison)
+        results[name] = metrics
+    if options.all:
+        write_metrics(output / "metrics.json", {"glue": results, "missing": missing} | averages(_glue_scores(results)))
+        if PartialState().is_main_process:
+            _write_submission(results, output)
+    return output
 
 
-def _listed(names):
-    return [names] if isinstance(names, str) else list(names or ())
-
-
-def check(options, config):
+def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None:
     """
-    Check what can be without reading data or weights.
+    Check whatever can be checked without reading data or weights.
 
     Args:
-        options ([`FinetuningArguments`]): What was asked for.
-        config (`dict`): Section `model` of the recipe.
+        options ([`FinetuningArguments`]): Section `data` of the recipe.
+        model (`dict`): Section `model` of the recipe.
 
     Raises:
-        ValueError: If a field is missing, unknown, out of its range, or means nothing here.
-        OSError: If there is no such model or mask.
+        ValueError: If a field is missing, unknown, out of range, or has no effect in this combination.
+        OSError: If the model or the mask does not exist.
     """
     if options.all == (options.task is not None):
         raise ValueError("choose --task NAME or --all; the tasks are " + ", ".join(TASKS))
@@ -199,156 +126,223 @@ def check(options, config):
         if value is not None and value < low:
             raise ValueError(f"{name} must be at least {low}, got {value!r}")
     if options.model is None:
-        raise ValueError("--model must name the folder or Hub id of a pre-trained model")
+        raise ValueError("--model must be the folder or Hub id of a pre-trained model")
     for name in ("model", "mask"):
         value = getattr(options, name)
         if value is not None and value.startswith(("/", ".", "~")) and not Path(value).is_dir():
             raise FileNotFoundError(f"{name}: there is no folder {value!r}")
-    tasks = GLUE if options.all else [options.task]
     pruning = ProgressivePruning.from_settings(options.pruning)
     if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
         raise ValueError(
-            "pruning in fine-tuning needs score 'attention' and --mask dense, got score "
+            "pruning during fine-tuning needs the score 'attention' and --mask dense, got score "
             f"{pruning.score!r} and mask {options.mask!r}"
         )
-    check_model(options, config, options.max_length or max(TASKS[name].max_length for name in tasks))
+    tasks = list(GLUE) if options.task is None else [options.task]
+    check_model(options, model, options.max_length or max(TASKS[name].max_length for name in tasks))
 
 
-def prepare(options):
-    """
-    Read, check and tokenize a task's data.
-
-    Raises:
-        ValueError: For a missing split, a bad row, or inputs that cannot be made so long.
-        OSError: If a file or the tokenizer cannot be read.
-    """
-    task = TASKS[options.task]
-    options = replace(options, max_length=options.max_length or task.max_length)
-    train, evaluation, tests = choose_splits(task.splits(options.data), options)
-    splits = [train, *evaluation, *tests]
-    arguments = {"data": options.data, "splits": splits, "skip_bad": options.skip_bad}
-    allowed = inspect.signature(task.load).parameters.keys() - arguments.keys() - {"name"}
-    if unknown := set(options.task_kwargs or ()) - allowed:
-        raise ValueError(f"task_kwargs of {task.name} may be {', '.join(sorted(allowed)) or 'none'}, got {unknown}")
-    examples = dict(task.load(**arguments, **(options.task_kwargs or {})))
-    for split in (train, *evaluation):
-        if task.reference not in examples[split].column_names:
-            raise ValueError(f"task {task.name}: split {split!r} has no labels")
-    total = len(examples[train])
-    if options.max_train_examples is not None and options.max_train_examples < total:
-        examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
-    return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)
+def _read_grid(sweep: bool | dict) -> dict[str, list]:
+    """Values by field of `training`; empty if there is no grid."""
+    if not isinstance(sweep, (bool, dict)):
+        raise ValueError(f"sweep must be true or a dictionary of lists of values, got {sweep!r}")
+    known = {field.name: field.type for field in fields(TrainingArguments) if field.name not in _PER_RUN}
+    grid = {}
+    for name, values in (PAPER_GRID if sweep is True else sweep or {}).items():
+        if name not in known:
+            raise nearest("field of training in sweep", name, list(known))
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
+        grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
+    return grid
 
 
-def training_arguments(settings, recipe, output_dir):
-    """The `TrainingArguments` of a recipe over a task's settings."""
-    return TrainingArguments(
-        **{"save_strategy": "no"} | settings | recipe["training"] | {"output_dir": str(output_dir)}
+def _read_seeds(seeds: int | list, first: int) -> list[int]:
+    """The seeds of the runs; a number of runs counts up from `first`."""
+    listed = seeds if isinstance(seeds, list) else [seeds]
+    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
+        raise ValueError(f"seeds must be a number of runs or a list of seeds, got {seeds!r}")
+    if seeds == 0 or len(set(listed)) < len(listed):
+        raise ValueError(f"seeds must be at least 1, or a list of different seeds, got {seeds!r}")
+    return seeds if isinstance(seeds, list) else list(range(first, first + seeds))
+
+
+def _check_folder(output: Path, options: FinetuningArguments, several: bool, resume: str | None) -> None:
+    """A folder may hold what this command can continue: a run or several of the same task."""
+    path = output / ("experiment.yaml" if several else "recipe.yaml")
+    check_output_dir(output, options.overwrite, bool(resume) or path.is_file())
+    if path.is_file() and not options.overwrite:
+        stored = yaml.safe_load(path.read_text())["data"]
+        if stored.get("task") != options.task:
+            raise ValueError(f"{output} holds runs of {stored.get('task') or 'all tasks'}: choose another output_dir")
+
+
+def _prepare_glue(options: FinetuningArguments) -> tuple[dict[str, TaskData], dict[str, str]]:
+    """The data of every task of GLUE, and the reason for each task without data."""
+    tasks, missing = {}, {}
+    for name in GLUE:
+        try:
+            tasks[name] = prepare(replace(options, task=name, all=False))
+        except MissingSplitError as error:
+            logger.warning(f"{error}; left out.")
+            missing[name] = str(error)
+    if not tasks:
+        raise ValueError(f"there is no task of GLUE in {options.data}: {'; '.join(missing.values())}")
+    return tasks, missing
+
+
+def _run_task(
+    data: TaskData, recipe: dict[str, dict[str, Any]], seeds: list[int], grid: dict[str, list], output: Path
+) -> dict[str, Any]:
+    """The metrics of a task; for several seeds their mean and deviation, for a grid those of the best cell."""
+    if grid:
+        return _run_grid(data, recipe, seeds, grid, output)
+    if len(seeds) == 1:
+        return _run_or_read(data, recipe, {"seed": seeds[0]}, output)
+    folders = {seed: output / f"seed-{seed}" for seed in seeds}
+    return _aggregate(
+        {folder.name: _run_or_read(data, recipe, {"seed": seed}, folder) for seed, folder in folders.items()}
     )
 
 
-def train(data, recipe, output_dir):
+def _run_grid(
+    data: TaskData, recipe: dict[str, dict[str, Any]], seeds: list[int], grid: dict[str, list], output: Path
+) -> dict[str, Any]:
+    """Every cell with the first seed, the best cell with all seeds."""
+    cells: list[dict[str, Any]] = []
+    first_runs = {}
+    for values in itertools.product(*grid.values()):
+        settings = dict(zip(grid, values, strict=True))
+        folder = output / ",".join(f"{name}={value}" for name, value in settings.items())
+        run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
+        cells.append({"settings": settings, "folder": folder.name, "score": run["score"]})
+        first_runs[folder.name] = run
+        # Only the best cell keeps its weights: those of a whole grid would fill a disk.
+        best = max(cells, key=_score)
+        for cell in cells:
+            if cell is not best and PartialState().is_main_process:
+                for path in (output / cell["folder"]).glob("seed-*/model*.safetensors"):
+                    path.unlink()
+        PartialState().wait_for_everyone()
+    runs = {}
+    for seed in seeds:
+        folder = output / best["folder"] / f"seed-{seed}"
+        if seed == seeds[0] and any(folder.glob("model*.safetensors")):
+            metrics = first_runs[best["folder"]]
+        else:
+            metrics = _run_or_read(data, recipe, best["settings"] | {"seed": seed}, folder, need_weights=True)
+        runs[f"{best['folder']}/{folder.name}"] = metrics
+    return _aggregate(runs) | {"sweep": {"best": best["settings"], "cells": cells}}
+
+
+def _run_or_read(
+    data: TaskData,
+    recipe: dict[str, dict[str, Any]],
+    settings: dict[str, Any],
+    folder: Path,
+    need_weights: bool = False,
+) -> dict[str, Any]:
     """
-    One run: fine-tune, evaluate, predict.
-
-    Writes to `output_dir` the model with its mask, the tokenizer, `predictions_SPLIT.jsonl` with one example a line,
-    for SQuAD and the test splits of GLUE the files that the official scripts take, and `metrics.json`, last.
-
-    Args:
-        data ([`TaskData`]): From [`prepare`].
-        recipe (`dict`): Sections `model` and `training`; the latter over the task's settings.
-        output_dir (`str` or `os.PathLike`): Where to write; a run that is there is replaced.
-
-    Returns:
-        `dict`: The metrics.
-    Raises:
-        ValueError: As [`load_model`], and for fields of `training` that are wrong; nothing was written then.
+    The metrics of a run with `settings` over the `training` of the recipe: those in the folder if it holds a finished
+    run of the same recipe, model and mask.
     """
-    start = time.perf_counter()
-    task, options, output = data.task, data.options, Path(output_dir)
-    training = training_arguments(task.settings, recipe, output)
-    set_seed(training.seed)
-    model = load_model(data, recipe["model"])
-    first = data.evaluation_splits[0]
+    training = recipe["training"] | settings
+    written = _describe(data, recipe, training)
+    path = folder / "recipe.yaml"
+    if (folder / "metrics.json").is_file() and path.is_file() and not data.options.overwrite:
+        _check_same(folder, yaml.safe_load(path.read_text()), written)
+        if not need_weights or any(folder.glob("model*.safetensors")):
+            logger.warning(f"{folder} is finished and not run again.")
+            metrics = json.loads((folder / "metrics.json").read_text())
+            return {name: value for name, value in metrics.items() if name != "comparison"}
+    logger.warning(f"{folder}: training with seed {training['seed']}.")
+    metrics = run_once(data, recipe["model"], training, folder)
+    if PartialState().is_main_process:
+        path.write_text(yaml.safe_dump(written))
+    return metrics
 
-    def evaluate(split, outputs):
-        rows = task.decode(outputs, data.features[split], data.examples[split], options)
-        references = data.references(split)
-        if references is None:
-            return rows, {}
-        references = list(references.values())
-        values = task.metrics([row["prediction"] for row in rows], references)
-        return rows, values | ({} if task.more_metrics is None else task.more_metrics(rows, references))
 
-    pruning = ProgressivePruning.from_settings(options.pruning)
-    trainer = SparseBertTrainer(
-        model,
-        training,
-        train_dataset=data.features[data.train_split],
-        eval_dataset=data.features[first],
-        data_collator=task.collator(data.tokenizer, fixed_length(model.config)),
-        processing_class=data.tokenizer,
-        compute_metrics=lambda prediction: evaluate(first, prediction.predictions)[1],
-        callbacks=None if pruning is None else [pruning],
-    )
-    main_process = trainer.is_world_process_zero()
-    if main_process:
-        for path in itertools.chain.from_iterable(map(output.glob, _WRITTEN)):
-            path.unlink()
-    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.compute_metrics = None  # it knows one split only
-    train_examples = len(data.examples[data.train_split])
-    metrics = {"task": task.name, "model": options.model} | mask_metrics(model, data)
-    metrics |= {
-        "seed": training.seed,
-        "train_split": data.train_split,
-        "train_examples": train_examples,
-        "is_part": data.train_split != "train" or train_examples < data.num_train_examples,
-        "skipped": {split: text for split in data.examples if (text := data.examples[split].info.description)},
-        "steps": trained.global_step,
-        "main_metric": task.main_metric,
-        "splits": {},
+def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[str, Any]) -> dict[str, dict]:
+    """Everything that the result of a run depends on."""
+    options = data.options
+    inputs: dict[str, Any] = {name: _digest(getattr(options, name)) for name in ("model", "mask")}
+    inputs |= {f"{split} examples": len(examples) for split, examples in data.examples.items()}
+    section = recipe["data"] | {"task": data.task.name}
+    return {
+        "data": {name: value for name, value in section.items() if name not in _LAYOUT},
+        "model": dict(recipe["model"]),
+        "training": {
+            name: value for name, value in training.items() if name not in ("output_dir", "resume_from_checkpoint")
+        },
+        "inputs": inputs,
     }
-    for split in data.features:
-        if split == data.train_split:
-            continue
-        prediction = trainer.predict(data.features[split])
-        rows, values = evaluate(split, prediction.predictions)
-        if values and "test_loss" in prediction.metrics:
-            values["loss"] = prediction.metrics["test_loss"]
-        trainer.log({f"eval_{split}_{name}": value for name, value in values.items()})
-        metrics["splits"][split] = values | {"seconds": prediction.metrics["test_runtime"]}
-        if main_process:
-            write_predictions(output, split, rows, data.references(split))
-            if task.write_submission is not None:
-                task.write_submission(split, rows, output)
-    metrics["score"] = metrics["splits"][first][task.main_metric]
-    if options.simple_baseline and task.baseline is not None:
-        metrics["simple_baseline"] = task.baseline(data.examples)
-    metrics |= {"train_seconds": trained.metrics["train_runtime"], "seconds": time.perf_counter() - start}
-    return write_metrics(output / "metrics.json", metrics)
 
 
-def write_predictions(folder, split, rows, references=None):
-    """Write `predictions_SPLIT.jsonl`: id, prediction and reference (if any) of one example a line."""
-    with open(Path(folder) / f"predictions_{split}.jsonl", "w", encoding="utf-8") as file:
-        for row in rows:
-            line = {"id": row["id"], "prediction": row["prediction"]}
-            if references is not None:
-                line["reference"] = references[row["id"]]
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+def _check_same(folder: Path, stored: dict[str, dict], written: dict[str, dict]) -> None:
+    for section, values in written.items():
+        for name in sorted(values.keys() | stored[section].keys()):
+            if stored[section].get(name) != values.get(name):
+                old, new = (repr(where.get(name, "unset")) for where in (stored[section], values))
+                raise ValueError(
+                    f"{folder} holds a run with {section}.{name} {old}, not {new}: choose another output_dir, or "
+                    "pass --overwrite"
+                )
 
 
-def read_predictions(folder, split):
-    """
-    What [`write_predictions`] wrote.
+def _digest(name: str | None) -> str | None:
+    """Hash of the contents of a model's or mask's folder, to notice when they were replaced."""
+    if name is None or not Path(name).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(name).glob("*")):
+        if path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "mask_config.json"):
+            with open(path, "rb") as file:
+                for block in iter(partial(file.read, 2**20), b""):
+                    digest.update(block)
+    return digest.hexdigest()
 
-    Returns:
-        `dict[str, tuple]`: Prediction and reference by id.
-    """
-    with open(Path(folder) / f"predictions_{split}.jsonl", encoding="utf-8") as file:
-        rows = map(json.loads, file)
-        return {row["id"]: (row["prediction"], row.get("reference")) for row in rows}
+
+def _aggregate(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of several seeds as one, from those of the runs by folder."""
+    first, *_ = runs.values()
+    metrics = {name: value for name, value in first.items() if name not in ("seed", "splits", "score", "seconds")}
+    metrics["seeds"] = {run["seed"]: {"folder": folder, "score": run["score"]} for folder, run in runs.items()}
+    metrics["splits"] = {
+        split: {name: summarize([run["splits"][split][name] for run in runs.values()]) for name in values}
+        for split, values in first["splits"].items()
+    }
+    score = summarize([run["score"] for run in runs.values()])
+    metrics |= {"score": score["mean"], "score_std": score.get("std")}
+    for name in ("train_seconds", "seconds"):
+        metrics[name] = summarize([run[name] for run in runs.values()])["mean"]
+    return metrics
+
+
+def _score(run: dict[str, Any]) -> float:
+    """The score to rank runs by; a run that diverged is the worst."""
+    return -math.inf if math.isnan(run["score"]) else run["score"]
+
+
+def _glue_scores(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The columns of the paper's table, from the metrics of the tasks."""
+    scores = {}
+    for title, task, split, metric in GLUE_COLUMNS:
+        value = results.get(task, {}).get("splits", {}).get(split, {}).get(metric)
+        if value is not None:
+            scores[title] = value["mean"] if isinstance(value, dict) else value
+    return scores
+
+
+def _write_submission(results: dict[str, dict[str, Any]], output: Path) -> None:
+    """One archive for GLUE's server, with the predictions of the best seed of each task on its development set."""
+    files: dict[str, Path] = {}
+    for task, metrics in results.items():
+        runs = metrics.get("seeds", {metrics.get("seed"): {"folder": "", "score": metrics["score"]}})
+        best = max(runs.values(), key=_score)
+        files |= {path.name: path for path in sorted((output / task / best["folder"]).glob("*.tsv"))}
+    if not files:
+        return
+    with zipfile.ZipFile(output / "submission.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in files.items():
+            archive.write(path, name)
+    if absent := [f"{name}.tsv" for name in SUBMISSIONS.values() if f"{name}.tsv" not in files]:
+        logger.warning(f"{output / 'submission.zip'} lacks {', '.join(absent)}, which GLUE's server asks for.")

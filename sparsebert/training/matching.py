@@ -1,14 +1,20 @@
 """
-Post-hoc search: the mask of a model that is trained already, learned by matching the model's own dense states.
+The algorithm of the post-hoc search: learn the mask of a trained model by matching the hidden states of the model
+without the mask.
+
+Nothing here reads or writes files; [`~sparsebert.training.post_hoc`] has the run around it.
 
 Letters: B batch, N rows of text, L layers (1 when the mask is shared), H heads, n length, D hidden size, K learned
 parameters per head.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
+from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
 from ..masks.patterns import build_pattern
@@ -16,13 +22,19 @@ from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
 
 
-# Nothing is attended to so little that its logit is out of reach of the others.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..masks.sparse_mask import SparseMask
+    from ..models.sparse_attention import SparseAttention
+
+# Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
 
 
 @contextmanager
-def running_through(model, sparse_attention):
-    """Inside the block, `model` runs through another [`SparseAttention`] than its own, as of [`carrier`]."""
+def running_through(model: "PreTrainedModel", sparse_attention: "SparseAttention") -> Iterator[None]:
+    """Inside the block, `model` runs with the mask of another [`SparseAttention`], made by [`carrier`]."""
     own = get_sparse_attention(model)
     model.base_model.sparse_attention = sparse_attention
     try:
@@ -31,47 +43,51 @@ def running_through(model, sparse_attention):
         model.base_model.sparse_attention = own
 
 
-def carrier(model, mask=None):
-    """A [`SparseAttention`] for [`running_through`], with a [`SparseMask`] or, without one, with all entries on."""
+def carrier(model: "PreTrainedModel", mask: "SparseMask | None" = None) -> "SparseAttention":
+    """A [`SparseAttention`] for [`running_through`] with the given mask, or by default with the dense one."""
     if mask is None:
         mask = build_pattern("dense", 1, model.config.num_attention_heads)
     description = describe(model, frozen=True, mask_length=max(mask.length, 3), allow_empty_rows=True)
     return make_sparse_attention(model, description, mask).to(model.device).eval()
 
 
-def hidden_states(model, ids):
-    """Output of every layer: `tuple` of `(B, n, D)`."""
+def hidden_states(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output of every layer for token ids `(B, n)`: tensors of shape `(B, n, D)`."""
     return model.base_model(input_ids=ids, output_hidden_states=True).hidden_states[1:]
 
 
-def squared_errors(states, targets):
+def squared_errors(states: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> torch.Tensor:
     """
-    Per layer `||s - t||^2 / ||t - mean(t)||^2`, the mean over the batch's tokens: 1 is what the mean token would give.
+    Relative squared error of every layer: `||s - t||^2 / ||t - mean(t)||^2`, with the mean over the batch's tokens.
+    Replacing every state by the mean would give 1.
 
     Args:
-        states, targets (`tuple` of `torch.Tensor` of shape `(B, n, D)`)
+        states, targets (`Iterable[torch.Tensor]`): Hidden states of shape `(B, n, D)`, one tensor per layer.
 
     Returns:
         `torch.Tensor` of shape `(L,)`, float32.
     """
 
-    def one(state, target):
+    def error(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         state, target = state.float(), target.float()
         return (state - target).square().sum() / (target - target.mean((0, 1))).square().sum().clamp(min=1e-12)
 
-    return torch.stack([one(*pair) for pair in zip(states, targets, strict=True)])
+    return torch.stack([error(*pair) for pair in zip(states, targets, strict=True)])
 
 
-def random_batches(rows, batch_size, steps, seed=0, shortest=None):
+def random_batches(
+    rows: torch.Tensor, batch_size: int, steps: int, seed: int = 0, shortest: int | None = None
+) -> Iterator[torch.Tensor]:
     """
-    Batches of rows `(N, n)`, every row once before any comes again.
+    Yield random batches of rows. Every row is used once before any is used again.
 
     Args:
         rows (`torch.Tensor` of shape `(N, n)`): Token ids.
-        batch_size, steps (`int`)
-        seed (`int`): Of the order.
-        shortest (`int`, *optional*): Every other batch is cut to a length from here to n, its last token kept; the
-            logarithm of the length is uniform.
+        batch_size (`int`): Rows per batch.
+        steps (`int`): Number of batches.
+        seed (`int`, *optional*, defaults to 0): Seed of the order and the lengths.
+        shortest (`int`, *optional*): Cut every other batch to a length between this and n, drawn log-uniformly. The
+            last token of a row is kept.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat(
@@ -87,13 +103,13 @@ def random_batches(rows, batch_size, steps, seed=0, shortest=None):
 
 
 @contextmanager
-def _recorded(model, calls):
-    """Inside the block, calls of the self-attention modules are appended to `calls`: module, arguments, output."""
+def _recorded(model: "PreTrainedModel", outputs: list) -> Iterator[None]:
+    """Inside the block, the outputs of the self-attention modules are appended to `outputs`."""
 
-    def record(module, args, kwargs, output):
-        calls.append((module, args, kwargs, output))
+    def record(module: torch.nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output)
 
-    handles = [module.register_forward_hook(record, with_kwargs=True) for module in attention_modules(model)]
+    handles = [module.register_forward_hook(record) for module in attention_modules(model)]
     try:
         yield
     finally:
@@ -101,27 +117,28 @@ def _recorded(model, calls):
             handle.remove()
 
 
-def start_from_attention(model, dense, batches):
+def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
     """
-    Set the mask logits to the logarithm of what the dense model attends to: alpha is the mean attention probability
-    per entry of each parameter.
+    Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
+    probability over the entries that share a parameter.
 
     Args:
-        model (`PreTrainedModel`): With a mask that is being searched.
-        dense ([`SparseAttention`]): Of [`carrier`].
-        batches (`Iterable` of `torch.Tensor` of shape `(B, n)`): Token ids; rows shorter than the mask are left out.
+        model (`PreTrainedModel`): A model whose mask is being searched.
+        dense ([`SparseAttention`]): The dense mask, from [`carrier`].
+        batches (`Iterable[torch.Tensor]`): Token ids of shape `(B, n)`. Batches shorter than the mask are skipped.
     """
     sparse_attention = get_sparse_attention(model)
     config, implementation = sparse_attention.config, model.config._attn_implementation
-    length, total = config.mask_length, 0
-    model.set_attn_implementation("sparse_eager")  # the one that returns probabilities
+    length = config.mask_length
+    total = torch.zeros((), device=model.device)
+    model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
     with torch.no_grad(), running_through(model, dense):
         for ids in batches:
             if ids.shape[1] == length:
-                calls = []
-                with _recorded(model, calls):
+                outputs: list = []
+                with _recorded(model, outputs):
                     model.base_model(input_ids=ids)
-                total = total + torch.stack([output[1].float().mean(0) for *_, output in calls])  # (L, H, n, n)
+                total = total + torch.stack([output[1].float().mean(0) for output in outputs])  # (L, H, n, n)
     model.set_attn_implementation(implementation)
     if config.share_layers:
         total = total.mean(0, keepdim=True)
@@ -136,18 +153,27 @@ def start_from_attention(model, dense, batches):
         logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / config.mask_logit_scale)
 
 
-def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=False, log=None):
+def learn_mask(
+    model: "PreTrainedModel",
+    batches: Iterable[torch.Tensor],
+    steps: int,
+    learning_rate: float,
+    dense: "SparseAttention | None" = None,
+    train_norms: bool = False,
+    log: Callable[[int, float], None] | None = None,
+) -> None:
     """
-    Learn the mask logits, and nothing else of the model unless `train_norms`, so that the outputs of the masked
-    model's layers are those of the dense one on the same text.
+    Learn the mask so that the layers of the masked model give the same outputs as those of the dense model on the
+    same text. The weights do not change, except those of the normalization layers if `train_norms`.
 
     Args:
-        model (`PreTrainedModel`): With a mask that is being searched, as of [`attach`].
-        batches (`Iterable` of `torch.Tensor` of shape `(B, n)`): Token ids, `steps` of them.
-        steps (`int`): Everything that is scheduled about the mask runs from the first to the last.
-        learning_rate (`float`): Of the logits alpha (Adam), falling to a tenth.
-        dense ([`SparseAttention`], *optional*): Of [`carrier`], when there is one already.
-        train_norms (`bool`): Learn the weights of the norms too, with a hundredth of the rate.
+        model (`PreTrainedModel`): A model whose mask is being searched.
+        batches (`Iterable[torch.Tensor]`): Token ids of shape `(B, n)`, one batch per step.
+        steps (`int`): Number of steps, over which the schedules of the search run.
+        learning_rate (`float`): Learning rate of the logits alpha (Adam); it decays linearly to a tenth.
+        dense ([`SparseAttention`], *optional*): The dense mask, if there is one from [`carrier`] already.
+        train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
+            the learning rate.
         log (`Callable`, *optional*): Called with step and loss.
 
     Raises:
@@ -161,7 +187,7 @@ def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=Fal
     groups = [
         {"params": [sparse_attention.mask_logits], "lr": learning_rate / sparse_attention.config.mask_logit_scale}
     ]
-    norms = []
+    norms: list[torch.nn.Parameter] = []
     if train_norms:
         modules = (module for module in model.base_model.modules() if "Norm" in type(module).__name__)
         norms = [parameter for module in modules for parameter in module.parameters(recurse=False)]
@@ -171,7 +197,7 @@ def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=Fal
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.1))
-    for step, ids in enumerate(batches):
+    for step, ids in enumerate(_progress(batches, steps, "Searching")):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
             targets = hidden_states(model, ids)
@@ -187,8 +213,8 @@ def learn_mask(model, batches, steps, learning_rate, dense=None, train_norms=Fal
 
 
 @contextmanager
-def _swapped(parameters, values):
-    """Inside the block, parameters hold other values."""
+def _swapped(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> Iterator[None]:
+    """Inside the block, the parameters have other values."""
     own = [parameter.data for parameter in parameters]
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data = value
@@ -199,15 +225,25 @@ def _swapped(parameters, values):
             parameter.data = value
 
 
-def recover(model, teacher, batches, steps, learning_rate, log=None):
+def recover(
+    model: "PreTrainedModel",
+    teacher: "PreTrainedModel",
+    batches: Iterable[torch.Tensor],
+    steps: int,
+    learning_rate: float,
+    log: Callable[[int, float], None] | None = None,
+) -> None:
     """
-    Train the weights through the frozen mask until they do what the dense teacher does, without dropout.
+    Train the weights through the frozen mask, without dropout, to reproduce the hidden states of the dense model.
 
     Args:
-        model (`PreTrainedModel`): With a frozen mask.
+        model (`PreTrainedModel`): A model with a frozen mask.
         teacher (`PreTrainedModel`): The dense model.
-        batches, steps, log: As [`learn_mask`].
-        learning_rate (`float`): Of AdamW, after a tenth of the steps; then falling to 0.
+        batches (`Iterable[torch.Tensor]`): Token ids of shape `(B, n)`, one batch per step.
+        steps (`int`): Number of steps.
+        learning_rate (`float`): Peak learning rate (AdamW), reached after a tenth of the steps; it then decays
+            linearly to 0.
+        log (`Callable`, *optional*): Called with step and loss.
     """
     model.eval().requires_grad_(True)
     optimizer = torch.optim.AdamW(model.base_model.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -215,7 +251,7 @@ def recover(model, teacher, batches, steps, learning_rate, log=None):
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
     )
-    for step, ids in enumerate(batches):
+    for step, ids in enumerate(_progress(batches, steps, "Recovering")):
         with torch.no_grad():
             targets = hidden_states(teacher, ids)
         loss = squared_errors(hidden_states(model, ids), targets).mean()
@@ -228,36 +264,51 @@ def recover(model, teacher, batches, steps, learning_rate, log=None):
             log(step, loss.item())
 
 
-def _mlm_logits(model, ids):
+def _progress(batches: Iterable, total: int, description: str) -> Iterable:
+    """The batches with a progress bar, if the error output is a terminal."""
+    return tqdm(batches, description, total, disable=None)
+
+
+def _mlm_logits(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tensor:
     output = model(input_ids=ids)
     return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
-def agreement(model, masks, rows, teacher=None, tokenizer=None, batch_size=16, seed=0):
+def agreement(
+    model: "PreTrainedModel",
+    masks: "Mapping[str, SparseMask | None]",
+    rows: torch.Tensor,
+    teacher: "PreTrainedModel | None" = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
     """
-    How near masked models are to the dense one, on text.
+    Compare a model under several masks with the dense model.
 
     Args:
-        model (`PreTrainedModel`): With a mask, of any kind.
-        masks (`dict`): By name, a [`SparseMask`], or `None` for the model's own.
+        model (`PreTrainedModel`): A model with any mask.
+        masks (`Mapping[str, SparseMask | None]`): Masks by name; `None` stands for the model's own.
         rows (`torch.Tensor` of shape `(N, n)`): Token ids, without padding.
-        teacher (`PreTrainedModel`, *optional*): The dense model, where `model` has other weights.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): For the MLM loss, of a model with that head.
-        batch_size, seed (`int`): The seed is that of the tokens to predict.
+        teacher (`PreTrainedModel`, *optional*): The dense model, if its weights differ from those of `model`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Report the MLM loss too; needs a model with that head.
+        batch_size (`int`, *optional*, defaults to 16): Rows per batch.
+        seed (`int`, *optional*, defaults to 0): Seed of the choice of tokens to predict.
 
     Returns:
-        `dict`: By name: `"cosine"` (mean over the rows, of the mean last hidden state), `"cosine_5"` (5 % quantile),
-        `"layer_error"` (`list`, the root of [`squared_errors`] over all rows), `"mlm_loss"` with a tokenizer.
+        `dict[str, dict]`: By name of the mask: `"cosine"` (between the mean last hidden states of a row, averaged over
+        the rows), `"cosine_5"` (its 5 % quantile), `"layer_error"` (one number per layer, the root of
+        [`squared_errors`] over all rows) and, with a tokenizer, `"mlm_loss"`.
     """
     carriers = {
         name: get_sparse_attention(model) if mask is None else carrier(model, mask) for name, mask in masks.items()
     }
     dense = carrier(model)
-    cosines, errors, losses = ({name: [] for name in masks} for _ in range(3))
+    cosines, errors, losses = ({name: list[torch.Tensor]() for name in masks} for _ in range(3))
     collator = None if tokenizer is None else DataCollatorForLanguageModeling(tokenizer, seed=seed)
     model.eval()
     with torch.no_grad():
-        for ids in rows.split(batch_size):
+        for ids in _progress(rows.split(batch_size), -(-len(rows) // batch_size), "Comparing masks"):
             with running_through(model, dense):
                 targets = hidden_states(teacher or model, ids)
             if collator is not None:
@@ -273,17 +324,14 @@ def agreement(model, masks, rows, teacher=None, tokenizer=None, batch_size=16, s
                         )
                 cosines[name].append(cosine_similarity(states[-1].float().mean(1), targets[-1].float().mean(1)))
                 errors[name].append(squared_errors(states, targets) * len(ids))
-    report = {}
+    report: dict[str, dict[str, Any]] = {}
     for name in masks:
         cosine = torch.cat(cosines[name])
         report[name] = {
             "cosine": cosine.mean().item(),
             "cosine_5": cosine.quantile(0.05).item(),
-            "layer_error": (sum(errors[name]) / len(rows)).sqrt().tolist(),
+            "layer_error": (torch.stack(errors[name]).sum(0) / len(rows)).sqrt().tolist(),
         }
         if collator is not None:
             report[name]["mlm_loss"] = torch.cat(losses[name]).mean().item()
     return report
-
-
-__all__ = ["agreement", "carrier", "learn_mask", "recover", "running_through", "start_from_attention"]

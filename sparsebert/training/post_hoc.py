@@ -1,37 +1,46 @@
 """
-Post-hoc search: `python -m sparsebert.search --model DIR --data TEXT --target_sparsity 0.9 --output_dir OUT`.
+The run of a post-hoc search: learn the mask of a trained model, freeze it, and compare it with other masks.
 
-Learns the mask of a model that is trained already, and nothing else of it, by matching the dense model on text without
-labels; with `--recover STEPS` trains the weights through the frozen mask after that. Compares with random and manual
-masks at the same sparsity. Writes to `OUT`: the model with its mask (stock files, read back by
-`sparsebert.load`), the tokenizer, `metrics.json`, `mask_probs.safetensors`, pictures (with the extra `viz`).
+This module reads model and text and writes the results; [`~sparsebert.training.matching`] has the algorithm.
 """
 
 import copy
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer, set_seed
 
-from ..checks import check_choice
+from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
+from ..analysis.tables import Table
+from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
-from ..files import check_output_dir
+from ..files import check_output_dir, write_metrics
+from ..masks.matched import matched_patterns
 from ..models.architectures import attention_modules, check_architecture, num_positions
 from ..models.attaching import allowed_fields, attach
+from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import carries_mask, model_class_of
+from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.searches import SEARCHES
+from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
 
 
-LEARNED, RECOVERED = "learned", "learned, recovered"
-# Batches whose attention probabilities the search starts from.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+LEARNED, STARTED_FROM, RECOVERED = "learned", "dense model's attention", "learned, recovered"
+# Number of batches over which the attention probabilities that the search starts from are averaged.
 START_BATCHES = 8
-# Of SparseBertConfig, where a search after training does better with other values than one during it: P itself instead
-# of samples, ever steeper; log P, which lets what is removed be missed.
-FIELDS = {
+# Defaults of SparseBertConfig that differ after training: the search uses P itself instead of samples of it, ever
+# steeper, and adds log P to the scores, whose gradient still reaches entries that are nearly removed.
+FIELDS: dict[str, Any] = {
     "search": "dam_s",
     "share_layers": False,
     "special_tokens": "first_last",
@@ -46,31 +55,30 @@ FIELDS = {
 
 
 @dataclass
-class PosthocArguments:
+class PostHocArguments:
     """
-    Section `data` of a post-hoc search. Section `model` is about the mask: `target_sparsity` (needed), `search`,
+    Section `data` of a post-hoc search. Section `model` describes the mask: `target_sparsity` (required), `search`,
     `share_layers`, `block_size`, ...
 
     Args:
         model (`str`): Folder or Hub id of a text encoder without a mask.
-        data (`str` or `list`): Text without labels: `"builtin"`, files, or `"hub:owner/name"`, see
-            [`load_documents`].
-        validation (`str` or `list`, *optional*): The same for the held-out text; by default 1 document in 100.
-        output_dir (`str`): Where everything goes.
-        max_length (`int`): n, tokens per row and length of the mask.
-        max_tokens (`int`): Stop reading the text here.
-        max_validation_tokens (`int`): Stop reading the held-out text here.
-        steps (`int`): Of the search; 0 keeps what it starts from, the dense model's attention.
-        batch_size (`int`): Rows.
-        learning_rate (`float`): Of alpha.
-        shortest (`int`, *optional*): Every other batch is cut to a length from here to `max_length`, for a mask that
-            serves short inputs too; `null` for none.
-        train (`str`, *optional*): `"norms"` to learn the norms' weights along with the mask.
-        recover (`int`): Steps of training the weights through the frozen mask.
-        recover_learning_rate (`float`)
+        data (`str` or `list`): Unlabelled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
+        output_dir (`str`): Output folder.
+        max_length (`int`): Tokens per row of text, and length of the mask.
+        max_tokens (`int`): Maximum number of tokens of text to read.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        steps (`int`): Steps of the search; with 0 the mask keeps what the dense model attends to most.
+        batch_size (`int`): Rows of text per step.
+        learning_rate (`float`): Learning rate of the mask logits.
+        shortest (`int`, *optional*): Cut every other batch to a random length from here to `max_length`, for a mask
+            that also serves short inputs; `null` to keep all batches whole.
+        train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
+        recover (`int`): Steps of training the weights through the frozen mask, after the search.
+        recover_learning_rate (`float`): Learning rate of these steps.
         patterns (`bool`): Compare with random and manual masks.
-        seed (`int`)
-        overwrite (`bool`): Accept an output folder that is not empty.
+        seed (`int`): Random seed.
+        overwrite (`bool`): Accept a non-empty output folder.
     """
 
     model: str | None = None
@@ -92,45 +100,133 @@ class PosthocArguments:
     overwrite: bool = False
 
 
-def check(options, given):
+SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
+
+
+def search_post_hoc(
+    recipe: dict[str, dict[str, Any]], log: Callable[[int, float], None] | None = None
+) -> dict[str, Any]:
     """
-    Everything that can be refused before weights and text are read.
+    Learn the mask of a trained model as a recipe says, freeze it, and compare it with other masks.
+
+    Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
+    matplotlib is installed, pictures.
 
     Args:
-        options ([`PosthocArguments`])
-        given (`dict`): Section `model`.
+        recipe (`dict[str, dict]`): Sections `data` and `model`, as [`load_recipe`] returns them.
+        log (`Callable`, *optional*): Called with the step and the error after every step of search and recovery.
+
+    Returns:
+        `dict`: The metrics. [`agreement_table`] makes a table of them.
+    Raises:
+        ValueError, OSError: If something is wrong in the recipe, the model or the text.
+    """
+    start = time.perf_counter()
+    options = PostHocArguments(**recipe["data"])
+    config, fields = check_arguments(options, recipe["model"])
+    output = Path(str(options.output_dir))
+    set_seed(options.seed)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
+    seconds = {"prepare": time.perf_counter() - start}
+
+    model = model_class_of(config).from_pretrained(options.model).to(device).eval()
+    # Until its weights change, the model itself serves as the dense one.
+    teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
+    _attach(model, options, fields)
+    sparse_attention, dense = model.sparse_attention, carrier(model)
+    begin = time.perf_counter()
+    start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
+    started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
+    batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
+    learn_mask(model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log)
+    outcome, probs = sparse_attention.outcome(), sparse_attention.mask_probs()
+    mask = model.freeze(metadata={"run": output.name})
+    seconds["search"] = time.perf_counter() - begin
+
+    # ELECTRA is not pre-trained to predict tokens.
+    heads = ("ForMaskedLM",) if config.model_type == "electra" else ("ForMaskedLM", "ForPreTraining")
+    mlm_tokenizer = tokenizer if type(model).__name__.endswith(heads) else None
+    masks = {LEARNED: mask, STARTED_FROM: started_from}
+    if options.patterns:
+        masks |= matched_patterns(
+            mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
+        )
+    begin = time.perf_counter()
+    compared = {"dense": carrier(model).mask} | masks
+    report = agreement(model, compared, held_out, teacher, mlm_tokenizer, seed=options.seed)
+    seconds["report"] = time.perf_counter() - begin
+    if options.recover and teacher is not None:
+        begin = time.perf_counter()
+        model.set_attn_implementation("sparse_auto")
+        batches = random_batches(rows, options.batch_size, options.recover, options.seed + 1, options.shortest)
+        recover(model, teacher, batches, options.recover, options.recover_learning_rate, log)
+        seconds["recover"] = time.perf_counter() - begin
+        report |= agreement(model, {RECOVERED: mask}, held_out, teacher, mlm_tokenizer, seed=options.seed)
+        masks[RECOVERED] = mask
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
+    if find_spec("matplotlib"):
+        plot_heads(mask, output / "heads.png")
+        plot_mean_probs(probs, output / "mean_probs.png")
+        plot_offset_profile(probs, output / "offset_profile.png", mask.special_tokens)
+    parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
+    seconds["total"] = time.perf_counter() - start
+    metrics = {
+        "model": options.model,
+        "search": fields["search"],
+        "share_layers": fields["share_layers"],
+        "steps": options.steps,
+        "recover": options.recover,
+        "search_outcome": outcome,
+        "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
+        "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
+        "agreement": report,
+        "seconds": seconds,
+    }
+    return write_metrics(output / "metrics.json", metrics)
+
+
+def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
+    """
+    Check everything that can be checked before weights and text are read.
+
+    Args:
+        options ([`PostHocArguments`]): Section `data` of the recipe.
+        given (`dict`): Section `model` of the recipe.
 
     Returns:
         `tuple`: The model's configuration, and the fields of the search.
     Raises:
-        ValueError: If a field is missing, wrong or without a meaning here, or the model cannot be searched.
-        OSError: If there is no such model, or the output folder is not empty.
+        ValueError: If a field is missing, wrong or has no effect here, or the model cannot be searched.
+        OSError: If the model does not exist, or the output folder is not empty.
     """
     fields = FIELDS | given
     check_choice("search", fields["search"], tuple(SEARCHES))
     for name in ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
-    check_output_dir(options.output_dir, options.overwrite)
+    check_output_dir(str(options.output_dir), options.overwrite)
     if fields.get("target_sparsity") is None:
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
-        raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its configuration")
+        raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its own configuration")
     check_choice("train", options.train, (None, "norms"))
     for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
-        if getattr(options, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}")
+        check_range(name, getattr(options, name), least)
     if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
-    config = AutoConfig.from_pretrained(options.model)
+    config = AutoConfig.from_pretrained(str(options.model))
     check_architecture(config.model_type)
     if config.model_type == "vit":
-        raise ValueError(f"{options.model} reads images: this search is for models of text")
+        raise ValueError(f"{options.model} reads images: this search is for text encoders")
     if carries_mask(options.model):
-        raise ValueError(f"{options.model} carries a mask already: the search starts from a dense model")
+        raise ValueError(f"{options.model} already has a mask: the search starts from a dense model")
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
-    # Refuses wrong fields, such as a target out of reach, without the weights.
+    # Rejects wrong fields, such as a target out of reach, without loading weights.
     with torch.device("meta"):
         model = model_class_of(config)(copy.deepcopy(config))
     if len(attention_modules(model)) < config.num_hidden_layers:
@@ -139,17 +235,23 @@ def check(options, given):
     return config, fields
 
 
-def _attach(model, options, fields):
+def _attach(model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any]) -> "PreTrainedModel":
     others = {name: value for name, value in fields.items() if name != "search"}
     return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)
 
 
-def read_rows(options, tokenizer):
-    """Rows of packed text for the search and held out: two tensors `(N, n)` of token ids."""
+def read_rows(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase") -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Packed text for the search, and held-out text: two tensors of token ids of shape `(N, n)`.
+
+    Raises:
+        ValueError: If there is too little text for one batch.
+    """
     rows = []
+    text: Any = options.data
     for split, source, max_tokens in (
-        ("train", options.data, options.max_tokens),
-        ("validation", options.validation or options.data, options.max_validation_tokens),
+        ("train", text, options.max_tokens),
+        ("validation", options.validation or text, options.max_validation_tokens),
     ):
         documents = load_documents(source, "all" if options.validation else split)
         packed = pretraining_dataset(documents, tokenizer, options.max_length, max_tokens=max_tokens)
@@ -159,20 +261,31 @@ def read_rows(options, tokenizer):
             f"data: the text gives {len(rows[0])} rows of {options.max_length} tokens, too few for a batch of "
             f"{options.batch_size}: use more text, or a smaller batch_size or max_length"
         )
-    return rows
+    return rows[0], rows[1]
 
 
-def report_table(report, sparsities):
-    """The agreement of all masks as a Markdown table."""
-    with_mlm = any("mlm_loss" in numbers for numbers in report.values())
-    table = Table(box=MARKDOWN)
-    for column in ("mask", "removed", "cosine", "5 % quantile", "error of the layers", *(["MLM loss"] * with_mlm)):
-        table.add_column(column)
-    for name, numbers in report.items():
-        errors = " ".join(f"{error:.2f}" for error in numbers["layer_error"])
-        cells = [name, f"{sparsities[name]:.1%}", f"{numbers['cosine']:.3f}", f"{numbers['cosine_5']:.3f}", errors]
-        table.add_row(*cells, *([f"{numbers['mlm_loss']:.3f}"] if with_mlm else []))
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().strip()
+def agreement_table(metrics: dict[str, Any]) -> Table:
+    """
+    How close each mask keeps the model to the dense one.
+
+    Args:
+        metrics (`dict`): Result of [`search_post_hoc`].
+
+    Returns:
+        [`~sparsebert.analysis.tables.Table`]
+    """
+    rows = []
+    for name, numbers in metrics["agreement"].items():
+        row = {
+            "mask": name,
+            "removed": f"{metrics['sparsity'][name]:.1%}",
+            "cosine": f"{numbers['cosine']:.3f}",
+            "5 % quantile": f"{numbers['cosine_5']:.3f}",
+            "error of the layers": " ".join(f"{error:.2f}" for error in numbers["layer_error"]),
+        }
+        rows.append(row | ({"MLM loss": f"{numbers['mlm_loss']:.3f}"} if "mlm_loss" in numbers else {}))
+    notes = (
+        "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
+        "hidden states from the dense model's, relative to that of their mean",
+    )
+    return Table.of("Agreement with the dense model", rows, notes)

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainingArguments, set_seed
@@ -26,32 +27,41 @@ from .resuming import check_checkpoint
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+
 @dataclass
 class PretrainingArguments:
     """
     Section `data` of a pre-training recipe.
 
     Args:
-        text (`str` or `list`): `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
-        validation (`str` or `list`, *optional*): The same for the held-out text; by default 1 document in 100.
-        tokenizer (`str`, *optional*): Folder or Hub id; by default a WordPiece of `model.vocab_size` is trained.
+        text (`str` or `list`): Training text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
+        tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default a WordPiece tokenizer of
+            `model.vocab_size` tokens is trained on the text.
         base_model (`str`, *optional*): Folder or Hub id of weights to start from.
-        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train through.
-        nsp (`bool`): Next-sentence pairs and loss (BERT); otherwise packed text and MLM only, or with
-            `model.is_decoder` the prediction of the next token.
-        max_length (`int`): Tokens per example.
-        max_tokens (`int`, *optional*): Stop reading the training text here.
-        max_validation_tokens (`int`): Stop reading the held-out text here.
-        mlm_probability (`float`): Share of the tokens to predict.
-        freeze_threshold (`float`, *optional*): Keep what has P above it; 1/2 where nothing else is asked for.
-        freeze_sparsity (`float`, *optional*): Keep the most probable down to this sparsity instead; by default the
-            model's `target_sparsity`.
-        search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains through it.
-        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`: the mask
-            is pruned by a schedule and frozen within the training.
-        attn_implementation (`str`): Backend, `"sparse_auto"` or a name of `BACKENDS`.
-        pictures (`bool`): Draw the mask in the end, where matplotlib is installed.
-        overwrite (`bool`): Accept an output folder that is not empty.
+        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train with.
+        nsp (`bool`): Train on next-sentence pairs with MLM and NSP loss, like BERT; otherwise on packed text with MLM
+            only, or with `model.is_decoder` to predict the next token.
+        max_length (`int`): Maximum number of tokens per example.
+        max_tokens (`int`, *optional*): Maximum number of tokens of training text to read.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        mlm_probability (`float`): Fraction of the tokens to predict.
+        freeze_threshold (`float`, *optional*): Freeze by keeping entries with P above this; 0.5 if neither a
+            threshold nor a sparsity is given.
+        freeze_sparsity (`float`, *optional*): Freeze by keeping the entries with the highest P, down to this sparsity;
+            by default the model's `target_sparsity`.
+        search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains with the frozen
+            mask.
+        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`, to prune
+            the mask by a schedule during training.
+        attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
+        pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
+        overwrite (`bool`): Accept a non-empty output folder.
     """
 
     text: str | list = "builtin"
@@ -76,38 +86,43 @@ class PretrainingArguments:
 SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
 
 
-def pretrain(recipe):
+def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
-    Train a model as a recipe says: masked tokens and sentence pairs (BERT), masked tokens only, or with
-    `model.is_decoder` the next token. The mask is learned with the weights, or given; in the end it is frozen.
+    Train a model as a recipe says: on masked tokens and sentence pairs (BERT), on masked tokens only, or with
+    `model.is_decoder` on the next token. The mask is given or learned with the weights; at the end it is frozen.
 
-    Writes to `output_dir` what `pretrain.py` promises.
+    Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was
+    logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed, pictures.
 
     Args:
-        recipe (`dict`): Sections `data`, `model`, `training` as [`load_recipe`] gives them.
+        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
 
     Returns:
         `dict`: The metrics.
     Raises:
-        ValueError, OSError: For what is wrong in the recipe or the data.
+        ValueError, OSError: If something is wrong in the recipe or the data.
     """
     start = time.perf_counter()
     data = PretrainingArguments(**recipe["data"])
     training = TrainingArguments(**recipe["training"])
-    output = Path(training.output_dir)
+    output = Path(str(training.output_dir))
     check_backend(data.attn_implementation)
-    check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
     pruning = ProgressivePruning.from_settings(data.pruning)
     for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
         if pruning is not None and getattr(data, name) != unset:
-            raise ValueError(f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask")
+            raise ValueError(
+                f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask itself"
+            )
     schedule = SearchSchedule(data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
     causal = bool(recipe["model"].get("is_decoder"))
     if causal and data.nsp:
-        raise ValueError("nsp true has no meaning with is_decoder true, which predicts the next token: set nsp false")
+        raise ValueError(
+            "nsp true has no meaning with is_decoder true, which predicts the next token: set nsp to false"
+        )
     set_seed(training.seed)
 
-    model_class = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
+    model_class: Any = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
     if causal:
         model_class = SparseBertLMHeadModel
     if data.base_model:
@@ -129,11 +144,12 @@ def pretrain(recipe):
     if training.resume_from_checkpoint:
         check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
 
-    def documents(split):
+    def documents(split: str) -> "Iterator[list[str]]":
         if data.validation is None:
             return load_documents(data.text, split)
         return load_documents(data.text if split == "train" else data.validation, "all")
 
+    tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
     else:
@@ -144,9 +160,8 @@ def pretrain(recipe):
         pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
         for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
     )
-    if causal:
-        collator = causal_collator
-    else:
+    collator: Callable = causal_collator
+    if not causal:
         collator = pretraining_collator(tokenizer, data.mlm_probability, pad_to_multiple_of=data.max_length)
 
     trainer = SparseBertTrainer(
@@ -169,7 +184,7 @@ def pretrain(recipe):
     if searched:
         save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
     if sparse_attention.searching:
-        trainer.save_model()  # freezing may refuse the mask; the search is not lost with it
+        trainer.save_model()  # freezing may refuse the mask; then the search is not lost
         schedule.freeze(sparse_attention)
     if searched:
         metrics["search_outcome"] = schedule.outcome

@@ -1,18 +1,26 @@
-"""Whether a run can go on from a checkpoint: what was searched there must be what is searched here."""
+"""Check that a run can resume from a checkpoint, that is, that both have the same search."""
 
 import json
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import CONFIG_NAME
 
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask
 from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import stored_settings
 
 
-# What makes a search another one; a checkpoint of one cannot go on as the other.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..search.progressive_pruning import ProgressivePruning
+
+# Fields that define a search. A run cannot resume from a checkpoint in which one of them differs.
 MODE_FIELDS = (
     "search", "pattern", "target_sparsity", "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
     "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "mask_length",
@@ -21,8 +29,8 @@ MODE_FIELDS = (
 )  # fmt: skip
 
 
-def _stored_fields(checkpoint):
-    """What the configuration in a checkpoint says about mask and search; empty where nothing is said."""
+def _stored_fields(checkpoint: str | os.PathLike) -> dict[str, Any]:
+    """The fields about mask and search in a checkpoint's configuration; empty if it has none."""
     folder = Path(checkpoint)
     try:
         if (path := folder / SEARCH_CONFIG_NAME).is_file():
@@ -36,25 +44,30 @@ def _stored_fields(checkpoint):
     return {}
 
 
-def check_checkpoint(checkpoint, model, pruning=None, freezes=False):
+def check_checkpoint(
+    checkpoint: str | os.PathLike,
+    model: "PreTrainedModel",
+    pruning: "ProgressivePruning | None" = None,
+    freezes: bool = False,
+) -> None:
     """
-    Whether a run can go on from a checkpoint: its search, pattern, target or pruning must be the same.
+    Check that a run can resume from a checkpoint: search, pattern, target and pruning must be the same.
 
     Args:
-        checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
-        model (`PreTrainedModel`): As at the start of the run.
-        pruning ([`ProgressivePruning`], *optional*): Of the run.
-        freezes (`bool`): Whether the search ends before the run does.
+        checkpoint (`str` or `os.PathLike`): Folder written by a Trainer.
+        model (`PreTrainedModel`): The model at the start of the run.
+        pruning ([`ProgressivePruning`], *optional*): The pruning of the run.
+        freezes (`bool`, *optional*, defaults to `False`): Whether the search ends before the run does.
 
     Raises:
-        ValueError: If they differ; names the first field that does.
+        ValueError: If they differ. The message names the first field that does.
     """
     sparse_attention = getattr(model.base_model, "sparse_attention", None)
     if sparse_attention is None or not Path(checkpoint).is_dir():
         return
     stored, config = _stored_fields(checkpoint), sparse_attention.config
     here = {name: getattr(config, name) for name in (*MODE_FIELDS, "frozen")}
-    # A search or the dense pattern turns into a frozen mask as pruning ends.
+    # At the end of the pruning, a search or the dense pattern becomes a frozen mask.
     changing = ("frozen",) * freezes if pruning is None else ("pattern", "frozen", "mask_length", "diagonal")
     changing += ("diagonal",) * stored.get("frozen", False)  # the frozen mask holds it
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
@@ -66,9 +79,9 @@ def check_checkpoint(checkpoint, model, pruning=None, freezes=False):
     for name, then, now in pairs:
         if then != now:
             raise ValueError(
-                f"{checkpoint}: resumed with another mode: {name} was {then!r}, is {now!r}; resume with the settings "
-                "of the checkpoint, or start anew"
+                f"{checkpoint}: cannot resume with other settings: {name} was {then!r}, is {now!r}; resume with the "
+                "settings of the checkpoint, or start a new run"
             )
     if pruning is None and not sparse_attention.searching and (Path(checkpoint) / MASK_CONFIG_NAME).is_file():
         if SparseMask.from_pretrained(checkpoint) != sparse_attention.mask:
-            raise ValueError(f"{checkpoint}: resumed with another mask than the one that it was trained through")
+            raise ValueError(f"{checkpoint}: cannot resume with another mask than the one it was trained with")

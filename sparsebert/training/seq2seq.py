@@ -1,18 +1,20 @@
 """
-Translation with sparse attention: `python -m sparsebert.translation RECIPE [--field value ...]`.
+Translation with sparse attention.
 
-An [`EncoderDecoderModel`] of a SparseBERT encoder and a causal SparseBERT decoder under the same pattern, with a cased
-WordPiece trained on both languages; the attention of the decoder to the encoder is dense. Writes to `output_dir`: the
-model, the tokenizer, `translations.txt` (of the test set), `metrics.json`.
+The model is an [`~transformers.EncoderDecoderModel`] of a SparseBERT encoder and a causal SparseBERT decoder with the
+same pattern; cross-attention is dense. The tokenizer is a cased WordPiece trained on both languages.
 
 Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5 and Appendix G.3.
 """
 
+import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import (
@@ -34,13 +36,17 @@ from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from .trainer import SparseBertTrainer
 
 
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.get_logger(__name__)
 
-# How a WordPiece's words are joined again: no space before these, after those, and around the last.
+# Punctuation without a space before it, after it, and on both sides, to join the words of a WordPiece tokenizer.
 _JOIN = (
-    (re.compile(r" ([.,!?:;%)\]}“…])"), r"\1"),
-    (re.compile(r"([(\[{„]) "), r"\1"),
-    (re.compile(r" ([-'’/]) "), r"\1"),
+    (re.compile(" ([.,!?:;%)\\]}\u201c\u2026])"), r"\1"),
+    (re.compile("([(\\[{\u201e]) "), r"\1"),
+    (re.compile(" ([-'\u2019/]) "), r"\1"),
 )
 
 
@@ -50,15 +56,16 @@ class TranslationArguments:
     Section `data` of a translation recipe.
 
     Args:
-        train (`str` or `list`): A `.tsv` file with source and target in two columns, or two files, source and target,
-            with a sentence a line; any of them may be compressed (`.gz`, `.xz`).
-        test (`str` or `list`): The same, to translate.
-        tokenizer (`str`, *optional*): Folder or Hub id; by default a cased WordPiece of `model.vocab_size` is trained
-            on both languages.
-        max_length (`int`): Tokens per sentence, longer ones are cut.
-        max_train_pairs, max_test_pairs (`int`, *optional*): Read so many.
-        num_beams (`int`): Of the beam search.
-        overwrite (`bool`): Accept an output folder that is not empty.
+        train (`str` or `list`): Sentence pairs to train on: a `.tsv` file with two columns, source and target, or two
+            files with a sentence per line. Files may be compressed (`.gz`, `.xz`).
+        test (`str` or `list`): Sentence pairs to translate, in the same form.
+        tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default a cased WordPiece tokenizer of
+            `model.vocab_size` tokens is trained on both languages.
+        max_length (`int`): Maximum number of tokens per sentence; longer sentences are truncated.
+        max_train_pairs (`int`, *optional*): Maximum number of pairs to train on.
+        max_test_pairs (`int`, *optional*): Maximum number of pairs to translate.
+        num_beams (`int`): Number of beams of the beam search.
+        overwrite (`bool`): Accept a non-empty output folder.
     """
 
     train: str | list | None = None
@@ -74,20 +81,20 @@ class TranslationArguments:
 SECTIONS = {"data": TranslationArguments, "model": SparseBertConfig, "training": Seq2SeqTrainingArguments}
 
 
-def read_pairs(source, max_pairs=None):
+def read_pairs(source: str | list[str] | None, max_pairs: int | None = None) -> list[tuple[str, str]]:
     """
-    Sentences and their translations. Pairs of which a side is empty are left out.
+    Read sentence pairs. Pairs with an empty side are skipped.
 
     Args:
-        source (`str` or `list`): As `train` of [`TranslationArguments`].
-        max_pairs (`int`, *optional*): Read so many.
+        source (`str` or `list[str]`): A `.tsv` file, or two text files; see [`TranslationArguments`].
+        max_pairs (`int`, *optional*): Maximum number of pairs.
 
     Returns:
-        `list[tuple[str, str]]`
+        `list[tuple[str, str]]`: Sources and targets.
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If two files have different numbers of lines, a line of a table has not two columns, or there is
-            no pair.
+        ValueError: If two files differ in their number of lines, a line of a table does not have two columns, or
+            there is no pair.
     """
     if isinstance(source, str):
         pairs = _read_table(source)
@@ -105,39 +112,40 @@ def read_pairs(source, max_pairs=None):
     if not found:
         raise ValueError(f"no pair of sentences in {source!r}")
     if empty := sum(not all(pair) for pair in pairs):
-        logger.warning(f"{source}: {empty} pairs with an empty side are left out")
+        logger.warning(f"{source}: skipped {empty} pairs with an empty side.")
     return found
 
 
-def _read_lines(path):
+def _read_lines(path: str) -> list[str]:
     with open_text(path) as file:
         return [" ".join(line.split()) for line in file]
 
 
-def _read_table(path):
+def _read_table(path: str) -> list[tuple[str, str]]:
     pairs = []
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             columns = line.rstrip("\r\n").split("\t")
             if len(columns) != 2:
-                raise ValueError(f"{path}:{number}: expected source and target between one tab, got {len(columns)} "
-                                 "columns")  # fmt: skip
-            pairs.append(tuple(" ".join(column.split()) for column in columns))
+                raise ValueError(f"{path}:{number}: expected source and target separated by one tab, got "
+                                 f"{len(columns)} columns")  # fmt: skip
+            source, target = (" ".join(column.split()) for column in columns)
+            pairs.append((source, target))
     return pairs
 
 
-def check_model(model, max_length):
+def check_model(model: dict[str, Any], max_length: int) -> tuple[SparseBertConfig, SparseBertConfig]:
     """
-    The configurations of encoder and decoder.
+    Make the configurations of encoder and decoder.
 
     Args:
         model (`dict`): Section `model` of the recipe, with a `pattern`.
-        max_length (`int`): Tokens per sentence.
+        max_length (`int`): Maximum number of tokens per sentence.
 
     Returns:
-        `tuple` of [`SparseBertConfig`]
+        `tuple[SparseBertConfig, SparseBertConfig]`
     Raises:
-        ValueError: If the fields are wrong.
+        ValueError: If there is no pattern, or the mask or the positions are too short.
     """
     if model.get("pattern") is None or model.get("search") is not None:
         raise ValueError(
@@ -145,7 +153,7 @@ def check_model(model, max_length):
             f"search {model.get('search')!r}"
         )
     encoder = SparseBertConfig(**model)
-    if max_length > min(encoder.max_position_embeddings, encoder.mask_length):
+    if max_length > min(encoder.max_position_embeddings, encoder.mask_length or max_length):
         raise ValueError(
             f"max_length must be at most max_position_embeddings {encoder.max_position_embeddings} and mask_length "
             f"{encoder.mask_length}, got {max_length}"
@@ -153,20 +161,22 @@ def check_model(model, max_length):
     return encoder, SparseBertConfig(**model | {"is_decoder": True, "add_cross_attention": True})
 
 
-def build_model(model, tokenizer, max_length, num_beams=4):
+def build_model(
+    model: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", max_length: int, num_beams: int = 4
+) -> EncoderDecoderModel:
     """
-    A sparse encoder with a sparse causal decoder.
+    Build a sparse encoder with a sparse causal decoder.
 
     Args:
-        model (`dict`): Fields of [`SparseBertConfig`] of both.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of both languages.
-        max_length (`int`): Tokens per sentence.
-        num_beams (`int`): Of the beam search.
+        model (`dict`): Fields of [`SparseBertConfig`] for encoder and decoder.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of both languages.
+        max_length (`int`): Maximum number of tokens per sentence.
+        num_beams (`int`, *optional*, defaults to 4): Number of beams of the beam search.
 
     Returns:
-        [`~transformers.EncoderDecoderModel`]: It begins with `[CLS]` and ends with `[SEP]`.
+        [`~transformers.EncoderDecoderModel`]: A model whose translations start with `[CLS]` and end with `[SEP]`.
     Raises:
-        ValueError: As [`check_model`].
+        ValueError: See [`check_model`].
     """
     encoder, decoder = check_model(model, max_length)
     result = EncoderDecoderModel(encoder=SparseBertModel(encoder), decoder=SparseBertLMHeadModel(decoder))
@@ -183,9 +193,9 @@ def build_model(model, tokenizer, max_length, num_beams=4):
     return result
 
 
-def load_model(folder):
+def load_model(folder: str | os.PathLike) -> EncoderDecoderModel:
     """
-    A model that was saved: its masks come back with it, but the host would run it with attention that ignores them.
+    Load a saved model with its masks. (`from_pretrained` alone chooses a backend that does not apply them.)
 
     Args:
         folder (`str` or `os.PathLike`): Folder or Hub id.
@@ -196,18 +206,20 @@ def load_model(folder):
     return EncoderDecoderModel.from_pretrained(folder, attn_implementation="sparse_auto")
 
 
-def encode(pairs, tokenizer, max_length):
+def encode(
+    pairs: Sequence[tuple[str, str]], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> "datasets.Dataset":
     """
-    Features of pairs of sentences.
+    Tokenize sentence pairs.
 
     Args:
-        pairs (`list[tuple[str, str]]`): Sources and targets.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of both languages.
-        max_length (`int`): Tokens per sentence, special ones included.
+        pairs (`Sequence[tuple[str, str]]`): Sources and targets.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of both languages.
+        max_length (`int`): Maximum number of tokens per sentence, special tokens included.
 
     Returns:
-        `datasets.Dataset`: `input_ids`, `attention_mask` and `labels`; the latter end with `[SEP]` and begin without
-        `[CLS]`, with which the decoder begins.
+        `datasets.Dataset`: Columns `input_ids`, `attention_mask` and `labels`. The labels end with `[SEP]`; they have
+        no `[CLS]`, which the decoder starts with.
     """
     import datasets
 
@@ -217,13 +229,13 @@ def encode(pairs, tokenizer, max_length):
     return datasets.Dataset.from_dict({**features, "labels": [ids[1:] for ids in labels]})
 
 
-def decode(ids, tokenizer):
+def decode(ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """
-    Texts of predicted tokens.
+    Turn predicted tokens into texts.
 
     Args:
-        ids (`np.ndarray` of shape `(N, n)`): Tokens; those below 0 are padding.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`])
+        ids (`np.ndarray` of shape `(N, n)`): Token ids; negative ones are padding.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of both languages.
 
     Returns:
         `list[str]`
@@ -235,50 +247,54 @@ def decode(ids, tokenizer):
     return [text.strip() for text in texts]
 
 
-def bleu(translations, references):
+def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
     """
-    Cased corpus BLEU.
+    Compute cased corpus BLEU.
 
     Args:
-        translations, references (`list[str]`)
+        translations (`Sequence[str]`): Translations of the model.
+        references (`Sequence[str]`): Correct translations.
 
     Returns:
-        `tuple[float, str]`: From 0 to 100, and sacreBLEU's signature.
+        `tuple[float, str]`: BLEU between 0 and 100, and sacreBLEU's signature.
     """
     from sacrebleu.metrics import BLEU
 
     metric = BLEU()
-    return metric.corpus_score(translations, [references]).score, str(metric.get_signature())
+    return metric.corpus_score(list(translations), [list(references)]).score, str(metric.get_signature())
 
 
 class TranslationTrainer(SparseBertTrainer, Seq2SeqTrainer):
     """[`SparseBertTrainer`] that evaluates by generating."""
 
 
-def translate(recipe):
+def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     Train and test a translation model as a recipe says.
 
+    Writes to `output_dir` the model, the tokenizer, `translations.txt` (of the test pairs) and `metrics.json`.
+
     Args:
-        recipe (`dict`): Sections `data`, `model`, `training` as [`load_recipe`] gives them.
+        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
 
     Returns:
-        `dict`: The metrics: `"bleu"`, `"bleu_signature"`, `"bleu_of_references"` (through the tokenizer and back),
-        `"loss"`, `"sparsity"` of the mask before causality, and more.
+        `dict`: The metrics: `"bleu"`, `"bleu_signature"`, `"bleu_of_references"` (of the references after tokenizing
+        and decoding them), `"loss"`, `"sparsity"` (of the mask, not counting causality), and more.
     Raises:
-        ValueError, OSError: For what is wrong in the recipe or the data.
+        ValueError, OSError: If something is wrong in the recipe or the data.
     """
     start = time.perf_counter()
     data, training = TranslationArguments(**recipe["data"]), Seq2SeqTrainingArguments(**recipe["training"])
     training.predict_with_generate = True
-    output = Path(training.output_dir)
+    output = Path(str(training.output_dir))
     check_data(data)
     check_model(recipe["model"], data.max_length)
-    check_output_dir(output, data.overwrite, training.resume_from_checkpoint)
+    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
     train = read_pairs(data.train, data.max_train_pairs)
     test = read_pairs(data.test, data.max_test_pairs)
     set_seed(training.seed)
     vocab_size = SparseBertConfig(**recipe["model"]).vocab_size
+    tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
     else:
@@ -292,25 +308,26 @@ def translate(recipe):
         training,
         train_dataset=train_set,
         eval_dataset=test_set,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # label smoothing takes the labels away
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # label smoothing removes the labels
         processing_class=tokenizer,
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     prediction = trainer.predict(test_set)
-    translations = decode(prediction.predictions, tokenizer)
+    translations = decode(np.asarray(prediction.predictions), tokenizer)
     references = [target for _, target in test]
     score, signature = bleu(translations, references)
     round_trip = tokenizer(references, truncation=True, max_length=data.max_length)["input_ids"]
     ceiling = bleu([decode(np.array([ids]), tokenizer)[0] for ids in round_trip], references)[0]
     (output / "translations.txt").write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
+    encoder: Any = model.encoder
     metrics = {
         "bleu": score,
         "bleu_signature": signature,
         "bleu_of_references": ceiling,
-        "loss": prediction.metrics["test_loss"],
-        "sparsity": model.encoder.sparse_attention.sparsity(),
-        "pattern": model.encoder.config.pattern,
+        "loss": (prediction.metrics or {})["test_loss"],
+        "sparsity": encoder.sparse_attention.sparsity(),
+        "pattern": encoder.config.pattern,
         "num_parameters": model.num_parameters(),
         "train_pairs": len(train),
         "test_pairs": len(test),
@@ -321,16 +338,18 @@ def translate(recipe):
     return write_metrics(output / "metrics.json", metrics)
 
 
-def check_data(data):
+def check_data(data: TranslationArguments) -> None:
     """
+    Check the data of a recipe without reading it.
+
     Raises:
-        ValueError: If a field of [`TranslationArguments`] is missing or out of its range, or sacreBLEU is not there.
-        OSError: If there is no such file.
+        ValueError: If a field is missing or out of range, or sacreBLEU is not installed.
+        OSError: If a file does not exist.
     """
     for name in ("train", "test"):
         source = getattr(data, name)
         if source is None:
-            raise ValueError(f"--{name} must name a .tsv file of pairs, or two text files with a sentence a line")
+            raise ValueError(f"--{name} must be a .tsv file of pairs, or two text files with a sentence per line")
         for path in [source] if isinstance(source, str) else source:
             if not Path(path).is_file():
                 raise FileNotFoundError(f"{name}: there is no file {str(path)!r}")

@@ -1,6 +1,7 @@
-"""The model of a fine-tuning run and the mask that it runs through."""
+"""The model of a fine-tuning run, with its mask and the head of its task."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -14,26 +15,33 @@ from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach,
 from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
+from .finetuning_arguments import FinetuningArguments
 
 
-# Of a SparseBERT, what may be another than in pre-training.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..masks.sparse_mask import SparseMask
+    from .single_run import TaskData
+
+# Fields that a SparseBERT model may change after pre-training.
 PROBABILITY_FIELDS = ("probability_map", "probability_map_kwargs")
 
 
-def check_model(options, config, max_length):
+def check_model(options: FinetuningArguments, config: dict[str, Any], max_length: int) -> None:
     """
     Check model and mask without reading weights.
 
     Args:
-        options ([`FinetuningArguments`]): What was asked for.
+        options ([`FinetuningArguments`]): Section `data` of the recipe.
         config (`dict`): Section `model` of the recipe.
-        max_length (`int`): Tokens of the longest input.
+        max_length (`int`): Number of tokens of the longest input.
 
     Raises:
-        ValueError: If the model is too short, cannot carry the mask, or a field means nothing here.
-        OSError: If there is no such model.
+        ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here.
+        OSError: If the model or the mask does not exist.
     """
-    model = AutoConfig.from_pretrained(options.model)
+    model = AutoConfig.from_pretrained(str(options.model))
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
         raise ValueError(
@@ -44,43 +52,43 @@ def check_model(options, config, max_length):
         if options.attn_implementation in ATTENTION_NAMES:
             raise ValueError(
                 f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
-                "give it one by --mask, or leave the field out"
+                "give it one with --mask, or leave the field out"
             )
         meaningful, why = (), "there is no mask"
     else:
         check_architecture(model.model_type)
-        probability_map = config.get("probability_map") or getattr(model, "probability_map", "softmax")
+        probability_map = str(config.get("probability_map") or getattr(model, "probability_map", "softmax"))
         check_backend(options.attn_implementation or "sparse_auto", probability_map)
         if options.mask in SEARCHES:
-            raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask that it found")
+            raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask it found")
         meaningful = allowed_fields(options.mask)
         if model.model_type == SparseBertConfig.model_type:
             meaningful += PROBABILITY_FIELDS
-        why = f"of a mask that is fixed, {', '.join(meaningful)} can be changed"
+        why = f"of a frozen mask only {', '.join(meaningful)} can be changed"
     if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
-        raise ValueError(f"model.{refused[0]} has no meaning here: {why}; another mask is given by --mask")
+        raise ValueError(f"model.{refused[0]} has no meaning here: {why}; choose another mask with --mask")
     if options.mask is not None and options.mask not in PATTERNS:
         read_mask(options.mask)
 
 
-def load_model(data, config):
+def load_model(data: "TaskData", config: dict[str, Any]) -> "PreTrainedModel":
     """
-    The model of a run, with the head of its task: with its own mask, with another mask, or dense.
+    Load the model of a run with the head of its task: with its own mask, with another mask, or dense.
 
     Args:
-        data ([`TaskData`]): Says task, model and mask.
+        data ([`TaskData`]): The data of the run; its options name model and mask.
         config (`dict`): Fields of the configuration to change.
 
     Raises:
-        ValueError: If mask, model and inputs do not fit each other, before any training.
-        OSError: If there is no such model or mask.
+        ValueError: If mask, model and inputs do not fit together.
+        OSError: If the model or the mask does not exist.
     """
     options, model_class = data.options, getattr(transformers, data.task.head)
     of_mask = set(OWN_FIELDS) - set(MODEL_FIELDS)
     fields = {name: value for name, value in config.items() if name in of_mask}
     arguments = {name: value for name, value in config.items() if name not in of_mask}
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
-    arguments["ignore_mismatched_sizes"] = True  # a model that was fine-tuned on another task has another head
+    arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(options.model):
         arguments["attn_implementation"] = options.attn_implementation
@@ -92,8 +100,7 @@ def load_model(data, config):
             model = _with_mask(options, model_class, arguments, backend, fields)
         if model.sparse_attention.searching:
             raise ValueError(
-                f"the mask of {options.model} is still being searched: freeze it first, as pretrain.py does, or give "
-                "another by --mask"
+                f"the mask of {options.model} is still being searched: freeze it first, or choose another with --mask"
             )
         longest = max(int(lengths.max()) for lengths in data.lengths.values())
         model.sparse_attention.mask.structure(longest)  # raises if the mask does not cover it
@@ -104,12 +111,18 @@ def load_model(data, config):
     return model
 
 
-def _with_mask(options, model_class, arguments, backend, fields):
-    """The model with the mask that was asked for instead of its own, if any."""
+def _with_mask(
+    options: FinetuningArguments,
+    model_class: Any,
+    arguments: dict[str, Any],
+    backend: str,
+    fields: dict[str, Any],
+) -> "PreTrainedModel":
+    """Load the model with the mask of the options in place of its own."""
     pattern = options.mask in PATTERNS
     if pattern:
         fields = {"mask_length": options.max_length} | fields
-    sparse = AutoConfig.from_pretrained(options.model).model_type == SparseBertConfig.model_type
+    sparse = AutoConfig.from_pretrained(str(options.model)).model_type == SparseBertConfig.model_type
     if sparse and pattern:
         arguments |= {"pattern": options.mask, "attn_implementation": backend}
         return model_class.from_pretrained(options.model, **arguments, **fields)
@@ -126,7 +139,8 @@ def _with_mask(options, model_class, arguments, backend, fields):
         raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
 
 
-def _labels(label):
+def _labels(label: Any) -> dict[str, Any]:
+    """The fields of the configuration about the classes."""
     if isinstance(label, datasets.ClassLabel):
         names = dict(enumerate(label.names))
         return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
@@ -135,15 +149,15 @@ def _labels(label):
     return {}
 
 
-def input_sparsity(mask, lengths):
-    """Fraction of entries that a [`SparseMask`] removes from inputs of these lengths (`list` or array of tokens)."""
+def input_sparsity(mask: "SparseMask", lengths: np.ndarray | list[int]) -> float:
+    """Fraction of the attention that a mask removes on inputs of these lengths, in tokens."""
     lengths, counts = np.unique(lengths, return_counts=True)
     kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
     return 1 - kept / (mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum()))
 
 
-def mask_metrics(model, data):
-    """Which mask a model runs through, what it removes at its own length, and what on the inputs evaluated."""
+def mask_metrics(model: "PreTrainedModel", data: "TaskData") -> dict[str, Any]:
+    """Name of the model's mask, its sparsity at its own length, and its sparsity on the evaluated inputs."""
     sparse_attention = getattr(model.base_model, "sparse_attention", None)
     if sparse_attention is None:
         return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}

@@ -1,36 +1,141 @@
 """
-Two-stage pruning: `python -m sparsebert.prune RUN --sparsities 0.5 0.9 --output_dir DIR [--random] [--finetune ...]`.
+Two-stage pruning: from the P that a search found, one mask per sparsity, and fine-tuning through each of them.
 
-From the P that a search has found, one mask per sparsity: in every head the entries of lowest P are removed. With
-`--random`, controls in which as many of the learned entries are removed at random. With `--finetune RECIPE [--field
-value ...]` (last), what `finetune.py` takes, a model is fine-tuned through each of them. Writes a folder per mask,
-`pruning.json`, and with `--finetune` the runs, `scores.json` and a picture. The same command goes on where it was.
+In every head the entries with the lowest P are removed; random controls remove the same number of learned entries at
+random.
 
 Letters: L layers (1 when shared), H heads, n length, K parameters of the mask per head, P the probability that a
 position is kept.
 """
 
 import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
-from ..analysis.runs import MASK_ONLY
+from ..analysis.charts import plot_scores
+from ..analysis.runs import MASK_ONLY, Run, read_run
 from ..analysis.statistics import summarize
+from ..analysis.tables import Table
+from ..checks import check_range
 from ..files import check_output_dir, write_metrics
 from ..masks.expansion import parameter_index
-from ..masks.sparse_mask import MASK_CONFIG_NAME, SparseMask, special_entries
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask, special_entries
 from ..search.searches import prune, to_sparse_mask
-from .repetitions import run as run_experiment
+from .finetuning import SECTIONS, check_arguments, finetune
+from .finetuning_arguments import FinetuningArguments
+from .recipes import load_recipe
 
 
 TABLE_NAME = "pruning.json"
-
-
+# Kinds of masks, by the beginning of the names of their folders.
 KINDS = {"p": "lowest P removed", "random": "random control"}
+# Fields of the fine-tuning recipe that pruning sets, or that mean several tasks.
+_OURS = ("mask", "pruning", "all")
 
 
-def fixed_entries(mask):
-    """int8 `(n, n)`: 1 on, 0 off, -1 learned, for a [`SparseMask`] that a search has found."""
+@dataclass
+class PruningArguments:
+    """
+    Section `pruning`: which masks to make of a search.
+
+    Args:
+        run (`str`): Output folder of a pre-training run with its P, or a checkpoint that is being searched.
+        sparsities (`list`): Fractions of the attention to remove, one mask each.
+        random_controls (`int`): Number of random controls per sparsity.
+        output_dir (`str`): Output folder. A repeated command resumes there.
+        finetune (`str`, *optional*): Recipe of a fine-tuning through each mask, and through none.
+        allow_empty_rows (`bool`): Accept masks in which a query keeps no key.
+        overwrite (`bool`): Accept an output folder with other contents, and repeat finished fine-tuning runs.
+    """
+
+    run: str | None = None
+    sparsities: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    random_controls: int = 0
+    output_dir: str | None = None
+    finetune: str | None = None
+    allow_empty_rows: bool = False
+    overwrite: bool = False
+
+
+def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """
+    Make the masks of a run at several sparsities, and optionally fine-tune a model through each of them.
+
+    Writes to `output_dir` a folder per mask and `pruning.json`; with fine-tuning also the runs, `scores.json` and, if
+    matplotlib is installed, a picture. What is finished is not repeated.
+
+    Args:
+        options ([`PruningArguments`]): Run, sparsities and output folder.
+        finetuning_recipe (`dict[str, dict]`, *optional*): Sections `data`, `model` and `training` of the fine-tuning;
+            by default the recipe that `options.finetune` names, if any.
+
+    Returns:
+        `dict`: `"masks"`, see [`describe`], and `"scores"`, see [`finetune_masks`] (`None` without fine-tuning).
+        [`pruning_table`] makes a table of them.
+    Raises:
+        ValueError, OSError: If something is wrong with the options, the run or the recipe.
+    """
+    for name in ("run", "output_dir"):
+        if getattr(options, name) is None:
+            raise ValueError(f"--{name} is needed")
+    check_range("random_controls", options.random_controls, 0)
+    if finetuning_recipe is None and options.finetune is not None:
+        finetuning_recipe = load_recipe([options.finetune], SECTIONS)
+    masks = make_masks(read_run(str(options.run)), sorted(set(options.sparsities)), range(options.random_controls))
+    if not options.allow_empty_rows:
+        _check_rows(masks)
+    if finetuning_recipe is not None:
+        if given := [name for name in _OURS if finetuning_recipe["data"].get(name)]:
+            raise ValueError(f"{given[0]} has no meaning here: one task is fine-tuned through each of the masks")
+        check_arguments(
+            FinetuningArguments(**finetuning_recipe["data"] | {"mask": "dense"}), finetuning_recipe["model"]
+        )
+    output = Path(str(options.output_dir))
+    write_masks(masks, output, options.overwrite)
+    result: dict[str, Any] = {"masks": describe(masks), "scores": None}
+    if finetuning_recipe is not None:
+        scores = finetune_masks(masks, finetuning_recipe, output, options.allow_empty_rows, options.overwrite)
+        result["scores"] = write_metrics(output / "scores.json", scores)
+        if find_spec("matplotlib"):
+            title = f"Pruning by P: {scores['task']}"
+            points = curves(masks, scores["masks"])
+            plot_scores(points, output / "scores", scores["metric"], title, scores["dense"]["score"])
+    return result
+
+
+def pruning_table(result: dict[str, Any]) -> Table:
+    """
+    A row per mask: what was asked for, what is removed, and the score.
+
+    Args:
+        result (`dict`): Result of [`prune_run`].
+
+    Returns:
+        [`~sparsebert.analysis.tables.Table`]
+    """
+    rows = []
+    for name, mask in result["masks"].items():
+        row = {"mask": name, "asked": f"{mask['asked']:.3f}", "removed": f"{mask['got']:.4f}"}
+        rows.append(row | {"empty rows": str(mask["empty_rows"])})
+    title, scores = "Masks", result["scores"]
+    if scores is not None:
+        title = f"Fine-tuning through the masks: {scores['task']}"
+        rows.append({"mask": "dense", "removed": "0.0000", "empty rows": "0"})
+        for row, score in zip(rows, (*scores["masks"].values(), scores["dense"]), strict=True):
+            deviation = "" if score["score_std"] is None else f" \u00b1 {score['score_std']:.4f}"
+            row[scores["metric"]] = f"{score['score']:.4f}{deviation}"
+    return Table.of(title, rows)
+
+
+def fixed_entries(mask: SparseMask) -> torch.Tensor:
+    """Which entries a search did not learn: int8 `(n, n)`, 1 always kept, 0 always removed, -1 learned."""
     fixed = torch.full((mask.length, mask.length), -1, dtype=torch.int8)
     fixed[special_entries(mask.length, mask.special_tokens)] = 1
     if mask.diagonal is not None:
@@ -38,26 +143,29 @@ def fixed_entries(mask):
     return fixed
 
 
-def prune_by_probs(run, sparsity):
+def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
     """
-    The mask that keeps the highest P of each head; entries that share a parameter go together.
+    The mask that keeps the entries with the highest P in each head. Entries that share a parameter are kept or
+    removed together.
 
     Args:
-        run ([`~sparsebert.analysis.runs.Run`]): With P.
-        sparsity (`float`): Fraction of entries to remove per head, met as nearly as the form allows.
+        run ([`~sparsebert.analysis.runs.Run`]): A run with its P.
+        sparsity (`float`): Fraction of entries to remove per head; the mask comes as close as its form allows.
 
     Returns:
-        [`SparseMask`], of the form that was searched.
+        [`SparseMask`]: A mask of the form that was searched.
     Raises:
-        ValueError: If the run holds no P, the sparsity is out of reach, or the run was pruned further.
+        ValueError: If the run has no P, the sparsity is out of reach, or the run itself was pruned further.
     """
     mask, length = run.mask, run.mask.length
     if run.quantity == MASK_ONLY:
-        raise ValueError(f"{run.source}: holds a mask without P: give a run of pretrain.py or a searching checkpoint")
+        raise ValueError(
+            f"{run.source}: holds a mask without P: give a pre-training run or a checkpoint that is being searched"
+        )
     fixed = fixed_entries(mask)
     most = 1 - (fixed == 1).float().mean().item()
     if not 0 < sparsity < 1 or sparsity > most:
-        bound = "" if most == 1 else f" and, as special tokens and a kept diagonal stay on, at most {most:.4f}"
+        bound = "" if most == 1 else f" and, since special tokens and a kept diagonal stay, at most {most:.4f}"
         raise ValueError(f"sparsities must be in (0, 1){bound}, got {sparsity}")
     symmetric = bool(run.setup.get("symmetric"))
     index = parameter_index(mask.form, length, length, symmetric, mask.block_size)
@@ -68,7 +176,7 @@ def prune_by_probs(run, sparsity):
     if (kept & counted & (probs == 0)).any():
         raise ValueError(
             f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
-            "was pruned, and P no longer ranks what it removed"
+            "was pruned, and its P no longer ranks what was removed"
         )
     fields = ("special_tokens", "last_token", "diagonal", "length_policy")
     metadata = mask.metadata | {"pruned_from": run.source, "asked_sparsity": sparsity}
@@ -83,16 +191,17 @@ def prune_by_probs(run, sparsity):
     )
 
 
-def random_control(mask, seed):
+def random_control(mask: SparseMask, seed: int) -> SparseMask:
     """
-    As many learned entries as a mask keeps, in each head, drawn at random; special tokens and a fixed diagonal stay.
+    A mask that keeps, in each head, as many learned entries as another one, drawn at random. Special tokens and a
+    fixed diagonal stay as they are.
 
     Args:
-        mask ([`SparseMask`]): From [`prune_by_probs`].
-        seed (`int`): Of the draw.
+        mask ([`SparseMask`]): A mask from [`prune_by_probs`].
+        seed (`int`): Random seed.
 
     Returns:
-        [`SparseMask`] of form `"table"`.
+        [`SparseMask`]: A mask of the form `"table"`.
     """
     learned = fixed_entries(mask) == -1
     counts = mask.to_table()[..., learned].sum(-1, keepdim=True)  # (L, H, 1)
@@ -109,27 +218,27 @@ def random_control(mask, seed):
     )
 
 
-def make_masks(run, sparsities, seeds=()):
+def make_masks(run: Run, sparsities: Iterable[float], seeds: Iterable[int] = ()) -> dict[str, SparseMask]:
     """
-    Masks by folder name, `p_0.9`, and their controls, `random_0.9_seed0`.
+    The masks of all sparsities with their random controls.
 
     Args:
-        run ([`~sparsebert.analysis.runs.Run`]): With P.
-        sparsities (`list[float]`): As [`prune_by_probs`].
-        seeds (`list[int]`): Of the controls.
+        run ([`~sparsebert.analysis.runs.Run`]): A run with its P.
+        sparsities (`Iterable[float]`): Fractions of entries to remove.
+        seeds (`Iterable[int]`, *optional*): Seeds of the random controls.
 
     Returns:
-        `dict[str, SparseMask]`
+        `dict[str, SparseMask]`: By name of the folder, such as `"p_0.9"` and `"random_0.9_seed0"`.
     """
     masks = {}
-    for sparsity in sparsities:
+    for sparsity in tqdm(sparsities, "Making masks", disable=None):
         masks[f"p_{sparsity:g}"] = mask = prune_by_probs(run, sparsity)
         masks |= {f"random_{sparsity:g}_seed{seed}": random_control(mask, seed) for seed in seeds}
     return masks
 
 
-def describe(masks):
-    """Per mask what was asked, what is removed, and the rows that keep nothing."""
+def describe(masks: Mapping[str, SparseMask]) -> dict[str, dict[str, float]]:
+    """For each mask the sparsity that was asked for and the one it has, and the number of rows that keep nothing."""
     return {
         name: {
             "asked": mask.metadata["asked_sparsity"],
@@ -140,70 +249,87 @@ def describe(masks):
     }
 
 
-def _check_rows(masks):
-    """Masks in which a query keeps no key, all in one message."""
+def _check_rows(masks: Mapping[str, SparseMask]) -> None:
+    """Refuse masks in which a query keeps no key, with all of them in one message."""
     empty = {name: mask.num_empty_rows() for name, mask in masks.items()}
     if any(empty.values()):
         first = next(iter(masks.values()))
         rows = first.num_layers * first.num_heads * first.length
         found = ", ".join(f"{count} in {name}" for name, count in empty.items() if count)
         raise ValueError(
-            f"of {rows} mask rows some keep nothing: {found}; such queries would output 0: leave these sparsities "
+            f"some of {rows} mask rows keep nothing: {found}; such queries would output 0: leave these sparsities "
             "out, or pass --allow_empty_rows"
         )
 
 
-def write_masks(masks, output):
+def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool = False) -> None:
     """
-    A folder for each mask and the table `pruning.json`; what the same command wrote before stays.
+    Write a folder for each mask, and `pruning.json`. If the folder holds just these masks already, nothing is written.
 
     Raises:
-        FileExistsError: If `output` holds anything else.
+        FileExistsError: If `output` holds anything else, unless `overwrite`.
     """
     table = {"masks": describe(masks)}
-    goes_on = all(
+    same_masks = all(
         (output / name / MASK_CONFIG_NAME).is_file() and SparseMask.from_pretrained(output / name) == mask
         for name, mask in masks.items()
     )
     listed = (output / TABLE_NAME).is_file() and json.loads((output / TABLE_NAME).read_text())["masks"].keys()
-    if goes_on and listed == masks.keys():
+    if same_masks and listed == masks.keys():
         return
-    check_output_dir(output)
+    check_output_dir(output, overwrite)
     for name, mask in masks.items():
         mask.save_pretrained(output / name)
     write_metrics(output / TABLE_NAME, table)
 
 
-def finetune_masks(masks, recipe, output, allow_empty_rows=False):
+def finetune_masks(
+    masks: Mapping[str, SparseMask],
+    recipe: dict[str, dict[str, Any]],
+    output: Path,
+    allow_empty_rows: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
     """
-    Fine-tune through each mask, and dense; what is finished is not run again.
+    Fine-tune through each mask and densely. Finished runs are not repeated.
 
     Args:
-        masks (`dict[str, SparseMask]`): Written to `output` by [`write_masks`].
-        recipe (`dict`): Sections `data`, `model` and `training` of `finetune.py`.
-        output (`Path`): Runs go to `finetuned/NAME` in it.
-        allow_empty_rows (`bool`): Whether masks have rows that keep nothing.
+        masks (`Mapping[str, SparseMask]`): Masks that [`write_masks`] wrote to `output`.
+        recipe (`dict[str, dict]`): Sections `data`, `model` and `training` of the fine-tuning.
+        output (`Path`): Output folder; the runs are in `finetuned/NAME`.
+        allow_empty_rows (`bool`, *optional*, defaults to `False`): Accept masks with rows that keep nothing.
+        overwrite (`bool`, *optional*, defaults to `False`): Repeat finished runs.
 
     Returns:
-        `dict`: `"metric"`, `"dense"` (score), and by name of the mask `"score"` and `"score_std"`.
+        `dict`: `"metric"`, `"task"`, `"dense"` with `"score"` and `"score_std"`, and `"masks"` with both by name.
     """
     scores = {}
-    for name in ("dense", *masks):
-        changes = {"data": {"mask": "dense" if name == "dense" else str(output / name)}, "model": {}}
-        changes["training"] = {"output_dir": str(output / "finetuned" / name)}
+    for name in tqdm(("dense", *masks), "Fine-tuning", disable=None):
+        changes: dict[str, dict[str, Any]] = {
+            "data": {"mask": "dense" if name == "dense" else str(output / name)},
+            "model": {},
+            "training": {"output_dir": str(output / "finetuned" / name)},
+        }
+        if overwrite:
+            changes["data"]["overwrite"] = True
         if allow_empty_rows and name != "dense":
             changes["model"]["allow_empty_rows"] = True
-        folder = run_experiment({section: recipe[section] | values for section, values in changes.items()})
+        folder = finetune({section: recipe[section] | values for section, values in changes.items()})
         metrics = json.loads((folder / "metrics.json").read_text())
         scores[name] = {"score": metrics["score"], "score_std": metrics.get("score_std")}
     return {"metric": metrics["main_metric"], "task": metrics["task"], "dense": scores.pop("dense"), "masks": scores}
 
 
-def curves(masks, scores):
-    """Sparsities, scores and their sample deviations by kind of mask; those of a control are over its draws."""
+def curves(
+    masks: Mapping[str, SparseMask], scores: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[list, list, list]]:
+    """
+    Sparsities, scores and their sample deviations, by kind of mask. The deviation is over the seeds of the runs, or
+    over the draws if there are several random controls per sparsity.
+    """
     result = {}
     for kind, title in KINDS.items():
-        rows = {}
+        rows: dict[float, list] = {}
         for name, mask in masks.items():
             if name.startswith(f"{kind}_"):
                 rows.setdefault(mask.metadata["asked_sparsity"], []).append((mask.sparsity, scores[name]))
@@ -214,5 +340,6 @@ def curves(masks, scores):
             summary = summarize([score["score"] for _, score in draws])
             deviation = summary.get("std") if len(draws) > 1 else draws[0][1]["score_std"]
             points.append((draws[0][0], summary["mean"], deviation))
-        result[title] = tuple(map(list, zip(*points, strict=True)))
+        sparsities, means, deviations = map(list, zip(*points, strict=True))
+        result[title] = (sparsities, means, deviations)
     return result

@@ -1,9 +1,9 @@
-"""Fine-tuning tasks. A new one is a row of [`TASKS`] and, for a new kind, a module with the functions it names."""
+"""Fine-tuning tasks. To add one, add a row to [`TASKS`] and, if it is of a new kind, a module with its functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import builtin, classification, glue, squad, squad_metrics, swag
 
@@ -11,10 +11,11 @@ from . import builtin, classification, glue, squad, squad_metrics, swag
 if TYPE_CHECKING:
     import datasets
     import numpy as np
-    from transformers import PreTrainedTokenizerBase
+
+    from .task_metrics import TaskMetric
 
 CLASSIFICATION = "AutoModelForSequenceClassification"
-# Splits without public labels; whatever is called otherwise is evaluated when it is asked for by name only.
+# Splits without public labels. Splits with other names are used only when asked for.
 TEST_SPLITS = ("test", "test_matched", "test_mismatched", "test_ax")
 
 
@@ -27,59 +28,70 @@ class Task:
         name (`str`):
             Name of the task, its key in [`TASKS`].
         head (`str`):
-            Name of the auto class of the model, e.g. `"AutoModelForSequenceClassification"`.
+            Name of the model's auto class, such as `"AutoModelForSequenceClassification"`.
         splits (`Callable[[str | None], list[str]]`):
-            Names of the splits in a folder, or on the Hub (`None`): `"train"`, `"validation"`, `"test"` (with a suffix
-            for MNLI), and any other file under its own name.
+            `splits(data)`: names of the splits in a folder, or on the Hub if `data` is `None`: `"train"`,
+            `"validation"` and `"test"` (with a suffix for MNLI), and every other file under its own name.
         load (`Callable[..., datasets.DatasetDict]`):
-            `load(data, splits, skip_bad)`: the named splits, checked. A column `"id"` names the examples; what was
-            skipped is in `info.description`.
+            `load(data, splits, skip_bad)`: the named splits, checked. The column `"id"` identifies the examples;
+            `info.description` says which rows were skipped.
         encode (`Callable[..., datasets.Dataset]`):
-            `encode(examples, tokenizer, options)`: inputs and labels of the model, one row or more per example.
+            `encode(examples, tokenizer, options)`: the model's inputs and labels, one or more rows per example.
         collator (`Callable`):
-            `collator(tokenizer, pad_to_multiple_of=None)`: makes batches of the encoded rows.
+            `collator(tokenizer, pad_to_multiple_of=None)`: a function that makes batches of encoded rows.
         decode (`Callable[..., list[dict]]`):
-            `decode(outputs, features, examples, options)`: one dict per example with its `"id"` and `"prediction"`.
-        metrics (`Callable[[list, list], dict[str, float]]`):
-            `metrics(predictions, references)`.
+            `decode(outputs, features, examples, options)`: one dictionary per example with its `"id"` and
+            `"prediction"`.
+        metric (`str`):
+            Name of the metric, a key of [`~sparsebert.data.tasks.task_metrics.METRICS`].
         main_metric (`str`):
-            The entry of the metrics by which models are compared.
+            The value of the metric by which models are compared.
         reference (`str`, defaults to `"label"`):
-            Column of what the predictions are compared with; splits without it are predicted only.
+            Column with the correct answers. Splits without it are predicted but not evaluated.
         max_length (`int`, defaults to 128):
-            Tokens per input.
+            Number of tokens per input.
         settings (`dict`):
-            Fields of `TrainingArguments` in the paper: SparseBERT (arXiv 2102.12871), Table 5.
+            Default fields of `TrainingArguments` for this task.
+        paper_settings (`bool`, defaults to `False`):
+            Whether `settings` are those of SparseBERT (arXiv 2102.12871), Table 5.
         scores (`Callable[[list, list], np.ndarray]`, *optional*):
-            The main metric per example, where it is a mean over examples; makes its bootstrap fast.
+            `scores(predictions, references)`: the main metric of each example, if it is a mean over the examples.
+            Makes the bootstrap much faster.
         more_metrics (`Callable[[list[dict], list], dict[str, float]]`, *optional*):
-            Metrics that need all that `decode` gives, of its rows and the references.
+            `more_metrics(rows, references)`: metrics that need everything `decode` returns, not just the predictions.
         baseline (`Callable[[datasets.DatasetDict], dict[str, float]]`, *optional*):
-            Metrics, on the validation split, of a simple model to compare with.
+            Metrics of a simple model on the validation split, for comparison.
         write_submission (`Callable`, *optional*):
-            `write_submission(split, rows, folder)`: the predictions as the task's server or official script reads
-            them; for GLUE those of test splits only.
+            `write_submission(split, rows, folder)`: writes the predictions in the format of the task's official
+            server or script; for GLUE, those of test splits only.
     """
 
     name: str
     head: str
     splits: "Callable[[str | None], list[str]]"
     load: "Callable[..., datasets.DatasetDict]"
-    encode: "Callable[[datasets.Dataset, PreTrainedTokenizerBase, object], datasets.Dataset]"
+    encode: "Callable[[datasets.Dataset, Any, Any], datasets.Dataset]"
     collator: Callable
-    decode: "Callable[[np.ndarray, datasets.Dataset, datasets.Dataset, object], list[dict]]"
-    metrics: "Callable[[list, list], dict[str, float]]"
+    decode: "Callable[[Any, datasets.Dataset, datasets.Dataset, Any], list[dict]]"
+    metric: str
     main_metric: str
     reference: str = "label"
     max_length: int = 128
     settings: dict = field(default_factory=dict)
+    paper_settings: bool = False
     scores: "Callable[[list, list], np.ndarray] | None" = None
     more_metrics: "Callable[[list[dict], list], dict[str, float]] | None" = None
     baseline: "Callable[[datasets.DatasetDict], dict[str, float]] | None" = None
     write_submission: Callable | None = None
 
+    def load_metric(self) -> "TaskMetric":
+        """A new instance of the task's metric."""
+        from .task_metrics import METRICS
 
-def _settings(batch_size, epochs):
+        return METRICS[self.metric]()
+
+
+def _paper_settings(batch_size: int, epochs: int) -> dict:
     return {
         "per_device_train_batch_size": batch_size,
         "num_train_epochs": epochs,
@@ -90,7 +102,7 @@ def _settings(batch_size, epochs):
     }
 
 
-def _glue(name, metrics, main_metric):
+def _glue(name: str, metric: str, main_metric: str) -> Task:
     return Task(
         name=name,
         head=CLASSIFICATION,
@@ -99,14 +111,15 @@ def _glue(name, metrics, main_metric):
         encode=classification.encode,
         collator=classification.collator,
         decode=classification.decode,
-        metrics=metrics,
+        metric=metric,
         main_metric=main_metric,
-        settings=_settings(32, 3),
+        settings=_paper_settings(32, 3),
+        paper_settings=True,
         write_submission=partial(glue.write_submission, name),
     )
 
 
-def _squad(name, batch_size, epochs):
+def _squad(name: str, batch_size: int, epochs: int) -> Task:
     return Task(
         name=name,
         head="AutoModelForQuestionAnswering",
@@ -115,11 +128,12 @@ def _squad(name, batch_size, epochs):
         encode=squad.encode,
         collator=classification.collator,
         decode=partial(squad.decode, name),
-        metrics=partial(squad_metrics.metrics, name),
+        metric=name,
         main_metric="f1",
         reference="answers",
         max_length=384,
-        settings=_settings(batch_size, epochs),
+        settings=_paper_settings(batch_size, epochs),
+        paper_settings=True,
         scores=partial(squad_metrics.scores, name=name),
         more_metrics=squad_metrics.best_threshold if name == "squad_v2" else None,
         write_submission=partial(squad.write_submission, name),
@@ -137,19 +151,19 @@ TASKS: dict[str, Task] = {
             encode=classification.encode,
             collator=classification.collator,
             decode=classification.decode,
-            metrics=builtin.metrics,
+            metric="accuracy_and_macro_f1",
             main_metric="accuracy",
             baseline=builtin.bag_of_words_baseline,
         ),
-        _glue("cola", classification.matthews, "matthews"),
-        _glue("sst2", classification.accuracy, "accuracy"),
-        _glue("mrpc", classification.accuracy_and_f1, "f1"),
-        _glue("stsb", classification.correlations, "spearman"),
-        _glue("qqp", classification.accuracy_and_f1, "f1"),
-        _glue("mnli", classification.accuracy, "accuracy"),
-        _glue("qnli", classification.accuracy, "accuracy"),
-        _glue("rte", classification.accuracy, "accuracy"),
-        _glue("wnli", classification.accuracy, "accuracy"),
+        _glue("cola", "matthews", "matthews"),
+        _glue("sst2", "accuracy", "accuracy"),
+        _glue("mrpc", "accuracy_and_f1", "f1"),
+        _glue("stsb", "correlations", "spearman"),
+        _glue("qqp", "accuracy_and_f1", "f1"),
+        _glue("mnli", "accuracy", "accuracy"),
+        _glue("qnli", "accuracy", "accuracy"),
+        _glue("rte", "accuracy", "accuracy"),
+        _glue("wnli", "accuracy", "accuracy"),
         _squad("squad", 32, 3),
         _squad("squad_v2", 48, 2),
         Task(
@@ -160,9 +174,10 @@ TASKS: dict[str, Task] = {
             encode=swag.encode,
             collator=swag.collator,
             decode=classification.decode,
-            metrics=classification.accuracy,
+            metric="accuracy",
             main_metric="accuracy",
-            settings=_settings(16, 3),
+            settings=_paper_settings(16, 3),
+            paper_settings=True,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""The built-in task: from which package does a piece of documentation come?"""
+"""The built-in task: tell which package a piece of documentation comes from."""
 
 import functools
 import random
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from transformers.utils import logging
 
 from ..builtin_corpus import Document, builtin_documents
+from .classification import accuracy_and_macro_f1
 
 
 if TYPE_CHECKING:
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# The packages of the built-in corpus with enough prose for a class.
+# The packages of the built-in corpus with enough prose to be a class.
 LABELS = ("stdlib", "numpy", "torch", "transformers", "scipy", "sklearn", "pandas", "sympy", "networkx")
-# A neutral, ordinary word: a token of its own would have an untrained embedding.
+# An ordinary word: a new token would have an untrained embedding.
 PLACEHOLDER = "package"
 MIN_WORDS, MAX_WORDS = 60, 200
 
@@ -41,13 +42,13 @@ _TOKEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
 def splits(data: str | None = None) -> list[str]:
     """
-    Names of the splits.
+    List the splits.
 
     Raises:
-        ValueError: If a folder is given; the task has no files.
+        ValueError: If a folder is given: the task has no files.
     """
     if data is not None:
-        raise ValueError(f"task builtin is made of the installed packages and takes no --data, got {data!r}")
+        raise ValueError(f"task builtin is made from the installed packages and takes no --data, got {data!r}")
     return ["train", "validation"]
 
 
@@ -65,17 +66,18 @@ def load(
     Load the built-in task.
 
     The examples are pieces of 60 to 200 words of the built-in corpus. Dotted names (import paths), the names of the
-    packages, their usual abbreviations and identifiers made of them are replaced by the word "package". The pieces of
-    a module are all in one split. Each class has at most its equal share of a split; a package with less text has all
-    it has, so that the splits may be smaller than asked for.
+    packages, their usual abbreviations and identifiers that contain them are replaced by the word "package". All
+    pieces of a module are in the same split. Every class gets an equal share of a split; a split is smaller than asked
+    for if a package has less text than its share.
 
-    The texts are those of the installed versions: results are comparable within one environment only.
+    The text is that of the installed versions, so results can only be compared within one environment.
 
     Args:
-        data, skip_bad: As other tasks have them; there are no files and no bad rows.
+        data (`str`, *optional*): Not used: the task has no files.
         splits (`Sequence[str]`, *optional*): Names of the splits to return, by default both.
-        train_size (`int`, *optional*, defaults to 6000): Upper bound on the number of training examples.
-        validation_size (`int`, *optional*, defaults to 1000): Upper bound on the number of validation examples.
+        skip_bad (`bool`, *optional*, defaults to `False`): Not used: the task has no malformed rows.
+        train_size (`int`, *optional*, defaults to 6000): Maximum number of training examples.
+        validation_size (`int`, *optional*, defaults to 1000): Maximum number of validation examples.
         seed (`int`, *optional*, defaults to 0): Seed of the split and of the order.
         labels (`Sequence[str]`, *optional*): Packages to tell apart, at least two of `PACKAGES`.
         documents (`Sequence[Document]`, *optional*): Documents to use instead of the built-in corpus.
@@ -85,8 +87,8 @@ def load(
         and `module`.
 
     Raises:
-        ValueError: If there are fewer than two different labels, a split has no room for one example of each, or a
-            package gives none.
+        ValueError: If there are fewer than two different labels, a split is too small for one example of each, or a
+            package has too little text.
     """
     import datasets
 
@@ -145,9 +147,9 @@ def load(
 
 
 def _name_masker(labels: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that replaces, in a text, dotted names and all words that give one of the packages away."""
+    """Return a function that replaces dotted names, and all words that reveal a package, in a text."""
     names = {name for label in labels for name in (label, *_ALIASES.get(label, ()))}
-    # Longer names also count within identifiers ("PyTorchModel", "is_torch_available"), short ones would hit words.
+    # Longer names are also found inside identifiers such as "is_torch_available"; short ones would match other words.
     inside = [name for name in names if len(name) > 4]
 
     @functools.cache
@@ -165,8 +167,9 @@ def _name_masker(labels: Sequence[str]) -> Callable[[str], str]:
 
 
 def _pieces(paragraphs: Iterable[str]) -> list[str]:
-    """Cut the text of a module into pieces of 60 to 200 words, at the ends of paragraphs where possible."""
-    pieces, words = [], []
+    """Cut the text of a module into pieces of 60 to 200 words, at the end of a paragraph where possible."""
+    pieces: list[str] = []
+    words: list[str] = []
     for paragraph in paragraphs:
         words.extend(paragraph.split())
         while len(words) >= MIN_WORDS:
@@ -175,30 +178,12 @@ def _pieces(paragraphs: Iterable[str]) -> list[str]:
     return pieces
 
 
-def metrics(predictions: "Sequence[int]", references: "Sequence[int]") -> dict[str, float]:
-    """
-    Accuracy and macro F1.
-
-    Args:
-        predictions, references (`Sequence[int]`): Indices of the classes.
-
-    Returns:
-        `dict[str, float]`: `accuracy` and `macro_f1`, between 0 and 1.
-    """
-    from sklearn.metrics import accuracy_score, f1_score
-
-    return {
-        "accuracy": float(accuracy_score(references, predictions)),
-        "macro_f1": float(f1_score(references, predictions, average="macro")),
-    }
-
-
 def majority_share(dataset: "datasets.Dataset") -> float:
     """
     Accuracy of always answering the most frequent class.
 
     Args:
-        dataset (`datasets.Dataset`): One split of the task.
+        dataset (`datasets.Dataset`): A split of the task.
 
     Returns:
         `float`: Share of the largest class, between 0 and 1.
@@ -211,11 +196,11 @@ def bag_of_words_baseline(splits: "datasets.DatasetDict") -> dict[str, float]:
     """
     Metrics of a logistic regression on TF-IDF word counts.
 
-    Documentation has its topics, so that the words alone say a lot about the package. A result of a model means
-    something only beside this one.
+    Packages have different topics, so words alone say a lot about the package: judge the result of a model by how
+    much better it is than this.
 
     Args:
-        splits (`datasets.DatasetDict`): The task, as returned by [`load`].
+        splits (`datasets.DatasetDict`): The splits of [`load`].
 
     Returns:
         `dict[str, float]`: `accuracy` and `macro_f1` on the validation split, and its `majority_share`.
@@ -227,5 +212,5 @@ def bag_of_words_baseline(splits: "datasets.DatasetDict") -> dict[str, float]:
     model = make_pipeline(TfidfVectorizer(sublinear_tf=True, min_df=2), LogisticRegression(C=10.0, max_iter=1000))
     model.fit(splits["train"]["text"][:], splits["train"]["label"][:])
     validation = splits["validation"]
-    scores = metrics(model.predict(validation["text"][:]), validation["label"][:])
+    scores = accuracy_and_macro_f1(model.predict(validation["text"][:]), validation["label"][:])
     return scores | {"majority_share": majority_share(validation)}

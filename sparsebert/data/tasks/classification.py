@@ -1,4 +1,4 @@
-"""Classification of, and regression on, single texts and pairs of texts: features, predictions and metrics."""
+"""Classification and regression of single texts and pairs of texts: inputs, predictions and metrics."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", options: Any) -> "datasets.Dataset":
     """
-    Tokenize the examples. Of a pair that is too long, tokens are cut from the longer text.
+    Tokenize the examples. A pair that is too long loses tokens at the end of its longer text.
 
     Args:
         examples (`datasets.Dataset`): Column `text`; `text_pair` and `label` if there are any.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        options (`Any`): Its `max_length` is the largest number of tokens of an example, special ones included.
+        options (`Any`): `options.max_length` is the maximum number of tokens, special tokens included.
 
     Returns:
-        `datasets.Dataset`: The features, not padded; `labels` if the examples have a `label`.
+        `datasets.Dataset`: The inputs without padding, and `labels` if the examples have a `label`.
     """
 
     def tokenize(batch):
@@ -32,16 +32,16 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
             features["labels"] = batch["label"]
         return features
 
-    return examples.map(tokenize, batched=True, remove_columns=examples.column_names)
+    return examples.map(tokenize, batched=True, remove_columns=examples.column_names, desc="Tokenizing")
 
 
 def collator(tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None) -> "DataCollatorWithPadding":
     """
-    Collator that pads the features to the longest of the batch.
+    Make a collator that pads a batch to its longest input.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        pad_to_multiple_of (`int`, *optional*): To a multiple of this length.
+        pad_to_multiple_of (`int`, *optional*): Pad to a multiple of this length.
 
     Returns:
         [`~transformers.DataCollatorWithPadding`]: The collator.
@@ -55,16 +55,16 @@ def decode(
     outputs: np.ndarray, features: "datasets.Dataset", examples: "datasets.Dataset", options: Any
 ) -> list[dict[str, Any]]:
     """
-    Predictions of a model: the class of the largest logit, or the number that a regression gives.
+    Turn the outputs of a model into predictions: the class with the largest logit, or the number of a regression.
 
     Args:
-        outputs (`np.ndarray` of shape `(num_examples, num_labels)`): Logits; one label means regression.
-        features (`datasets.Dataset`): Not used, as there is one per example.
+        outputs (`np.ndarray` of shape `(num_examples, num_labels)`): Logits; a single label means regression.
+        features (`datasets.Dataset`): Not used: every example is one row.
         examples (`datasets.Dataset`): The examples.
         options (`Any`): Not used.
 
     Returns:
-        `list[dict]`: For each example its `id` and `prediction`, an `int` or a `float`.
+        `list[dict]`: For each example its `id` and its `prediction`, an `int` or a `float`.
     """
     outputs = np.asarray(outputs)
     predictions = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(axis=1)
@@ -76,7 +76,7 @@ def decode(
 
 def accuracy(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
     """
-    Share of the predictions that are right.
+    Share of correct predictions.
 
     Args:
         predictions (`Sequence[int]`): Predicted classes.
@@ -90,18 +90,34 @@ def accuracy(predictions: Sequence[int], references: Sequence[int]) -> dict[str,
 
 def accuracy_and_f1(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
     """
-    Accuracy, and the F1 of class 1 of two classes.
+    Accuracy and the F1 of class 1, for a binary classification.
 
     Args:
         predictions (`Sequence[int]`): Predicted classes, 0 or 1.
         references (`Sequence[int]`): The labels, 0 or 1.
 
     Returns:
-        `dict[str, float]`: `accuracy` and `f1`, between 0 and 1. Without any class 1 the F1 is 0.
+        `dict[str, float]`: `accuracy` and `f1`, between 0 and 1. The F1 is 0 if class 1 never occurs.
     """
     from sklearn.metrics import f1_score
 
     return accuracy(predictions, references) | {"f1": float(f1_score(references, predictions, zero_division=0.0))}
+
+
+def accuracy_and_macro_f1(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+    """
+    Accuracy, and the mean of the F1 of all classes.
+
+    Args:
+        predictions (`Sequence[int]`): Predicted classes.
+        references (`Sequence[int]`): The labels.
+
+    Returns:
+        `dict[str, float]`: `accuracy` and `macro_f1`, between 0 and 1.
+    """
+    from sklearn.metrics import f1_score
+
+    return accuracy(predictions, references) | {"macro_f1": float(f1_score(references, predictions, average="macro"))}
 
 
 def matthews(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
@@ -113,7 +129,7 @@ def matthews(predictions: Sequence[int], references: Sequence[int]) -> dict[str,
         references (`Sequence[int]`): The labels, 0 or 1.
 
     Returns:
-        `dict[str, float]`: `matthews`, between -1 and 1 and 0 if either side has one class only, and `accuracy`.
+        `dict[str, float]`: `matthews`, between -1 and 1 (0 if either side has only one class), and `accuracy`.
     """
     coefficient = 0.0
     if len(set(predictions)) > 1 and len(set(references)) > 1:
@@ -125,7 +141,7 @@ def matthews(predictions: Sequence[int], references: Sequence[int]) -> dict[str,
 
 def correlations(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
     """
-    Rank and linear correlation of a regression with its labels.
+    Rank correlation and linear correlation of a regression with its labels.
 
     Args:
         predictions (`Sequence[float]`): Predicted numbers.

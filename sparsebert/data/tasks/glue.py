@@ -1,4 +1,4 @@
-"""The tasks of GLUE: their files, their datasets on the Hub, and the benchmark's submissions and averages."""
+"""The tasks of GLUE: their files, their datasets on the Hub, submissions and averages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class GlueTask:
     """
-    The form of one task's data. Its key in [`GLUE`] is the name of its configuration on the Hub.
+    The data format of a task. Its key in [`GLUE`] is the name of its configuration on the Hub.
 
     Attributes:
-        folder (`str`): Name of its folder in GLUE's download, which is also that of its submission.
-        texts (`tuple[tuple[str, ...], ...]`): For the text, and the second one of a pair, the names its column may
-            have, the best one first.
-        label (`tuple[str, ...]`): The same for the label.
+        folder (`str`): Name of its folder in GLUE's download, and of its submission.
+        texts (`tuple[tuple[str, ...], ...]`): For the text, and for the second text of a pair, the possible names of
+            the column, in order of preference.
+        label (`tuple[str, ...]`): The possible names of the label's column.
         names (`tuple[str, ...]`): Names of the classes in the order of the labels; empty for a regression.
-        named (`bool`, *optional*, defaults to `False`): Whether files hold the names of the classes, not the numbers.
+        named (`bool`, *optional*, defaults to `False`): Whether files have the names of the classes, not the numbers.
     """
 
     folder: str
@@ -79,7 +79,7 @@ GLUE: dict[str, GlueTask] = {
     "wnli": GlueTask("WNLI", _PAIR, ("label",), ("not_entailment", "entailment")),
 }
 
-# The columns of Table 3 of SparseBERT (arXiv 2102.12871): title, task, split, metric.
+# Columns of Table 3 of SparseBERT (arXiv 2102.12871): title, task, split, metric.
 GLUE_COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("MNLI-m", "mnli", "validation_matched", "accuracy"),
     ("MNLI-mm", "mnli", "validation_mismatched", "accuracy"),
@@ -92,7 +92,7 @@ GLUE_COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("RTE", "rte", "validation", "accuracy"),
 )
 
-# Names of the files that GLUE's server takes, without their suffix.
+# Names of the files that GLUE's server reads, without suffix.
 SUBMISSIONS: dict[tuple[str, str], str] = {
     ("mnli", "test_matched"): "MNLI-m",
     ("mnli", "test_mismatched"): "MNLI-mm",
@@ -118,19 +118,20 @@ _UNLABELLED = ("", "-1", "None")
 
 def splits(name: str, data: str | None = None) -> list[str]:
     """
-    Names of the splits there are.
+    List the splits of a task.
 
     Args:
         name (`str`): Name of the task, a key of [`GLUE`].
-        data (`str`, *optional*): Folder of GLUE or of the task. By default the Hub, which is not asked.
+        data (`str`, *optional*): Folder of GLUE or of the task. By default the splits on the Hub, which is not
+            contacted.
 
     Returns:
-        `list[str]`: `train`, `validation` and `test`, or MNLI's `validation_matched` etc., as far as they are there;
-        then the names of other data files.
+        `list[str]`: Those of `train`, `validation` and `test` (for MNLI `validation_matched` etc.) that exist, then
+        the names of all other data files.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If two files are for one split.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If two files are for the same split.
     """
     return _canonical(name) if data is None else list(_find(name, data))
 
@@ -166,20 +167,20 @@ def load(
 
     Args:
         name (`str`): Name of the task, a key of [`GLUE`].
-        data (`str`, *optional*): Folder with the files: that of GLUE, with a folder for each task, or the task's own.
-            By default the Hub.
-        splits (`Sequence[str]`, *optional*): Names of the splits to read. By default the canonical ones there are.
-        skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows out, with a warning; never those
-            of test sets.
+        data (`str`, *optional*): Folder with the files: GLUE's, with a folder for each task, or that of the task. By
+            default the Hub.
+        splits (`Sequence[str]`, *optional*): Splits to read, by default all canonical ones that exist.
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning. Rows of test sets are
+            never skipped.
 
     Returns:
-        `datasets.DatasetDict`: The splits, with the columns `id`, `text`, `text_pair` (of pairs) and `label`: a
-        `ClassLabel`, or for STS-B a number from 0 to 5. Splits without labels lack the column.
+        `datasets.DatasetDict`: Splits with the columns `id`, `text`, `text_pair` (for pairs) and `label`: a
+        `ClassLabel`, or for STS-B a number from 0 to 5. Splits without labels lack this column.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
+        FileNotFoundError: If the folder does not exist.
         OSError: If the Hub cannot be reached.
-        ValueError: If a split is missing or a row is bad; the message says where.
+        ValueError: If a split is missing or a row is malformed. The message says where.
     """
     import datasets
 
@@ -191,8 +192,8 @@ def load(
         splits = [split for split in canonical if split in available]
         if not splits:
             raise ValueError(
-                f"{where}: no folder {GLUE[name].folder} with files of {name}, nor such files themselves, named "
-                f"{', '.join(_stems(name))}; there are the splits: {', '.join(available) or 'none'}"
+                f"{where}: no files of {name}, here or in a folder {GLUE[name].folder}; expected names: "
+                f"{', '.join(_stems(name))}; available splits: {', '.join(available) or 'none'}"
             )
     check_splits(splits, available, where)
     loaded = datasets.DatasetDict()
@@ -222,14 +223,14 @@ def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Datase
     task = GLUE[name]
     header, names = read_header(path), None
     if name == "cola" and not set(header) & set(task.texts[0]):
-        header = names = _COLA_COLUMNS
+        header = names = list(_COLA_COLUMNS)
     may_lack_label = split.startswith("test")
     columns = find_columns(path, header, _accepted(task), optional=("label",) if may_lack_label else ())
     if may_lack_label and "label" in columns:
         first = next((row for _, row in read_rows(path, names) if not isinstance(row, BadRow)), {})
         if str(first.get(columns["label"], "")).strip() in _UNLABELLED:
             del columns["label"]
-    # The server wants a line for each row of a test set.
+    # The server expects a line for every row of a test set.
     skip_bad = skip_bad and (name, split) not in SUBMISSIONS
     examples, skipped = parse_rows(path, read_rows(path, names), _parser(task, columns, task.named), skip_bad)
     return make_dataset(examples, _features(task, columns), skipped)
@@ -238,12 +239,12 @@ def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Datase
 def _parser(task: GlueTask, columns: Mapping[str, str], named: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
     numbers = {(label if named else str(index)): index for index, label in enumerate(task.names)}
 
-    def parse(row):
-        example = {"id": tuple(row.get(column) for column in _IDS)}
+    def parse(row: dict[str, Any]) -> dict[str, Any]:
+        example: dict[str, Any] = {"id": tuple(row.get(column) for column in _IDS)}
         for field, column in columns.items():
             if field != "label":
-                # A few questions of QQP are empty; the other one then has to say something.
-                other = row.get(columns["text"] if field == "text_pair" else columns.get("text_pair"))
+                # A few questions of QQP are empty, but never both of a pair.
+                other = row.get(columns["text"] if field == "text_pair" else columns.get("text_pair", ""))
                 example[field] = text_field(row, column, may_be_empty=bool(str(other or "").strip()))
                 continue
             value = row.get(column)
@@ -268,18 +269,18 @@ def _score(column: str, text: str) -> float:
 
 def normalize(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> "datasets.Dataset":
     """
-    Bring a split as it is on the Hub into the form of [`load`].
+    Convert a split of the Hub to the columns of [`load`].
 
     Args:
         name (`str`): Name of the task, a key of [`GLUE`].
-        dataset (`datasets.Dataset`): Columns `idx`, those of the texts, and `label`, -1 if there are no labels.
-        skip_bad (`bool`, *optional*, defaults to `False`): As of [`load`].
+        dataset (`datasets.Dataset`): Split with the columns `idx`, the texts, and `label` (-1 if there are no labels).
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
 
     Returns:
-        `datasets.Dataset`: The same rows, with the columns of [`load`].
+        `datasets.Dataset`: The same rows with the columns of [`load`].
 
     Raises:
-        ValueError: If a row is bad.
+        ValueError: If a row is malformed.
     """
     task = GLUE[name]
     columns = find_columns(_HUB, dataset.column_names, _accepted(task), optional=("label",))
@@ -293,18 +294,17 @@ def normalize(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) ->
 
 def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
     """
-    Write the predictions on a test split in the format of GLUE's server, and nothing for other splits.
+    Write the predictions of a test split in the format of GLUE's server. Nothing is written for other splits.
 
     Args:
         name (`str`): Name of the task, a key of [`GLUE`].
-        split (`str`): Name of the split; the server takes `test`, and `test_matched`, `test_mismatched` and `test_ax`
-            of MNLI.
-        rows (`Sequence[Mapping]`): The predictions, as of [`decode`], of all examples
-            in the order of the file.
-        path (`str` or `Path`): Folder to write to, made if it is missing.
+        split (`str`): Name of the split. The server accepts `test`, and `test_matched`, `test_mismatched` and
+            `test_ax` of MNLI.
+        rows (`Sequence[Mapping]`): The predictions of [`decode`] for all examples, in the order of the file.
+        path (`str` or `Path`): Folder to write to, created if missing.
 
     Returns:
-        `Path`: The file, e.g. `MNLI-m.tsv`, or `None`.
+        `Path`: The file, e.g. `MNLI-m.tsv`, or `None` if nothing was written.
     """
     if (name, split) not in SUBMISSIONS:
         return None
@@ -325,18 +325,17 @@ def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], p
 
 def averages(scores: Mapping[str, float | None]) -> dict[str, float | int | None]:
     """
-    Averages over the columns of [`GLUE_COLUMNS`] that there are.
+    Average the scores over the columns of [`GLUE_COLUMNS`].
 
     Args:
-        scores (`Mapping[str, float | None]`): The scores by the titles of their columns; missing ones are left out or
-            `None`.
+        scores (`Mapping[str, float | None]`): Scores by the title of their column; columns may be missing or `None`.
 
     Returns:
-        `dict[str, float | int | None]`: `average_9`, the mean of the columns; `average_8`, with the two of MNLI
-        averaged into one first (left out if there is only one of them); `None` if there is no column. `num_columns_9`
-        and `num_columns_8` say how many columns were there.
+        `dict[str, float | int | None]`: `average_9`, the mean of the columns that are there, and `average_8`, where
+        the two of MNLI are first averaged into one (and left out if one is missing); `None` without any column.
+        `num_columns_9` and `num_columns_8` are the numbers of columns averaged.
     """
-    values = {title: scores[title] for title, *_ in GLUE_COLUMNS if scores.get(title) is not None}
+    values = {title: score for title, *_ in GLUE_COLUMNS if (score := scores.get(title)) is not None}
     mnli = [value for title, value in values.items() if title.startswith("MNLI")]
     merged = [value for title, value in values.items() if not title.startswith("MNLI")]
     merged += [sum(mnli) / 2] if len(mnli) == 2 else []

@@ -1,4 +1,4 @@
-"""SQuAD v1.1 and v2.0: files, windows and answers. Find the answer in a paragraph, or tell that there is none."""
+"""SQuAD v1.1 and v2.0: find the answer to a question in a paragraph, or tell that there is none."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 HUB = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
+HUB_SPLITS = ("train", "validation")
 CANONICAL = ("train", "validation", "test")
 
 _VERSIONS = {"squad": "v1.1", "squad_v2": "v2.0"}
-# Finite, so that the rows of an example without any valid span can still be written as JSON.
+# Score of an example without any valid span: finite, so that it can be written as JSON.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 def splits(name: str, data: str | None = None) -> list[str]:
     """
-    Names of the splits there are.
+    List the splits.
 
     Args:
         name (`str`): `"squad"` (v1.1) or `"squad_v2"`.
         data (`str`, *optional*): Folder with SQuAD files; by default the splits on the Hub.
 
     Returns:
-        `list[str]`: The canonical names first, then the parts: all other files, by their stems.
+        `list[str]`: Those of `train`, `validation` and `test` that exist, then the names of all other files.
     """
-    return list(_files(name, data))
+    return list(HUB_SPLITS if data is None else _files(name, data))
 
 
 def load(
@@ -49,32 +50,35 @@ def load(
     Args:
         name (`str`): `"squad"` (v1.1, every question has an answer) or `"squad_v2"`.
         data (`str`, *optional*):
-            Folder with files in the official layout, e.g. `train-v1.1.json` or `dev-v2.0.json.gz`; by default the
-            dataset is downloaded.
-        splits (`Sequence[str]`, *optional*): Splits to load, by default the canonical ones that exist.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip and count bad questions instead of raising an error.
+            Folder with files in the official format, e.g. `train-v1.1.json` or `dev-v2.0.json.gz`; by default the
+            Hub.
+        splits (`Sequence[str]`, *optional*): Splits to load, by default all canonical ones that exist.
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed questions with a warning.
 
     Returns:
         `datasets.DatasetDict`: Splits with the columns `id`, `title`, `question`, `context` and `answers`: a list of
-        `{"text", "answer_start"}` without surrounding whitespace, `answer_start` in characters; empty if the question
-        has no answer. A file without answers, or with empty ones only, lacks the column.
+        `{"text", "answer_start"}` without surrounding whitespace, with `answer_start` in characters; empty if the
+        question has no answer. Splits without answers, or with empty ones only, lack this column.
 
     Raises:
-        ValueError: If a split is unknown, a file is not in the SQuAD layout, or a question is bad: empty question,
-            context or answer, answer that is not at its place in the context, `is_impossible` that
-            contradicts the answers, or no answer in v1.1.
-        FileNotFoundError: If there is no such folder.
+        ValueError: If a split is unknown, a file is not in the format of SQuAD, or a question is malformed: the
+            question, context or an answer is empty, an answer is not at its place in the context, `is_impossible`
+            contradicts the answers, or a question of v1.1 has no answer.
+        FileNotFoundError: If the folder does not exist.
         OSError: If the Hub cannot be reached.
     """
     import datasets
 
-    files = _files(name, data)
+    files = {} if data is None else _files(name, data)
+    available = HUB_SPLITS if data is None else tuple(files)
     where = HUB[name] if data is None else data
     if splits is None:
-        splits = [split for split in CANONICAL if split in files]
+        splits = [split for split in CANONICAL if split in available]
         if not splits:
-            raise ValueError(f"none of {', '.join(CANONICAL)} is in {where}; there are: {', '.join(files) or 'none'}")
-    check_splits(splits, files, where)
+            raise ValueError(
+                f"none of {', '.join(CANONICAL)} is in {where}; available: {', '.join(available) or 'none'}"
+            )
+    check_splits(splits, available, where)
     loaded = datasets.DatasetDict()
     for split in splits:
         if data is None:
@@ -86,18 +90,18 @@ def load(
 
 def from_hub(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> "datasets.Dataset":
     """
-    Bring a split in the layout of the Hub, with a list of texts and a list of offsets, to the columns of [`load`].
+    Convert a split of the Hub, where answers are a list of texts and a list of offsets, to the columns of [`load`].
 
     Args:
         name (`str`): `"squad"` or `"squad_v2"`.
         dataset (`datasets.Dataset`): Split with the columns `id`, `title`, `question`, `context` and `answers`.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip and count bad questions instead of raising an error.
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed questions with a warning.
 
     Returns:
-        `datasets.Dataset`: The split as in [`load`].
+        `datasets.Dataset`: The split with the columns of [`load`].
 
     Raises:
-        ValueError: As in [`load`].
+        ValueError: If a question is malformed, see [`load`].
     """
     questions = []
     for row in dataset:
@@ -107,20 +111,18 @@ def from_hub(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> 
     return _parse(name, HUB[name], questions, skip_bad)
 
 
-def _files(name: str, data: str | None) -> dict[str, Path | None]:
-    """The file of each split; the splits on the Hub have none."""
-    if data is None:
-        return {"train": None, "validation": None}
+def _files(name: str, data: str) -> dict[str, Path]:
+    """The file of each split."""
     stems = {"train": "train", "dev": "validation", "test": "test"}
     return find_files(data, stems | {f"{stem}-{_VERSIONS[name]}": split for stem, split in stems.items()})
 
 
 def _questions(path: Path) -> Iterator[dict]:
-    """Yield the questions of a file in the official layout, each with its `title` and `context`."""
+    """Yield the questions of a file in the official format, each with its `title` and `context`."""
 
     def member(parent: Any, key: str, kind: type, place: str) -> Any:
         if not isinstance(parent, dict) or not isinstance(parent.get(key), kind):
-            raise ValueError(f"{path}: not in the layout of SQuAD: {place} has no {kind.__name__} {key!r}")
+            raise ValueError(f"{path}: not in the format of SQuAD: {place} has no {kind.__name__} {key!r}")
         return parent[key]
 
     with open_text(path) as file:
@@ -139,14 +141,14 @@ def _questions(path: Path) -> Iterator[dict]:
 
 
 def _parse(name: str, source: "Path | str", questions: list[dict], skip_bad: bool) -> "datasets.Dataset":
-    """Check the questions and make a dataset of them."""
+    """Check the questions and turn them into a dataset."""
     import datasets
 
     columns: dict[str, Any] = dict.fromkeys(("id", "title", "question", "context"), datasets.Value("string"))
     parse = _parser(name, labelled=any(map(_has_answers, questions)))
     examples, skipped = parse_rows(source, enumerate(questions, start=1), parse, skip_bad)
     if len({example["id"] for example in examples}) < len(examples):
-        logger.warning(f"{source}: ids occur more than once; the questions are numbered from 0 instead.")
+        logger.warning(f"{source}: some ids occur more than once; the questions are numbered from 0 instead.")
         examples = [example | {"id": str(index)} for index, example in enumerate(examples)]
     if "answers" in examples[0]:
         columns["answers"] = [{"text": datasets.Value("string"), "answer_start": datasets.Value("int32")}]
@@ -156,7 +158,7 @@ def _parse(name: str, source: "Path | str", questions: list[dict], skip_bad: boo
 
 
 def _has_answers(question: dict) -> bool:
-    """Whether there are answers, or explicitly none; empty texts hold the place of answers kept secret."""
+    """Whether a question says what its answers are, or that it has none. Empty texts stand for hidden answers."""
     answers = question.get("answers")
     if not isinstance(answers, list):
         return "answers" in question
@@ -164,7 +166,7 @@ def _has_answers(question: dict) -> bool:
 
 
 def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
-    """Return a function that checks a question and returns its normalised columns."""
+    """Return a function that checks a question and returns its columns."""
 
     def parse(row: dict) -> dict:
         example = {field: row[field] for field in ("id", "title", "question", "context")}
@@ -175,7 +177,7 @@ def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
         if labelled:
             answers = row.get("answers")
             if not isinstance(answers, list):
-                raise BadRow("answers", f"{question} has no list of answers, unlike others of the file")
+                raise BadRow("answers", f"{question} has no list of answers, unlike others in the file")
             if not answers and name == "squad":
                 raise BadRow("answers", f"{question} has no answer, which only squad_v2 allows")
             if "is_impossible" in row and bool(row["is_impossible"]) == bool(answers):
@@ -203,24 +205,27 @@ def _check_answer(question: str, answer: dict, context: str) -> dict:
 
 def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", options: Any) -> "datasets.Dataset":
     """
-    Cut question and context into windows for the model.
+    Tokenize questions and contexts into windows.
 
-    A context that is too long for one window is spread over several, each with the whole question in front; as in the
-    fast tokenizers, `options.doc_stride` is the number of tokens that consecutive windows share.
+    A context that is too long for one window is spread over several windows, each starting with the whole question.
+    As in the fast tokenizers, `options.doc_stride` is the number of tokens shared by consecutive windows.
 
     Args:
-        examples (`datasets.Dataset`): Split as returned by [`load`].
-        tokenizer (`PreTrainedTokenizerFast`): Tokenizer that begins with its CLS token and pads on the right.
+        examples (`datasets.Dataset`): A split of [`load`].
+        tokenizer (`PreTrainedTokenizerFast`): A tokenizer that begins with its CLS token and pads on the right.
         options (`Any`):
-            Object with the attributes `max_length`, `max_question_length` (the rest of a question is cut off) and
+            Object with the attributes `max_length`, `max_question_length` (longer questions are truncated) and
             `doc_stride`, in tokens.
 
     Returns:
-        `datasets.Dataset`: One row for each window: `input_ids`, `token_type_ids` and `attention_mask` of shape
-        `(num_tokens,)`; `start_positions` and `end_positions`, the first and the last token of the first answer, 0
-        (the CLS token) if the window does not hold all of it, absent if `examples` has no answers; `example_index`,
-        the row in `examples`; `offset_mapping` of shape `(num_tokens, 2)`, the first character of each token in the
-        context and the one after its last, -1 for tokens outside the context.
+        `datasets.Dataset`: One row per window, with
+
+        - `input_ids`, `token_type_ids` and `attention_mask` of shape `(num_tokens,)`;
+        - `start_positions` and `end_positions`, the first and last token of the first answer, or 0 (the CLS token) if
+          the window does not contain all of it; only if `examples` has answers;
+        - `example_index`, the row of `examples`;
+        - `offset_mapping` of shape `(num_tokens, 2)`, for each token its first character in the context and the one
+          after its last, -1 for tokens outside the context.
 
     Raises:
         ValueError: If the tokenizer is not a fast one, does not begin with its CLS token or pads on the left, or if
@@ -230,7 +235,7 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
 
     kind = type(tokenizer).__name__
     if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer must be a fast one, which knows the places of its tokens, got {kind}")
+        raise ValueError(f"tokenizer must be a fast one, which knows the offsets of its tokens, got {kind}")
     if tokenizer.cls_token_id is None or tokenizer("a")["input_ids"][0] != tokenizer.cls_token_id:
         raise ValueError(f"tokenizer must begin its texts with a CLS token, which stands for no answer, got {kind}")
     if tokenizer.padding_side != "right":
@@ -285,12 +290,17 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
         return columns
 
     return examples.map(
-        windows, batched=True, with_indices=True, remove_columns=examples.column_names, features=features
+        windows,
+        batched=True,
+        with_indices=True,
+        remove_columns=examples.column_names,
+        features=features,
+        desc="Tokenizing",
     )
 
 
 def _positions(offsets: np.ndarray, answers: list[dict]) -> tuple[int, int]:
-    """First and last token of the first answer, or twice the CLS token if it is not wholly inside the window."""
+    """First and last token of the first answer, or 0 (the CLS token) if the window does not contain all of it."""
     context = np.flatnonzero(offsets[:, 0] >= 0)
     if not answers or not len(context):
         return 0, 0
@@ -310,29 +320,29 @@ def decode(
     options: Any,
 ) -> list[dict]:
     """
-    Turn the outputs of the model into answers.
+    Turn the outputs of a model into answers.
 
-    In each window the `options.n_best_size` best starts and ends in the context are combined to spans; the best spans
-    of all windows of a question compete. In v2, no answer competes too: its score is the lowest score of the CLS token
-    over the windows, as a window without the answer says nothing about the others.
+    In each window the `options.n_best_size` best starts and ends in the context are combined into spans, and the best
+    spans of all windows of a question compete. In v2.0 they compete with no answer, whose score is the lowest score of
+    the CLS token in any window, because a window without the answer says nothing about the others.
 
     Args:
         name (`str`): `"squad"` or `"squad_v2"`.
         outputs (`tuple[np.ndarray, np.ndarray]` of shape `(num_windows, num_tokens)`):
-            Logits of the first and of the last token; padding at the end is ignored.
-        features (`datasets.Dataset`): The windows, as returned by [`encode`].
+            Logits of the first and the last token. Padding at the end is ignored.
+        features (`datasets.Dataset`): The windows, from [`encode`].
         examples (`datasets.Dataset`): The split given to [`encode`].
         options (`Any`):
-            Object with the attributes `n_best_size`, `max_answer_length` (tokens) and, for v2,
-            `no_answer_threshold`: no answer is predicted if its score exceeds that of the best span by more.
+            Object with the attributes `n_best_size`, `max_answer_length` (in tokens) and, for v2.0,
+            `no_answer_threshold`: no answer is predicted if its score exceeds that of the best span by more than this.
 
     Returns:
-        `list[dict]`: For each example `id`, `prediction` (a piece of the context, `""` for no answer) and `nbest`,
-        dictionaries with `text`, `probability`, `start_logit` and `end_logit`, the best first. In v2 also `null_odds`,
-        the score of no answer minus that of the best span, and `best_non_null`, the text of that span.
+        `list[dict]`: For each example its `id`, its `prediction` (a part of the context, `""` for no answer) and
+        `nbest`, dictionaries with `text`, `probability`, `start_logit` and `end_logit`, best first. For v2.0 also
+        `null_odds`, the score of no answer minus that of the best span, and `best_non_null`, the text of that span.
 
     Raises:
-        ValueError: If the numbers of outputs and windows differ, or a question has no window.
+        ValueError: If there are more or fewer outputs than windows, or a question has no window.
     """
     start_logits, end_logits = outputs
     if not len(start_logits) == len(end_logits) == len(features):
@@ -376,7 +386,7 @@ def decode(
 def _best_spans(
     start: np.ndarray, end: np.ndarray, offsets: np.ndarray, options: Any
 ) -> list[tuple[tuple[int, int], tuple[float, float]]]:
-    """The best spans of a window: their first character and the one after their last, and their two logits."""
+    """The best spans of a window: for each its first character, the one after its last, and its two logits."""
     context = np.flatnonzero(offsets[:, 0] >= 0)
     first = context[np.argsort(-start[context], kind="stable")[: options.n_best_size]]
     last = context[np.argsort(-end[context], kind="stable")[: options.n_best_size]]
@@ -396,12 +406,12 @@ def write_submission(name: str, split: str, rows: Sequence[dict], path: str | Pa
     Args:
         name (`str`): `"squad"` or `"squad_v2"`.
         split (`str`): Name of the split.
-        rows (`Sequence[dict]`): The predictions, as of [`decode`].
-        path (`str` or `Path`): Folder to write to, made if it is missing.
+        rows (`Sequence[dict]`): The predictions of [`decode`].
+        path (`str` or `Path`): Folder to write to, created if missing.
 
     Returns:
-        `Path`: The file, e.g. `predictions_validation.json`. Beside it are `nbest_predictions_validation.json` and, in
-        v2, `null_odds_validation.json` for the script's option `--na-prob-file`.
+        `Path`: The file, e.g. `predictions_validation.json`. Next to it are `nbest_predictions_validation.json` and,
+        for v2.0, `null_odds_validation.json` for the option `--na-prob-file` of the script.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,25 +14,25 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def normalize_answer(text: str) -> str:
     """
-    Normalise an answer for comparison, as in the official evaluation.
+    Normalize an answer for comparison, as the official script does.
 
     Args:
         text (`str`): The answer.
 
     Returns:
-        `str`: The answer in lower case, without ASCII punctuation and English articles, its words separated by one
-        space.
+        `str`: The answer in lower case, without ASCII punctuation and English articles, its words separated by single
+        spaces.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
     """
-    Whether the prediction is, once normalised, one of the answers.
+    Whether the normalized prediction is one of the normalized answers.
 
     Args:
         prediction (`str`): The predicted answer, `""` for none.
-        answers (`Sequence[str]`): The correct answers, none if the question has no answer.
+        answers (`Sequence[str]`): The correct answers, empty if the question has no answer.
 
     Returns:
         `float`: 1 or 0.
@@ -42,15 +42,15 @@ def exact_match(prediction: str, answers: Sequence[str]) -> float:
 
 def f1(prediction: str, answers: Sequence[str]) -> float:
     """
-    F1 of the words of the prediction, for the answer where it is highest.
+    Highest word F1 of the prediction with any of the answers.
 
     Args:
         prediction (`str`): The predicted answer, `""` for none.
-        answers (`Sequence[str]`): The correct answers, none if the question has no answer.
+        answers (`Sequence[str]`): The correct answers, empty if the question has no answer.
 
     Returns:
-        `float`: F1 between 0 and 1. Where the prediction or the answer has no words after normalisation, it is 1 if
-        neither has any and 0 otherwise.
+        `float`: F1 between 0 and 1. If the prediction or the answer has no words after normalization, it is 1 if
+        neither has any, and 0 otherwise.
     """
     predicted = normalize_answer(prediction).split()
     return max(_word_f1(predicted, normalize_answer(answer).split()) for answer in answers or [""])
@@ -64,20 +64,20 @@ def _word_f1(predicted: list[str], correct: list[str]) -> float:
 
 
 def _worded(reference: list[dict]) -> list[str]:
-    """Texts of the answers with at least one word; the others cannot be told from no answer."""
+    """Texts of the answers that have words after normalization; the others look like no answer."""
     return [answer["text"] for answer in reference if normalize_answer(answer["text"])]
 
 
 def scores(predictions: Sequence[str], references: Sequence[list[dict]], name: str = "squad_v2") -> np.ndarray:
     """
-    F1 of each prediction; the mean is the main metric.
+    F1 of each prediction. Their mean is the main metric.
 
     Args:
         predictions (`Sequence[str]`): The predicted answers, `""` for none.
         references (`Sequence[list[dict]]`): The column `answers`.
         name (`str`, *optional*, defaults to `"squad_v2"`):
-            `"squad"` or `"squad_v2"`. They differ only where all answers are articles or punctuation: v1.1 then gives
-            0 to any prediction, v2 takes the question for one without an answer.
+            `"squad"` or `"squad_v2"`. They differ only if all answers are articles or punctuation: v1.1 then scores
+            every prediction 0, v2.0 treats the question as one without an answer.
 
     Returns:
         `np.ndarray` of shape `(num_examples,)`: Scores between 0 and 1.
@@ -98,7 +98,7 @@ def _exact_matches(predictions: Sequence[str], references: Sequence[list[dict]],
 
 def metrics(name: str, predictions: Sequence[str], references: Sequence[list[dict]]) -> dict[str, float]:
     """
-    The official scores.
+    The scores of the official script.
 
     Args:
         name (`str`): `"squad"` or `"squad_v2"`.
@@ -106,8 +106,8 @@ def metrics(name: str, predictions: Sequence[str], references: Sequence[list[dic
         references (`Sequence[list[dict]]`): The column `answers`.
 
     Returns:
-        `dict[str, float]`: `exact_match` and `f1`, between 0 and 1; in v2 also for the questions with and without an
-        answer alone, e.g. `has_answer_f1` and `no_answer_f1`, unless there are none.
+        `dict[str, float]`: `exact_match` and `f1`, between 0 and 1. For v2.0 also over the questions with and without
+        an answer separately, e.g. `has_answer_f1` and `no_answer_f1`, if there are any.
     """
     values = {
         "exact_match": _exact_matches(predictions, references, name),
@@ -124,28 +124,27 @@ def metrics(name: str, predictions: Sequence[str], references: Sequence[list[dic
 
 def best_threshold(rows: Sequence[dict], references: Sequence[list[dict]]) -> dict[str, float]:
     """
-    The `no_answer_threshold` values of [`decode`] that would have given the highest scores.
+    The values of `no_answer_threshold` with the highest scores.
 
-    They are chosen with the answers at hand: results with them are an upper bound, not a result of the model.
+    They are chosen by looking at the answers, so the scores are upper bounds, not results of the model.
 
     Args:
-        rows (`Sequence[dict]`): What [`decode`] returned for v2, of which `null_odds` and
-            `best_non_null` are used.
+        rows (`Sequence[dict]`): Output of [`decode`] for v2.0, of which `null_odds` and `best_non_null` are used.
         references (`Sequence[list[dict]]`): The column `answers`.
 
     Returns:
-        `dict[str, float]`: `best_exact_match` and `best_f1`, between 0 and 1, and their thresholds
-        `best_exact_match_threshold` and `best_f1_threshold`.
+        `dict[str, float]`: `best_exact_match` and `best_f1`, between 0 and 1, and the thresholds
+        `best_exact_match_threshold` and `best_f1_threshold` that give them.
     """
     predictions = [row["best_non_null"] for row in rows]
     odds = np.array([row["null_odds"] for row in rows])
     has_answer = np.array([bool(reference) for reference in references])
     answered = np.array([bool(prediction) for prediction in predictions])
     order = np.argsort(odds, kind="stable")
-    # Questions with equal odds are answered together or not at all.
+    # Questions with equal odds are either all answered or none of them.
     group_ends = np.flatnonzero(np.append(np.diff(odds[order]) > 0, True))
 
-    results = {}
+    results: dict[str, float] = {}
     for key, values in (
         ("exact_match", _exact_matches(predictions, references, "squad_v2")),
         ("f1", scores(predictions, references)),
@@ -154,7 +153,7 @@ def best_threshold(rows: Sequence[dict], references: Sequence[list[dict]]) -> di
         totals = np.sum(~has_answer) + np.cumsum(gains[order])[group_ends]
         best = int(np.argmax(totals))
         total, threshold = totals[best], odds[order][group_ends[best]]
-        if total <= np.sum(~has_answer):  # better no answer to any question
+        if total <= np.sum(~has_answer):  # best not to answer any question
             total, threshold = np.sum(~has_answer), min(0.0, odds.min() - 1.0)
         results |= {f"best_{key}": float(total / len(rows)), f"best_{key}_threshold": float(threshold)}
     return results

@@ -1,4 +1,4 @@
-"""Multiple choice of the ending of a text, as in SWAG and HellaSwag, with any number of endings."""
+"""Multiple choice: choose the ending of a text among any number of endings, as in SWAG and HellaSwag."""
 
 import functools
 import re
@@ -38,17 +38,17 @@ _UNLABELLED = ("", "-1", "None")
 
 def splits(data: str | None = None) -> list[str]:
     """
-    Names of the splits there are.
+    List the splits.
 
     Args:
-        data (`str`, *optional*): Folder of the files. By default the Hub, which is not asked.
+        data (`str`, *optional*): Folder with the files. By default the splits on the Hub, which is not contacted.
 
     Returns:
-        `list[str]`: `train`, `validation` and `test`, as far as they are there; then the names of other data files.
+        `list[str]`: Those of `train`, `validation` and `test` that exist, then the names of all other data files.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If two files are for one split.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If two files are for the same split.
     """
     return list(_CANONICAL) if data is None else list(find_files(data, _STEMS))
 
@@ -60,19 +60,19 @@ def load(
     Load SWAG, or files in the format of SWAG or HellaSwag.
 
     Args:
-        data (`str`, *optional*): Folder of the files. By default the Hub.
-        splits (`Sequence[str]`, *optional*): Names of the splits to read. By default the canonical ones there are.
-        skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows out, with a warning.
+        data (`str`, *optional*): Folder with the files. By default the Hub.
+        splits (`Sequence[str]`, *optional*): Splits to read, by default all canonical ones that exist.
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
 
     Returns:
-        `datasets.DatasetDict`: The splits, with the columns `id`, `context`, `start` (the beginning of the sentence to
-        be ended; `""` if it is part of the context), `endings` (a list, equally long in the whole split) and `label`,
-        the index of the right one. Splits without labels lack the last.
+        `datasets.DatasetDict`: Splits with the columns `id`, `context`, `start` (the beginning of the sentence to
+        complete; `""` if it is part of the context), `endings` (a list, of the same length in the whole split) and
+        `label`, the index of the correct ending. Splits without labels lack the last column.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
+        FileNotFoundError: If the folder does not exist.
         OSError: If the Hub cannot be reached.
-        ValueError: If a split is missing or a row is bad; the message says where.
+        ValueError: If a split is missing or a row is malformed. The message says where.
     """
     import datasets
 
@@ -83,7 +83,7 @@ def load(
         splits = [split for split in _CANONICAL if split in available]
         if not splits:
             raise ValueError(
-                f"{where}: no file named {', '.join(_STEMS)}; there are the splits: {', '.join(available) or 'none'}"
+                f"{where}: no file named {', '.join(_STEMS)}; available splits: {', '.join(available) or 'none'}"
             )
     check_splits(splits, available, where)
     loaded = datasets.DatasetDict()
@@ -100,18 +100,19 @@ def load(
 
 def normalize(dataset: "datasets.Dataset", split: str, skip_bad: bool = False) -> "datasets.Dataset":
     """
-    Bring a split as it is on the Hub into the form of [`load`].
+    Convert a split of the Hub to the columns of [`load`].
 
     Args:
-        dataset (`datasets.Dataset`): Columns `sent1`, `sent2`, `ending0`, ... and `label`, -1 if there are no labels.
-        split (`str`): Name of the split; one that begins with `test` may have no labels.
-        skip_bad (`bool`, *optional*, defaults to `False`): As of [`load`].
+        dataset (`datasets.Dataset`): Split with the columns `sent1`, `sent2`, `ending0`, ... and `label` (-1 if there
+            are no labels).
+        split (`str`): Name of the split. If it begins with `test`, there may be no labels.
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
 
     Returns:
-        `datasets.Dataset`: The same rows, with the columns of [`load`].
+        `datasets.Dataset`: The same rows with the columns of [`load`].
 
     Raises:
-        ValueError: If a row is bad.
+        ValueError: If a row is malformed.
     """
     where = f"{_HUB} {split}"
     parse = _parser(where, split, dataset.column_names, dataset[0])
@@ -135,24 +136,24 @@ def _dataset(examples: list[dict[str, Any]], skipped: str) -> "datasets.Dataset"
 def _parser(
     path: Any, split: str, header: Sequence[str], first: Mapping[str, Any]
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that makes an example of a row; `first` says whether a test split has labels."""
+    """Return a function that makes an example of a row. The first row shows whether a test split has labels."""
     context, start = next((pair for pair in _TWO_PARTS if set(pair) <= set(header)), (None, None))
-    accepted = {"context": _ONE_PART if context is None else (context,), "label": _LABEL}
+    accepted: dict[str, Sequence[str]] = {"context": _ONE_PART if context is None else (context,), "label": _LABEL}
     if not any(map(_ENDING.fullmatch, header)):
         accepted["endings"] = _ENDINGS
     optional = ("label",) if split.startswith("test") else ()
     columns = find_columns(path, header, accepted, optional)
     label = columns.get("label")
-    if optional and str(first.get(label, "")).strip() in _UNLABELLED:
+    if optional and str(first.get(label or "", "")).strip() in _UNLABELLED:
         label = None
-    num_endings = None
+    num_endings: int | None = None
 
-    def parse(row):
+    def parse(row: dict[str, Any]) -> dict[str, Any]:
         nonlocal num_endings
-        example = {
+        example: dict[str, Any] = {
             "id": tuple(row.get(column) for column in _IDS),
             "context": text_field(row, columns["context"]),
-            "start": text_field(row, start).strip() if str(row.get(start) or "").strip() else "",
+            "start": text_field(row, start).strip() if start and str(row.get(start) or "").strip() else "",
             "endings": _endings(row, columns.get("endings")),
         }
         count = len(example["endings"])
@@ -190,14 +191,14 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
     Tokenize, for each ending, the pair of the context and the sentence with that ending.
 
     Args:
-        examples (`datasets.Dataset`): Columns `context`, `start`, `endings`; `label` if there is any.
+        examples (`datasets.Dataset`): Columns `context`, `start` and `endings`; optionally `label`.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        options (`Any`): Its `max_length` is the largest number of tokens of a pair, special ones included. Tokens are
-            cut from the longer text.
+        options (`Any`): `options.max_length` is the maximum number of tokens of a pair, special tokens included. A
+            pair that is too long loses tokens at the end of its longer text.
 
     Returns:
-        `datasets.Dataset`: The features, not padded, each a list with an item per ending; `labels` if the examples
-        have a `label`.
+        `datasets.Dataset`: The inputs without padding, each a list with one item per ending, and `labels` if the
+        examples have a `label`.
     """
 
     def tokenize(batch):
@@ -217,22 +218,22 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
             features["labels"] = batch["label"]
         return features
 
-    return examples.map(tokenize, batched=True, remove_columns=examples.column_names)
+    return examples.map(tokenize, batched=True, remove_columns=examples.column_names, desc="Tokenizing")
 
 
 def collator(
     tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None
 ) -> "Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]":
     """
-    Collator that pads the features to the longest of the batch.
+    Make a collator that pads a batch to its longest input.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        pad_to_multiple_of (`int`, *optional*): To a multiple of this length.
+        pad_to_multiple_of (`int`, *optional*): Pad to a multiple of this length.
 
     Returns:
-        `Callable`: Takes features and returns tensors of shape `(batch_size, num_endings, length)`, and `labels` of
-        shape `(batch_size,)` if the features have them.
+        `Callable`: A function of a list of rows that returns tensors of shape `(batch_size, num_endings, length)`,
+        and `labels` of shape `(batch_size,)` if the rows have them.
     """
     from transformers import DataCollatorForMultipleChoice
 
@@ -243,6 +244,6 @@ def collator(
 def _collate(collate: "DataCollatorForMultipleChoice", features: list[dict[str, Any]]) -> "dict[str, torch.Tensor]":
     if "labels" in features[0]:
         return collate(features)
-    batch = collate([{**feature, "labels": 0} for feature in features])  # it fails without labels
+    batch = collate([{**feature, "labels": 0} for feature in features])  # it needs labels
     del batch["labels"]
     return batch

@@ -1,4 +1,4 @@
-"""Local data files of the tasks: tab- or comma-separated tables and JSON, plain or compressed, and their bad rows."""
+"""Data files of the tasks: tab- or comma-separated tables and JSON, plain or compressed, and malformed rows."""
 
 import csv
 import json
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 FORMATS = (".tsv", ".csv", ".json", ".jsonl")
-# Objects of a JSON file have no header; an optional key may be missing in the first one.
+# JSON files have no header, and the first object may lack an optional key: number of objects to look at.
 _HEADER_ROWS = 100
 
 
 class BadRow(ValueError):
     """
-    A row that cannot be used, for [`parse_rows`] to report or to skip.
+    A malformed row, for [`parse_rows`] to report or to skip.
 
     Args:
-        field (`str`, *optional*): Name of the field at fault, `None` if it is the whole row.
-        message (`str`): What is wrong, with the value and what is allowed.
+        field (`str`, *optional*): Name of the field that is wrong; `None` if it is the whole row.
+        message (`str`): What is wrong: the value, and what is allowed.
     """
 
     def __init__(self, field: str | None, message: str):
@@ -39,19 +39,19 @@ class BadRow(ValueError):
 
 def find_files(folder: str | Path, names: Mapping[str, str]) -> dict[str, Path]:
     """
-    Find the data files of a folder, without opening them.
+    Find the data files in a folder, without opening them.
 
     Args:
-        folder (`str` or `Path`): The folder. Its subfolders are not looked into.
-        names (`Mapping[str, str]`): Names of files without suffixes, and the splits they hold. Every other data file
-            is a part, that is a split under its own name.
+        folder (`str` or `Path`): The folder. Its subfolders are not searched.
+        names (`Mapping[str, str]`): Splits by the name of their file, without suffix. Every other data file is a split
+            under its own name.
 
     Returns:
-        `dict[str, Path]`: The file of each split; first the splits of `names`, in their order, then the parts.
+        `dict[str, Path]`: The file of each split; first the splits of `names`, in their order, then the others.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If two files are for one split.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If two files are for the same split.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -76,34 +76,34 @@ def _split_name(path: Path) -> tuple[str, str]:
 
 def check_splits(splits: Iterable[str], available: Iterable[str], where: str | Path) -> None:
     """
-    Check that there are all the splits asked for.
+    Check that the requested splits exist.
 
     Args:
-        splits (`Iterable[str]`): Names of the splits asked for.
-        available (`Iterable[str]`): Names of the splits there are.
+        splits (`Iterable[str]`): Names of the requested splits.
+        available (`Iterable[str]`): Names of the existing splits.
         where (`str` or `Path`): The folder or the dataset, for the message.
 
     Raises:
-        ValueError: If one is missing.
+        ValueError: If a split is missing.
     """
     available = list(available)
     for split in splits:
         if split not in available:
-            raise ValueError(f"split {split!r} is missing in {where}; there are: {', '.join(available) or 'none'}")
+            raise ValueError(f"split {split!r} is missing in {where}; available: {', '.join(available) or 'none'}")
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """
-    Read the rows of a data file. Tab-separated files have no quoting, comma-separated ones the usual one.
+    Read the rows of a data file. Comma-separated files may quote fields; tab-separated files have no quoting.
 
     Args:
-        path (`str` or `Path`): A `.tsv` or `.csv` file, `.jsonl` with an object a line, or `.json` with a list of
-            objects; any of them may be compressed.
-        columns (`Sequence[str]`, *optional*): Names of the columns of a table without a header.
+        path (`str` or `Path`): A `.tsv` or `.csv` file, a `.jsonl` file with one object per line, or a `.json` file
+            with a list of objects. It may be compressed.
+        columns (`Sequence[str]`, *optional*): Names of the columns, for a table without a header.
 
     Returns:
-        `Iterator[tuple[int, dict]]`: For each row the number of the line it begins in (in a `.json` file its place in
-        the list), counted from 1, and its fields. In place of the fields of a malformed row there is a [`BadRow`].
+        `Iterator[tuple[int, dict]]`: For each row the number of its first line (in a `.json` file its place in the
+        list), counted from 1, and its fields, or a [`BadRow`] if it is malformed.
 
     Raises:
         ValueError: If the file is malformed as a whole.
@@ -123,7 +123,7 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
 
 def _read_table(path: str | Path, kind: str) -> Iterator[tuple[int, list[str]]]:
     if kind == ".tsv":
-        # The csv module would end a row at a carriage return inside of a field.
+        # The csv module would end a row at a carriage return inside a field.
         with open_text(path) as file:
             for number, line in enumerate(file, start=1):
                 line = line.removesuffix("\n").removesuffix("\r")
@@ -161,9 +161,11 @@ def _read_list(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]
         try:
             rows = json.load(file)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not valid JSON: {error} (one object a line is .jsonl)") from error
+            raise ValueError(
+                f"{path}: not valid JSON: {error} (a file with one object per line must be named .jsonl)"
+            ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a JSON list of objects, found {type(rows).__name__}")
+        raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
     yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
 
 
@@ -176,7 +178,7 @@ def read_header(path: str | Path) -> list[str]:
     Read the names of the columns of a data file.
 
     Args:
-        path (`str` or `Path`): A file as of [`read_rows`].
+        path (`str` or `Path`): A data file, see [`read_rows`].
 
     Returns:
         `list[str]`: The fields of the first line of a table, or the keys of the first 100 objects of a JSON file.
@@ -204,11 +206,12 @@ def find_columns(
     Args:
         path (`str` or `Path`): The file, for the message.
         header (`Sequence[str]`): Names of its columns.
-        accepted (`Mapping[str, Sequence[str]]`): For each field the names its column may have, the best one first.
+        accepted (`Mapping[str, Sequence[str]]`): For each field the possible names of its column, in order of
+            preference.
         optional (`Sequence[str]`, *optional*): Fields that may be missing.
 
     Returns:
-        `dict[str, str]`: The name of the column of each field that is there.
+        `dict[str, str]`: The column of each field that was found.
 
     Raises:
         ValueError: If a field that is not optional has no column.
@@ -216,18 +219,18 @@ def find_columns(
     found = {field: name for field, names in accepted.items() for name in reversed(names) if name in header}
     missing = [" or ".join(names) for field, names in accepted.items() if field not in (*found, *optional)]
     if missing:
-        raise ValueError(f"{path}: row 1: no column {' and no '.join(missing)}; there are: {', '.join(header)}")
+        raise ValueError(f"{path}: row 1: no column {' and no '.join(missing)}; available: {', '.join(header)}")
     return found
 
 
 def text_field(row: Mapping[str, Any], column: str, may_be_empty: bool = False) -> str:
     """
-    Get a text of a row.
+    Get a text field of a row.
 
     Args:
         row (`Mapping[str, Any]`): The row.
         column (`str`): Name of the column.
-        may_be_empty (`bool`, *optional*, defaults to `False`): Whether a text without any characters is accepted.
+        may_be_empty (`bool`, *optional*, defaults to `False`): Whether to accept an empty text.
 
     Returns:
         `str`: The text, as it is in the file.
@@ -256,16 +259,16 @@ def parse_rows(
 
     Args:
         path (`str` or `Path`): The file, for the messages.
-        rows (`Iterable[tuple[int, Any]]`): Numbers and fields of the rows, e.g. of [`read_rows`].
-        parse (`Callable[[Any], dict]`): Makes an example of a row or raises [`BadRow`].
-        skip_bad (`bool`, *optional*, defaults to `False`): Whether to leave bad rows out, with one warning.
+        rows (`Iterable[tuple[int, Any]]`): Numbers and fields of the rows, e.g. from [`read_rows`].
+        parse (`Callable[[Any], dict]`): Turns a row into an example, or raises [`BadRow`].
+        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows, with one warning for all of them.
 
     Returns:
-        `tuple[list[dict], str]`: The examples, in the order of the rows, and how many were skipped and why, `""` if
-        none were.
+        `tuple[list[dict], str]`: The examples in the order of the rows, and a text that says how many rows were
+        skipped and why; `""` if none.
 
     Raises:
-        ValueError: At the first bad row, or with `skip_bad` if there is no good one.
+        ValueError: At the first malformed row, or with `skip_bad` if all rows are malformed.
     """
     examples, bad = [], []
     for number, row in rows:
@@ -291,11 +294,11 @@ def make_dataset(
     examples: list[dict[str, Any]], features: "datasets.Features", skipped: str = ""
 ) -> "datasets.Dataset":
     """
-    Make a dataset of examples. Its column `"id"` is the first candidate that tells all of them apart, else the
-    running number from 0.
+    Turn examples into a dataset. Its column `"id"` is the first candidate that is different for all examples;
+    without one, the examples are numbered from 0.
 
     Args:
-        examples (`list[dict]`): The examples, whose `"id"` is a tuple of candidates, `None` where one is missing.
+        examples (`list[dict]`): The examples. Their `"id"` is a tuple of candidates, `None` for missing ones.
         features (`datasets.Features`): Types of the columns.
         skipped (`str`, *optional*): What [`parse_rows`] skipped; becomes the description of the dataset.
 
@@ -318,7 +321,7 @@ def make_dataset(
 
 def load_hub(path: str, config: str | None, split: str) -> "datasets.Dataset":
     """
-    Load a split of a dataset of the Hugging Face Hub.
+    Load a split of a dataset from the Hugging Face Hub.
 
     Args:
         path (`str`): Name of the dataset.
@@ -326,18 +329,18 @@ def load_hub(path: str, config: str | None, split: str) -> "datasets.Dataset":
         split (`str`): Name of the split.
 
     Returns:
-        `datasets.Dataset`: The split as it is there.
+        `datasets.Dataset`: The split, unchanged.
 
     Raises:
-        OSError: If that fails for any reason.
+        OSError: If it cannot be loaded for any reason.
     """
     import datasets
 
     try:
         return datasets.load_dataset(path, config, split=split)
-    except Exception as error:  # datasets, huggingface_hub and httpx have no common class of errors
+    except Exception as error:  # datasets, huggingface_hub and httpx share no base class of errors
         reason = str(error).strip().partition("\n")[0]
         raise OSError(
             f"cannot load split {split!r} of {path} from the Hub ({type(error).__name__}: {reason}); "
-            "offline, give a folder with its files by --data DIR"
+            "without a network, give a folder with its files: --data DIR"
         ) from error

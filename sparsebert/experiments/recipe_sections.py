@@ -1,4 +1,7 @@
-"""What the recipes of cells have in common, whatever they train."""
+"""Sections of the recipe that a cell runs, shared by all experiments that train from a recipe."""
+
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,16 +21,16 @@ _TRAINING = (
 )
 
 
-def model_section(cell, model):
+def model_section(cell: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """
-    Section `model` of a recipe.
+    Make the section `model` of a recipe.
 
     Args:
         cell (`dict`): Settings of the cell.
-        model (`dict`): More fields of [`SparseBertConfig`].
+        model (`dict`): Further fields of [`SparseBertConfig`].
 
     Returns:
-        `dict`
+        `dict`: Fields of the section.
     """
     return {
         "vocab_size": cell["vocab_size"],
@@ -39,22 +42,22 @@ def model_section(cell, model):
         "mask_length": cell["max_length"],
         "hidden_dropout_prob": cell["dropout"],
         "attention_probs_dropout_prob": cell["dropout"],
-        # A row of a random pattern may have no key, or none in an input shorter than the mask.
+        # A row of a random pattern may keep no key, or none within a short input.
         "allow_empty_rows": True,
         **model,
     }
 
 
-def training_section(cell, folder):
+def training_section(cell: dict[str, Any], folder: str | Path) -> dict[str, Any]:
     """
-    Section `training` of a recipe.
+    Make the section `training` of a recipe.
 
     Args:
         cell (`dict`): Settings of the cell.
-        folder (`Path`): Output of the run.
+        folder (`str` or `Path`): Output folder of the run.
 
     Returns:
-        `dict`
+        `dict`: Fields of the section.
     """
     return {name: cell[name] for name in _TRAINING if name in cell} | {
         "output_dir": str(folder),
@@ -67,10 +70,15 @@ def training_section(cell, folder):
     }
 
 
-def check_training(cell):
+def check_training(cell: dict[str, Any]) -> None:
     """
+    Check the training of a cell.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
     Raises:
-        ValueError: If there is nothing to train on.
+        ValueError: If the number of steps or a batch size is below 1.
     """
     for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
         check_range(name, cell[name], 1)

@@ -1,0 +1,95 @@
+"""Charts of scores: against sparsity, and of the cells of an experiment."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from .figures import BLUE, COLOURS, VERMILION, new_figure, save_figure
+
+
+# One colour more than there are markers, so that neighbouring lines differ in both.
+_COLOURS = (*COLOURS, "#7F7F7F")
+_MARKERS = "osD^vPX"
+
+
+def plot_scores(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float | None]]],
+    path: str | os.PathLike,
+    metric: str,
+    title: str,
+    dense: float | None = None,
+) -> None:
+    """
+    Plot a score against sparsity.
+
+    Args:
+        curves (`dict`): Up to two curves by name: `(sparsities, scores, deviations)`, three lists of equal length; a
+            deviation may be `None`.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        metric (`str`): What the score is, for the vertical axis.
+        title (`str`): Title of the chart.
+        dense (`float`, *optional*): Score without a mask, drawn as a horizontal line.
+    Source: SparseBERT (arXiv 2102.12871), Figure 7.
+    """
+    figure = new_figure(6.6, 4.4)
+    axis = figure.subplots()
+    styles = ((BLUE, "o-"), (VERMILION, "s--"))
+    for (name, (x, y, deviations)), (colour, style) in zip(curves.items(), styles, strict=False):
+        bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
+        axis.errorbar(x, y, bars, fmt=style, color=colour, ms=5, capsize=3, label=name)
+    if dense is not None:
+        axis.axhline(dense, color="black", ls=":", label="dense")
+    axis.set(title=title, xlabel="sparsity (fraction of attention entries removed)", ylabel=metric)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    save_figure(figure, path)
+
+
+def plot_lines(
+    lines: Mapping[str, Sequence[tuple[float, float, float | None]]],
+    path: str | os.PathLike,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    percent: str = "",
+) -> None:
+    """
+    Plot one line per series and, in a second panel, the values that the paper published.
+
+    Args:
+        lines (`dict[str, list]`): Points `(x, y, published y or None)` by the name of the line, in any order. The
+            line `"dense"` is drawn across the panel, for comparison. Published points are joined only where the whole
+            line was published.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        title, xlabel, ylabel (`str`): Texts of the figure.
+        percent (`str`, *optional*): The axes, out of `"x"` and `"y"`, whose fractions are shown as percentages.
+    """
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    published = any(paper is not None for points in lines.values() for _, _, paper in points)
+    figure = new_figure(11 if published else 8, 4.8, "constrained")
+    axes = figure.subplots(1, 2 if published else 1, sharey=True, squeeze=False)[0]
+    lines = dict(sorted(lines.items()))
+    for _, y, _ in lines.pop("dense", ()):
+        axes[0].axhline(y, color="black", ls="--", lw=1.2, label="dense")
+    for index, (name, points) in enumerate(lines.items()):
+        points = sorted(points, key=lambda point: point[0])
+        style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "ms": 5}
+        axes[0].plot([x for x, _, _ in points], [y for _, y, _ in points], "-", lw=1.4, label=name, **style)
+        papers = [(x, paper) for x, _, paper in points if paper is not None]
+        if papers:
+            line = "-" if len(papers) == len(points) else "none"
+            axes[1].plot(*zip(*papers, strict=True), ls=line, lw=1.4, **style)
+    figure.suptitle(title)
+    axes[0].set_ylabel(ylabel)
+    if published:
+        axes[0].set_title("ours")
+        axes[1].set(title="the paper's", xlim=axes[0].get_xlim())
+    for axis in axes:
+        axis.set_xlabel(xlabel)
+        for name in percent:
+            getattr(axis, f"{name}axis").set_major_formatter(PercentFormatter(1, decimals=0))
+        if all(isinstance(x, int) for points in lines.values() for x, _, _ in points):
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    save_figure(figure, path)

@@ -1,0 +1,53 @@
+"""What all pictures share: a figure without a window, how it is saved, and colours."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+DPI = 150
+# Okabe and Ito's colours, which readers with any colour vision can tell apart.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
+
+
+def new_figure(width: float, height: float, layout: Literal["compressed", "constrained"] = "compressed") -> "Figure":
+    """
+    A figure that belongs to no window system and changes no global state.
+
+    Args:
+        width, height (`float`): Size in inches.
+        layout (`str`, *optional*, defaults to `"compressed"`): Layout engine of Matplotlib.
+
+    Returns:
+        `matplotlib.figure.Figure`
+    """
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout=layout, dpi=DPI)
+
+
+def save_figure(figure: "Figure", path: str | os.PathLike) -> None:
+    """
+    Write a figure.
+
+    Args:
+        figure (`matplotlib.figure.Figure`): The figure.
+        path (`str` or `os.PathLike`): File to write; without a suffix, both a PNG and an SVG file. Its folder is
+            created if missing.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
+        figure.savefig(target)

@@ -1,0 +1,94 @@
+"""What a verb of the command line is, and how verbs print."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from accelerate import PartialState
+
+from ..analysis.tables import Table, print_tables
+
+
+@dataclass
+class Printing:
+    """
+    How results are printed.
+
+    Args:
+        json (`bool`): Print JSON instead of tables.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Command:
+    """
+    A verb: `sparsebert VERB [WORDS] [--field value ...]`. The docstring of its module is its long help.
+
+    Args:
+        run (`Callable[[dict], Results]`): Does the work with the values that were set, by section and field.
+        sections (`dict[str, type]`): Dataclasses whose fields are the flags.
+        examples (`tuple[str, ...]`): Command lines for the help, without the program's name.
+        words (`str`): What stands before the first flag, for the help: `"[RECIPE]"`.
+        positional (`str`, *optional*): `"section.field"` that these words set; by default they name a recipe.
+        excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
+    """
+
+    run: "Callable[[dict], Results]"
+    sections: Mapping[str, type]
+    examples: tuple
+    words: str = "[RECIPE]"
+    positional: str | None = None
+    excluded: Mapping[str, tuple] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """
+    What a verb found: tables and lines for people, and the same as JSON.
+
+    Args:
+        content (`dict` or `list`): What `--json` prints.
+        tables (`Sequence[Table]`): Printed without `--json`.
+        notes (`Sequence[str]`): Lines below the tables.
+    """
+
+    content: object
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+    def show(self, as_json: bool) -> None:
+        """Print them; of several processes the main one does. Numbers that JSON does not know become `null`."""
+        if not PartialState().is_main_process:
+            return
+        if as_json:
+            print(json.dumps(_finite(self.content), indent=2, default=str))
+            return
+        print_tables(self.tables)
+        for note in self.notes:
+            print(note)
+
+
+def _finite(content):
+    if isinstance(content, dict):
+        return {str(key): _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def needed(values: dict, *names: str) -> None:
+    """
+    Args:
+        values (`dict`): What was set, by section and field.
+        names (`str`): `"section.field"` of what must be there.
+
+    Raises:
+        ValueError: If one of these fields was not given.
+    """
+    for name in names:
+        section, field_name = name.split(".")
+        if values[section].get(field_name) is None:
+            raise ValueError(f"--{field_name} is needed")

@@ -1,0 +1,33 @@
+"""
+Fine-tune a model on a task and evaluate it: through its frozen mask, through another (`--mask`), or dense.
+
+Runs one seed or several (`--seeds`), given settings or the best of a grid (`--sweep`), one task or all of GLUE
+(`--all`). Writes to `output_dir` the model with its mask, the tokenizer, predictions, `metrics.json`, `results.md`
+(the tables that it prints) and logs. The same command again runs only what is not finished.
+"""
+
+from accelerate import PartialState
+
+from ..analysis.reports import read_metrics, report_tables
+from ..training.finetuning import SECTIONS, finetune
+from ._command import Command, Printing, Results
+
+
+def command(words):
+    return Command(
+        run,
+        {**SECTIONS, "print": Printing},
+        examples=(
+            "--task mrpc --model DIR_OR_HUB_ID --output_dir DIR",
+            "--task rte --model bert-base-uncased --mask bigbird --seeds 3 --output_dir DIR",
+        ),
+    )
+
+
+def run(values):
+    output = finetune(values)
+    metrics = read_metrics([output])
+    tables = report_tables(metrics)
+    if PartialState().is_main_process:
+        (output / "results.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
+    return Results(metrics[output], tables, [f"written to {output}"])

@@ -1,0 +1,52 @@
+"""
+What a frozen mask costs to run: its sparsity, the tiles it leaves, and the backend that would be chosen.
+
+Takes the folder or Hub id of a model, a run or a mask. Nothing is measured: the choice is that of `sparse_auto`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..analysis.plans import saved_plan
+from ..checks import check_choice
+from ._command import Command, Printing, Results, needed
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class PlanArguments:
+    """
+    What to plan for.
+
+    Args:
+        source (`str`): Folder or Hub id of a model, run or mask.
+        length (`int`, *optional*): Tokens of the input; by default the mask's own length.
+        device (`str`): Device type, such as `cpu` or `cuda`.
+        dtype (`str`): Type of query, key and value: `float32`, `bfloat16` or `float16`.
+    """
+
+    source: str | None = None
+    length: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+def command(words):
+    return Command(
+        run,
+        {"plan": PlanArguments, "print": Printing},
+        examples=("runs/demo/dam_s", "DIR_OR_HUB_ID --length 2048 --dtype bfloat16"),
+        words="MODEL_OR_MASK",
+        positional="plan.source",
+    )
+
+
+def run(values):
+    needed(values, "plan.source")
+    options = PlanArguments(**values["plan"])
+    check_choice("dtype", options.dtype, tuple(DTYPES))
+    found = saved_plan(options.source, options.length, options.device, DTYPES[options.dtype])
+    return Results(found.as_json(), [found.table()])

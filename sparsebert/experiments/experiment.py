@@ -1,0 +1,51 @@
+"""What an experiment is: one table or figure of a paper, as cells that are run one by one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """
+    A table or figure of a paper.
+
+    Attributes:
+        title (`str`):
+            Title of table and plot.
+        arguments (`type`):
+            Dataclass of the settings, each of which is a flag of the command.
+        scales (`dict[str, dict]`):
+            By name of the scale, the settings that differ from the defaults of the dataclass.
+        cells (`Callable[[arguments], dict[str, dict]]`):
+            From the settings, makes the settings of each cell by its name, as JSON values. A finished cell is reused
+            if they have not changed.
+        check (`Callable[[dict], None]`):
+            Raises a `ValueError` or `OSError` for a cell that cannot run, without running it.
+        run (`Callable[[dict, Path], dict]`):
+            Runs a cell in an empty folder of its own and returns its metrics.
+        columns (`dict[str, tuple[str, str]]`):
+            Metrics in the table: heading and format, such as `("accuracy", "{:.1%}")`.
+        plot (`tuple[str, str, str]`):
+            Names, among a cell's settings and metrics, of the horizontal axis, the vertical axis and the line that a
+            cell belongs to.
+        published (`dict[str, dict]`):
+            The paper's metrics by cell.
+        layout (`tuple[str, str, str]`, *optional*):
+            Names of rows, columns and entries of a second table, laid out like the paper's.
+        notes (`tuple[str, ...]`):
+            Lines below the table.
+    """
+
+    title: str
+    arguments: type
+    scales: dict[str, dict[str, Any]]
+    cells: Callable[[Any], dict[str, dict[str, Any]]]
+    check: Callable[[dict[str, Any]], None]
+    run: Callable[[dict[str, Any], Path], dict[str, Any]]
+    columns: dict[str, tuple[str, str]]
+    plot: tuple[str, str, str]
+    published: dict[str, dict[str, float]] = field(default_factory=dict)
+    layout: tuple[str, str, str] | None = None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,232 @@
+"""README and docs: commands that parse, links that lead somewhere, examples that run, messages that exist."""
+
+import ast
+import configparser
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsebert.commands import VERBS, main, parse
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELL = ("sh", "console")
+# The verb, script or program of a command in running text, after which it has arguments.
+PROGRAMS = r"(?:sparsebert|python|pip|make) "
+
+
+def blocks(page, *languages):
+    """Fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        body for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if language in languages
+    ]
+
+
+def commands(page):
+    """Every command of a page: in its blocks, one or more lines each, and in its text."""
+    found = []
+    for body in blocks(page, "sh"):
+        found += body.replace("\\\n", " ").splitlines()
+    for body in blocks(page, "console"):
+        found += [line[2:] for line in body.splitlines() if line.startswith("$ ")]
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found += re.findall(rf"`({PROGRAMS}[^`]+)`", text)
+    words = [shlex.split(command, comments=True) for command in found]
+    return [command for command in words if command]
+
+
+COMMANDS = {
+    f"{page.name}: {shlex.join(command)}": command
+    for page in PAGES
+    for command in commands(page)
+    if command != ["sparsebert", "VERB", "--help"]
+}
+
+
+def test_commands_are_found():
+    verbs = {command[1] for command in COMMANDS.values() if command[0] == "sparsebert"}
+    assert len(COMMANDS) > 80 and {"pretrain", "finetune", "search", "prune", "reproduce"} <= verbs
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
+def test_command_parses(command):
+    program, *arguments = command
+    if [program, *arguments[:2]] == ["python", "-m", "sparsebert"]:
+        program, arguments = "sparsebert", arguments[2:]
+    if program == "sparsebert" and len(arguments) < 2:
+        assert set(arguments) <= {*VERBS, "--help", "--version"}
+    elif program == "sparsebert":
+        parse(arguments)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert {word for word in arguments if "=" not in word} <= {*targets}
+    elif program == "pip":
+        config = configparser.ConfigParser()
+        config.read(ROOT / "setup.cfg")
+        groups = [group for word in arguments for group in re.findall(r"^\.\[(.*)\]$", word)]
+        assert arguments[0] == "install"
+        assert {name for group in groups for name in group.split(",")} <= {*config["options.extras_require"]}
+    elif program == "python" and arguments[0].endswith(".py"):
+        assert (ROOT / arguments[0]).is_file()
+    else:
+        assert [program, arguments[0]] == ["python", "-m"] and arguments[1].startswith("benchmarks.")
+        assert {word for word in arguments if word.startswith("--")} <= benchmark_flags(arguments[1])
+
+
+@functools.cache
+def benchmark_flags(module):
+    """Flags in the help of a benchmark."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        patch.setattr(sys, "argv", [module, "--help"])
+        patch.delitem(sys.modules, module, raising=False)
+        runpy.run_module(module, run_name="__main__")
+    return set(re.findall(r"--[\w-]+", printed.getvalue()))
+
+
+CONSOLE = [body for page in PAGES for body in blocks(page, "console")]
+
+
+@pytest.mark.parametrize("body", CONSOLE, ids=[body.partition("\n")[0] for body in CONSOLE])
+def test_console_blocks_run(body, capsys, monkeypatch):
+    """Their output, where the page shows one, is what they print, but for space at the end of lines."""
+    monkeypatch.chdir(ROOT)
+    command, _, expected = body.partition("\n")
+    prompt, program, *arguments = shlex.split(command)
+    assert (prompt, program, main(arguments)) == ("$", "sparsebert", 0)
+    printed = capsys.readouterr().out
+    assert printed
+    if expected:
+        assert [line.rstrip() for line in printed.splitlines()] == [line.rstrip() for line in expected.splitlines()]
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "theory window --length 32", "pretrain --help"])
+def test_short_commands_run(arguments, capsys):
+    assert main(arguments.split()) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?://", target):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.is_file(), target
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
+                assert anchor in {
+                    re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in headings
+                }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_are_python(page):
+    for body in blocks(page, "python"):
+        if not body.startswith(">>>"):
+            ast.parse(body)
+
+
+def test_front_page_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+# The examples of extending.md: what to add below which registry of which file, and what then works.
+EXAMPLES = re.findall(
+    r"^## (?:A|An) ([^\n]*)\n(.*?)^```python\n(.*?)^```$(?:.*?)^```python\n(.*?)^```$",
+    (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"),
+    re.M | re.S,
+)
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of the package with all examples added."""
+    root = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "sparsebert", root / "sparsebert", ignore=shutil.ignore_patterns("__pycache__"))
+    for _, text, addition, _ in EXAMPLES:
+        file, registry = re.search(r"`(sparsebert/[\w/]+\.py)`,\s+below\s+`(\w+)`", text).groups()
+        source = (root / file).read_text(encoding="utf-8")
+        ends = [node.end_lineno for node in ast.parse(source).body if registry in assigned(node)]
+        assert len(ends) == 1, f"{file} has {len(ends)} assignments to {registry}"
+        lines = source.splitlines(keepends=True)
+        (root / file).write_text("".join([*lines[: ends[0]], "\n\n", addition, "\n", *lines[ends[0] :]]))
+    return root
+
+
+def assigned(node):
+    """Names that a statement assigns to."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def test_every_registry_has_an_example():
+    names = [name for name, *_ in EXAMPLES]
+    assert names == ["pattern", "backend", "search", "probability map", "task", "experiment"]
+
+
+# Runs programs given as JSON, and prints how each ended.
+RUNNER = """
+import json, sys, traceback
+ends = {}
+for name, program in json.loads(sys.argv[1]).items():
+    try:
+        exec(program, {"__name__": name})
+        ends[name] = ""
+    except BaseException:
+        ends[name] = traceback.format_exc()
+print("\\n" + json.dumps(ends))
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(extended, checkpoints):
+    """How the use of each example ended, in one process that has the extended package."""
+    programs = {name: use for name, _, _, use in EXAMPLES}
+    run = f"finetune --task lengths --model {checkpoints['window']} --output_dir {extended}/lengths --max_length 32"
+    programs["fine-tuning"] = f"from sparsebert.commands import main\nassert main('{run} --max_steps 2'.split()) == 0"
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, json.dumps(programs)],
+        cwd=extended,
+        env=os.environ | {"PYTHONPATH": str(extended)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*(name for name, *_ in EXAMPLES), "fine-tuning"])
+def test_examples_of_extending_run(name, ends):
+    assert not ends[name], ends[name]
+
+
+def test_messages_of_troubleshooting_exist():
+    """Their fixed parts are texts of the package."""
+    texts = {
+        node.value
+        for path in (ROOT / "sparsebert").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", page, re.M)
+    assert len(messages) > 10
+    for message in messages:
+        for part in filter(None, map(str.strip, message.split("..."))):
+            assert any(part in text for text in texts), f"{message}: no text of the package holds {part!r}"

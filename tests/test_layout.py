@@ -1,0 +1,125 @@
+"""The structure of the package: the direction of imports, and names that can be told apart."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import sparsebert
+from sparsebert.commands import VERBS
+
+
+PACKAGE = Path(sparsebert.__file__).parent
+# Each part may import those before it; parts on one line do not import each other.
+FLOORS = (
+    ("version",),
+    ("checks", "files"),
+    ("masks", "data"),
+    ("attention",),
+    ("search",),
+    ("models",),
+    ("analysis",),
+    ("theory", "training"),
+    ("experiments",),
+    ("commands",),
+    ("__main__",),
+)
+HEIGHT = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def part_of(module):
+    """The folder at the top of the package that a module is in, or the module itself."""
+    return Path(module.parts[0]).stem
+
+
+def nodes(tree):
+    """All nodes of a module but those of its imports for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            yield node
+            yield from nodes(node)
+
+
+def imports(module):
+    """Modules of the package that a module imports, wherever in it, as paths from the package."""
+    package = list(module.parts[:-1])
+    for node in nodes(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += (node.module or "").split(".") if node.module else []
+            if not node.level:
+                if base[:1] != ["sparsebert"]:
+                    continue
+                base = base[1:]
+            names = [(base, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [(alias.name.split(".")[1:], "") for alias in node.names if alias.name.startswith("sparsebert")]
+        for base, name in names:
+            path = Path(*base, name) if name else Path(*base)
+            if (PACKAGE / path).with_suffix(".py").is_file() or (PACKAGE / path).is_dir():
+                yield path
+            else:
+                yield Path(*base)
+
+
+def test_every_part_has_a_floor():
+    assert {part_of(module) for module in MODULES} - {"__init__"} == set(HEIGHT)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != Path("__init__.py")], ids=str)
+def test_imports_go_down(module):
+    floor = HEIGHT[part_of(module)]
+    for imported in imports(module):
+        part = part_of(imported) if imported.parts else "__init__"
+        if part != part_of(module):
+            assert HEIGHT.get(part, len(FLOORS)) < floor, f"{module} imports {imported}"
+
+
+def test_no_import_cycle():
+    graph = {}
+    for module in MODULES:
+        source = module.with_suffix("") if module.name != "__init__.py" else module.parent
+        graph[source] = {target for target in imports(module) if target != source}
+    open_, done = [], set()
+
+    def visit(node):
+        assert node not in open_, " -> ".join(map(str, [*open_[open_.index(node) :], node]))
+        if node in done:
+            return
+        open_.append(node)
+        for target in graph.get(node, ()):
+            visit(target)
+        done.add(open_.pop())
+
+    for node in graph:
+        visit(node)
+
+
+def test_modules_have_names_of_their_own():
+    """Outside `commands/`, whose modules are named by their verbs."""
+    seen = {}
+    for module in MODULES:
+        if module.parts[0] == "commands" or module.stem in ("__init__", "__main__"):
+            continue
+        assert seen.setdefault(module.stem, module) == module, f"{module} and {seen[module.stem]} share a name"
+    folders = {part for module in MODULES for part in module.parts[:-1]}
+    assert not folders & set(seen)
+    assert not (folders | set(seen)) & (set(sparsebert.__all__) - {"__version__"})
+
+
+def test_commands_are_the_verbs():
+    names = {path.stem for path in (PACKAGE / "commands").glob("*.py") if not path.stem.startswith("_")}
+    assert names == set(VERBS)
+
+
+def test_only_its_verb_imports_the_experiments():
+    users = {module for module in MODULES if any(path.parts[:1] == ("experiments",) for path in imports(module))}
+    assert {module for module in users if module.parts[0] != "experiments"} == {Path("commands/reproduce.py")}
+
+
+def test_every_module_says_what_it_is():
+    for module in MODULES:
+        doc = ast.get_docstring(ast.parse((PACKAGE / module).read_text(encoding="utf-8")))
+        assert doc and doc.strip(), f"{module} has no docstring"
