@@ -77,7 +77,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 import sparsebert
-from sparsebert.analyze import read_run
+from sparsebert.analysis.runs import read_run
 
 for name in "pattern", "searched":
     model, report = AutoModelForMaskedLM.from_pretrained(f"user/{name}", output_loading_info=True)
