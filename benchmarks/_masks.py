@@ -83,10 +83,11 @@ def build_mask(name, length, num_heads, seed=0):
     A mask of one layer.
 
     Args:
-        name (`str`): As in `HELP`. A learned mask gives its first layer, its heads repeated to `num_heads`.
+        name (`str`): Name of the mask, see `HELP`. A learned mask gives its first layer, with its heads
+            repeated to `num_heads`.
         length (`int`): n.
         num_heads (`int`): H.
-        seed (`int`, *optional*, defaults to 0): Of random masks.
+        seed (`int`, *optional*, defaults to 0): Seed of random masks.
 
     Returns:
         [`SparseMask`]
@@ -107,8 +108,8 @@ def kept(mask, length, padding=None):
     What a mask keeps, from its definition alone.
 
     Args:
-        mask ([`SparseMask`]): Of one layer.
-        length (`int`): n.
+        mask ([`SparseMask`]): The mask of one layer.
+        length (`int`): Number of tokens, n.
         padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
 
     Returns:

@@ -26,10 +26,10 @@ def check_close(name, results, truth, plain):
     The gate: errors of at most twice those of plain PyTorch in the same dtype, plus a few units in the last place.
 
     Args:
-        name (`str`): What is checked.
-        results (`dict` of `torch.Tensor`): What it gave, by what it is called ("output", ...).
-        truth (`dict` of `torch.Tensor`): The same in float64.
-        plain (`dict` of `torch.Tensor`): The same by plain PyTorch in the dtype of `results`.
+        name (`str`): Name of the system.
+        results (`dict[str, torch.Tensor]`): Its results, such as `"output"`.
+        truth (`dict[str, torch.Tensor]`): The same results in float64.
+        plain (`dict[str, torch.Tensor]`): The same results of plain PyTorch in the dtype of `results`.
 
     Returns:
         `float`: The greatest error, relative to the greatest value.
@@ -49,11 +49,11 @@ def check_close(name, results, truth, plain):
 
 def check_dropout(name, function, query, key, value, live):
     """
-    What holds for any dropout mask, if it is the same in forward and backward: `<out, dout> = <v, dv>` (the output is
-    linear in the values) and `<q, dq> = <k, dk>`; and over many rows the kept probabilities sum to 1 on average.
+    Check what holds for any dropout mask that is the same in forward and backward: `<out, dout> = <v, dv>` (the output
+    is linear in the values) and `<q, dq> = <k, dk>`; over many rows the kept probabilities sum to 1 on average.
 
     Args:
-        name (`str`): What is checked.
+        name (`str`): Name of the system.
         function (`Callable`): `(query, key, value) -> output`, with dropout.
         query, key, value (`torch.Tensor` of shape `(B, H, n, d)`): With gradients.
         live (`torch.Tensor` of shape `(B, n, H)`): Bool, True where a query has a key.
@@ -126,8 +126,8 @@ def interleaved(functions, timer, seconds, min_rounds, max_rounds=60):
     Args:
         functions (`dict`): Name to function without arguments. Each is called before, which does not count.
         timer (`Callable`): One of this module.
-        seconds (`float`): Rounds end after this time, but for
-        min_rounds, max_rounds (`int`): at least and at most so many of them.
+        seconds (`float`): Time after which no further round begins.
+        min_rounds, max_rounds (`int`): Least and greatest number of rounds, however long they take.
 
     Returns:
         `dict`: Name to list of seconds, one per round.
@@ -163,7 +163,7 @@ def speed_up(baseline, ours, seed=0):
 
     Args:
         baseline, ours (`list` of `float`): Seconds, one per round.
-        seed (`int`, *optional*, defaults to 0): Of the resampling.
+        seed (`int`, *optional*, defaults to 0): Seed of the resampling.
 
     Returns:
         `dict`: `"ratio"`, `"low"`, `"high"`.

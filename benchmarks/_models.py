@@ -43,12 +43,12 @@ class Subject:
     What is timed: models with the same weights, and how to call them.
 
     Args:
-        models (`dict`): System to model.
-        keep (`torch.Tensor` of shape `(1, H, n, n)`): Bool, what the mask keeps.
-        sample (`Callable`): `(model, name, keep) -> (output, tensor whose gradient is checked)`: what the gate sees,
-            in evaluation. `keep` is the mask for a stock model, bool or additive, or `None`.
-        forward, step (`Callable`): `(model, name, keep)`: what is timed, inference and a step of training.
-        auto (`dict`): By phase, what `sparse_auto` runs.
+        models (`dict`): Model by system.
+        keep (`torch.Tensor` of shape `(1, H, n, n)`): Bool table of what the mask keeps.
+        sample (`Callable`): `(model, name, keep) -> (output, tensor whose gradient is checked)`, for the gate, in
+            evaluation mode. `keep` is the mask for a stock model, bool or additive, or `None`.
+        forward, step (`Callable`): Functions `(model, name, keep)` to time: inference and a training step.
+        auto (`dict`): Backend that `sparse_auto` runs, by phase.
     """
 
     models: dict
@@ -171,11 +171,11 @@ def measured(subject, label, options, **fields):
 
 
 def make_parser(name, description, systems=SYSTEMS):
-    """The command line of [`main`]; `systems` is the default of `--systems`."""
+    """The parser for [`main`]; `systems` is the default of `--systems`."""
     parser = argument_parser(name, description, (FORWARD, DROPOUT))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--masks", nargs="+", default=["dam_s"], help=HELP)
-    parser.add_argument("--heads", type=int, default=12, help="of size 64: 12 are BERT-base")
+    parser.add_argument("--heads", type=int, default=12, help="number of heads of size 64; BERT-base has 12")
     return parser
 
 
@@ -184,9 +184,9 @@ def main(arguments, parser, make_subject, what, tokens=4096):
     The whole of a benchmark.
 
     Args:
-        arguments (`list` of `str`, *optional*): Command line, that of the process by default.
-        parser (`argparse.ArgumentParser`): Of [`make_parser`].
-        make_subject (`Callable`): `(mask_name, length, batch, options) -> `[`Subject`].
+        arguments (`list[str]`, *optional*): Command line; by default that of the process.
+        parser (`argparse.ArgumentParser`): Parser from [`make_parser`].
+        make_subject (`Callable`): Function `(mask_name, length, batch, options)` that makes a [`Subject`].
         what (`str`): What is timed, for titles.
         tokens (`int`, *optional*, defaults to 4096): Default of `--tokens` on CPUs.
     """

@@ -1,4 +1,4 @@
-"""Runs of `pretrain.py` in processes of their own, for benchmarks that compare many; what is finished stays."""
+"""Run `pretrain.py` in separate processes, for benchmarks that compare many runs; finished runs are kept."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from ._report import ROOT
 
 
 def add_options(parser, recipe):
-    """What such benchmarks have in common."""
-    parser.add_argument("--text", default="builtin", help="training text, as of pretrain.py")
+    """Add the options that such benchmarks share."""
+    parser.add_argument("--text", default="builtin", help="training text, as for pretrain.py")
     parser.add_argument("--validation", help="held-out text")
     parser.add_argument("--recipe", type=Path, default=recipe)
-    parser.add_argument("--threads", type=int, default=1, help="of a run")
-    parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
-    parser.add_argument("--finished", action="store_true", help="run nothing, show what is there")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a run")
+    parser.add_argument("--output", type=Path, required=True, help="folder for all runs")
+    parser.add_argument("--finished", action="store_true", help="run nothing, show the finished runs")
 
 
 def folder_name(name):
@@ -25,14 +25,17 @@ def folder_name(name):
 
 def run(folder, flags, options):
     """
-    The metrics of `pretrain.py RECIPE --field value ...`, run unless they are there; `None` if it may not be run.
+    The metrics of `pretrain.py RECIPE --field value ...`, which is run if they are missing.
 
     Args:
-        folder (`Path`): Where the run is; its output is beside it as `.log`.
-        flags (`dict`): Fields and values.
+        folder (`Path`): Output folder of the run; what it prints goes to a `.log` file beside it.
+        flags (`dict`): Values by field.
+        options: Options of the command line, see [`add_options`].
 
+    Returns:
+        `dict`: Metrics, or `None` if they are missing and `--finished` forbids to run it.
     Raises:
-        RuntimeError: If it fails.
+        RuntimeError: If the run fails.
     """
     metrics = folder / "metrics.json"
     if not metrics.is_file():

@@ -1,5 +1,5 @@
 """
-What all benchmarks share around the measuring: command line, hardware, JSON, tables and plots.
+What all benchmarks share besides measuring: command line, hardware, JSON, tables and plots.
 
     python -m benchmarks._report    # the hardware as JSON
 """
@@ -19,9 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
+
+from sparsebert.analysis.tables import Table
 
 
 ROOT = Path(__file__).parents[1]
@@ -36,12 +35,12 @@ STYLES = list(
 
 def argument_parser(name, description, phases=PHASES):
     """
-    The options that all benchmarks have.
+    Make a parser with the options that all benchmarks have.
 
     Args:
-        name (`str`): Of the module, such as `"benchmarks.layer"`.
-        description (`str`): For `--help`.
-        phases (`tuple` of `str`, *optional*): Those that it knows.
+        name (`str`): Name of the module, such as `"benchmarks.layer"`.
+        description (`str`): Description for `--help`.
+        phases (`tuple[str, ...]`, *optional*): Phases that the benchmark knows.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -50,20 +49,20 @@ def argument_parser(name, description, phases=PHASES):
     parser.add_argument("--tokens", type=int, help="tokens of a batch")
     parser.add_argument("--phases", choices=phases, nargs="+", default=phases)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--seconds", type=float, default=6.0, help="time for the rounds of one cell")
-    parser.add_argument("--rounds", type=int, default=5, help="fewest rounds of a cell, however long they take")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch on CPUs")
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and random masks")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds for the rounds of one cell")
+    parser.add_argument("--rounds", type=int, default=5, help="least number of rounds of a cell")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch on CPUs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of inputs and random masks")
     parser.add_argument("--instructions", help="MKL_ENABLE_INSTRUCTIONS to run under, such as AVX2 (Intel CPUs)")
     parser.add_argument("--output", type=Path, help="path of the results, without suffix")
-    parser.add_argument("--quick", action="store_true", help="a smoke run on tiny sizes, whose times mean nothing")
+    parser.add_argument("--quick", action="store_true", help="smoke run at tiny sizes; its times mean nothing")
     return parser
 
 
 def prepare(parser, arguments):
     """
-    Parse, and set threads and seed. With `--instructions`, MKL needs a process of its own: the program ends here with
-    that one's exit status.
+    Parse the command line, and set threads and seed. `--instructions` needs a new process, because MKL reads it when
+    it starts: this one then ends with the exit status of the new one.
     """
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -121,7 +120,7 @@ def _version(package):
 @functools.cache
 def hardware():
     """
-    Where this runs.
+    Describe the machine.
 
     Returns:
         `dict`: CPU, cores, threads, vector instructions of PyTorch and of MKL, versions, GPU and driver.
@@ -164,10 +163,10 @@ def commit():
 
 def write_json(options, cells, **fields):
     """
-    Write `options.output` + `.json`: one run, with all that is needed to repeat it.
+    Write `options.output` + `.json`: the results of one run, with all that is needed to repeat it.
 
     Returns:
-        `dict`: What was written.
+        `dict`: Content of the file.
     """
     report = {
         "command": options.command,
@@ -184,13 +183,8 @@ def write_json(options, cells, **fields):
 
 
 def print_table(title, header, rows):
-    """A table in Markdown, as READMEs take it."""
-    table = Table(*header, box=MARKDOWN)
-    for row in rows:
-        table.add_row(*map(str, row))
-    console = Console(width=400, highlight=False)
-    console.print(f"\n{title}\n")
-    console.print(table)
+    """Print a table in Markdown, to be pasted into a README."""
+    print(f"\n{Table(title, list(header), [list(map(str, row)) for row in rows]).markdown()}", end="")
 
 
 def milliseconds(entry):
@@ -199,7 +193,7 @@ def milliseconds(entry):
 
 
 def ratio_text(entry):
-    """A [`speed_up`] as text; what is surely slower says so."""
+    """A [`speed_up`] as text, marked if it is slower beyond the interval."""
     slower = " slower" if entry["high"] < 1 else ""
     return f"{entry['ratio']:.2f} [{entry['low']:.2f}, {entry['high']:.2f}]{slower}"
 
@@ -209,17 +203,17 @@ def plot_ratios(options, report, title, panels, xlabel, ylabel):
     Write `options.output` + `.png`: ratios with intervals, log scales, a line at 1 below which we lose.
 
     Args:
-        options: Of [`prepare`].
-        report (`dict`): Of [`write_json`].
-        title (`str`): Of the figure; the hardware is added.
-        panels (`dict`): Panel title to `{series: [(x, speed_up entry, filled), ...]}`; markers that are not `filled`
+        options: Options from [`prepare`].
+        report (`dict`): Report from [`write_json`].
+        title (`str`): Title of the figure; the hardware is added.
+        panels (`dict`): By panel title, `{series: [(x, speed_up entry, filled), ...]}`; markers that are not `filled`
             are drawn hollow.
-        xlabel, ylabel (`str`): Of the axes.
+        xlabel, ylabel (`str`): Labels of the axes.
     """
     if not any(panels.values()):
         return  # one system alone
     if find_spec("matplotlib") is None:
-        print("No plot: pip install sparsebert[viz]")
+        print("no plot: install sparsebert[viz]")
         return
     from matplotlib.figure import Figure
 

@@ -66,9 +66,9 @@ def make_case(mask_name, length, options, padded=False):
     Random inputs under a mask.
 
     Args:
-        mask_name (`str`): As in [`build_mask`].
+        mask_name (`str`): Name of the mask, see [`build_mask`].
         length (`int`): n.
-        options: Of the command line: device, dtype, tokens, heads, seed.
+        options: Options of the command line: device, dtype, tokens, heads, seed.
         padded (`bool`): Sequences of n / 2 to n tokens, padded on the right.
     """
     generator = torch.Generator().manual_seed(options.seed)
@@ -246,7 +246,7 @@ class Gate:
         Args:
             name (`str`): Key of `SYSTEMS`.
             gradients (`bool`): Whether to check them too.
-            dropout (`float`): If not 0, dropout is checked instead, see [`check_dropout`].
+            dropout (`float`): If not 0, dropout is checked instead; see [`check_dropout`].
 
         Returns:
             `float`: The greatest error, relative to the greatest value.

@@ -131,11 +131,11 @@ def measured(cases, phase, names, options, errors):
     the mask keeps, run on the first.
 
     Args:
-        cases (`list` of [`Case`])
-        phase (`str`): One of `PHASES`.
-        names (`tuple` of `str`): Systems.
-        options: Of the command line.
-        errors (`dict`): Of [`checked`].
+        cases (`list[Case]`): The cases.
+        phase (`str`): Phase, one of `PHASES`.
+        names (`tuple[str, ...]`): Systems to time.
+        options: Options of the command line.
+        errors (`dict`): Relative errors from [`checked`].
 
     Returns:
         `list` of `dict`: One per case.
@@ -342,10 +342,10 @@ def plot(options, report, cells):
 def command_line():
     parser = argument_parser("benchmarks.attention", "Attention systems, checked and timed in turns.")
     parser.add_argument("--masks", nargs="+", help=HELP)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: dense ones and ours")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: dense ones and ours for the device")
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--padded", action="store_true", help="sequences of n/2 to n tokens, padded on the right")
-    parser.add_argument("--sweep", action="store_true", help="densities of dam_s, float32 and bfloat16")
+    parser.add_argument("--sweep", action="store_true", help="dam_s at several densities, in float32 and bfloat16")
     parser.add_argument("--memory", action="store_true", help="print the memory of masks and calls too")
     return parser
 

@@ -146,9 +146,9 @@ def command_line():
     parser = argument_parser("benchmarks.search", "A training step of a mask search.", (DROPOUT, TRAINING))
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=("dam_s", "dam_u", "soft", "dam_b"))
     parser.add_argument("--systems", nargs="+", choices=OURS, default=("sparse_auto", ORACLE))
-    parser.add_argument("--heads", type=int, default=4, help=f"of size {HEAD_SIZE}; 12 are BERT-base")
+    parser.add_argument("--heads", type=int, default=4, help=f"number of heads of size {HEAD_SIZE}; BERT-base has 12")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--cpu-time", action="store_true", help="of the process instead of wall time: shared machines")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of the process, for shared machines")
     parser.add_argument("--padded", action="store_true", help="the last eighth of every sequence is padding")
     return parser
 

@@ -6,8 +6,8 @@ every manual mask at the same sparsity. All at one budget of tokens.
 
     python -m benchmarks.search_study --text FILE --validation FILE --output runs/study
 
-Runs `pretrain.py recipes/demo_dam_s.yaml` for each; what is finished is not run again. Prints a table; writes it, a
-plot of the loss along the searches and `study.json` to the output folder.
+Runs `pretrain.py recipes/demo_dam_s.yaml` for each; finished runs are not repeated. Prints a table; writes it, a plot
+of the loss along the searches and `study.json` to the output folder.
 """
 
 import argparse
@@ -43,7 +43,6 @@ SETTINGS = {
     "penalty 1e-4 (paper)": PAPER | {"sparsity_weight": 1e-4},
     "no penalty": PAPER | {"sparsity_weight": 0},
     "hard samples, additive": PAPER | TARGET,
-    "hard samples, log, noise to 0.1": PAPER | TARGET | {"mask_form": "log", "noise_scale_end": 0.1},
     "annealed": ANNEALED,
     "annealed, frozen at 40 %": ANNEALED | EARLY,
     "annealed, frozen at 20 %": ANNEALED | {"search_end": 0.2},
@@ -190,14 +189,14 @@ def plot(cells, options, path):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search_study", description=__doc__.split("\n\n")[0])
     add_options(parser, ROOT / "recipes" / "demo_dam_s.yaml")
-    parser.add_argument("--tokens", type=int, default=2100, help="to read per step, so that none is seen twice")
-    parser.add_argument("--steps", type=int, nargs="+", default=[300, 900], help="budgets")
+    parser.add_argument("--tokens", type=int, default=2100, help="tokens to read per step, so that none is seen twice")
+    parser.add_argument("--steps", type=int, nargs="+", default=[300, 900], help="training steps of each budget")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=SETTINGS, help="all by default")
     parser.add_argument(
         "--manual", nargs="*", choices=MANUAL, default=MANUAL, help="dense and manual masks, all by default"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     options = parser.parse_args(arguments)
     cells = study(options)
     found = tables(cells, options)

@@ -3,10 +3,10 @@ Sentence embeddings of a masked encoder against the dense one, without any fine-
 
     python -m benchmarks.sentences --model DIR_OR_HUB_ID --data STSB_DIR --masks DIR ... [--sparsities 0.8 0.9]
 
-Embeddings are the mean of the last hidden states over the tokens. Per mask: what it removes at its own length and
-from these sentences, the cosine of its embeddings with the dense model's, and Spearman's correlation of the cosines of
-STS-B pairs with their scores. A folder of a model brings its own weights, one of a mask alone runs with those of
-`--model`.
+Embeddings are the mean of the last hidden states over the tokens. For each mask: the fraction that it removes at its
+own length and from these sentences, the cosine of its embeddings with the dense model's, and Spearman's correlation of
+the cosines of STS-B pairs with their scores. A model's folder comes with its own weights; a mask alone runs with those
+of `--model`.
 
 Letters: N sentences, B batch, n length, D hidden size.
 """
@@ -15,14 +15,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 from scipy.stats import spearmanr
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import CONFIG_NAME
 
 from sparsebert import attach, load
+from sparsebert.analysis.tables import Table
 from sparsebert.data.tasks import glue
 from sparsebert.files import write_metrics
 from sparsebert.masks.matched import matched_patterns
@@ -31,17 +29,16 @@ from sparsebert.models.loading import find_file
 from sparsebert.training.task_models import input_sparsity
 
 
-COLUMNS = ("mask", "removed", "on sentences", "cosine to dense", "5 % quantile", "STS-B Spearman")
-
-
 def embed(model, tokenizer, sentences, max_length=128, batch_size=64):
     """
-    Embeddings of length 1.
+    Embed sentences as vectors of length 1.
 
     Args:
         model (`PreTrainedModel`): Base model.
-        sentences (`list[str]`): N.
-        max_length (`int`): Longer sentences are cut.
+        tokenizer (`PreTrainedTokenizer`): Its tokenizer.
+        sentences (`list[str]`): N sentences.
+        max_length (`int`, *optional*, defaults to 128): Length in tokens to which sentences are truncated.
+        batch_size (`int`, *optional*, defaults to 64): Number of sentences per batch, B.
 
     Returns:
         `tuple`: `torch.Tensor` of shape `(N, D)`, float32 on the CPU, and the `list` of N lengths in tokens.
@@ -64,11 +61,16 @@ def embed(model, tokenizer, sentences, max_length=128, batch_size=64):
 
 def measure(model, tokenizer, pairs, dense=None):
     """
-    One row of the table, and the embeddings.
+    Measure one row of the table.
 
     Args:
-        pairs (`datasets.Dataset`): `text`, `text_pair`, `label`.
+        model (`PreTrainedModel`): Base model.
+        tokenizer (`PreTrainedTokenizer`): Its tokenizer.
+        pairs (`datasets.Dataset`): Sentence pairs in the columns `text`, `text_pair` and `label`.
         dense (`torch.Tensor`, *optional*): Embeddings of the dense model.
+
+    Returns:
+        `tuple`: The row as a `dict`, and the embeddings.
     """
     count = len(pairs)
     embeddings, lengths = embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
@@ -96,9 +98,9 @@ def main(arguments=None):
         nargs="*",
         type=float,
         default=[],
-        help="random and manual masks brought to these, at 128 tokens",
+        help="compare random and manual masks of these sparsities, at 128 tokens",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON to write")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to write")
     options = parser.parse_args(arguments)
     pairs = glue.load("stsb", options.data, [options.split])[options.split]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -118,13 +120,18 @@ def main(arguments=None):
             rows[f"{name} for {sparsity}"], _ = measure(masked, tokenizer, pairs, dense)
     if options.output:
         write_metrics(options.output, rows)
-    table = Table(*COLUMNS, box=MARKDOWN)
-    for name, row in rows.items():
-        percent = (f"{row[key]:.1%}" for key in ("sparsity", "input_sparsity"))
-        table.add_row(
-            name, *percent, *(f"{row[key]:.3f}" for key in ("cosine", "cosine_5")), f"{100 * row['spearman']:.1f}"
-        )
-    Console(width=140).print(table)
+    texts = [
+        {
+            "mask": name,
+            "removed": f"{row['sparsity']:.1%}",
+            "on sentences": f"{row['input_sparsity']:.1%}",
+            "cosine to dense": f"{row['cosine']:.3f}",
+            "5 % quantile": f"{row['cosine_5']:.3f}",
+            "STS-B Spearman": f"{100 * row['spearman']:.1f}",
+        }
+        for name, row in rows.items()
+    ]
+    print(Table.of("Sentence embeddings", texts).markdown(), end="")
 
 
 if __name__ == "__main__":

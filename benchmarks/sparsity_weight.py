@@ -3,9 +3,9 @@ How sparse the raw penalty makes a mask, over many sizes of its weight lambda, a
 
     python -m benchmarks.sparsity_weight --output runs/sparsity_weight
 
-Per form of the mask: a search of `recipes/demo_dam_s.yaml` for each lambda (what is finished is not run again), and,
-along one without penalty, how large the gradients of the task and of the penalty at lambda 1 are where they meet, in
-the logits. Prints a table; writes it, a plot and `sparsity_weight.json` to the output folder.
+For each form of the mask: a search of `recipes/demo_dam_s.yaml` at each lambda (finished runs are not repeated) and,
+during a search without penalty, the size of the two gradients that meet in the logits: that of the task and that of
+the penalty at lambda 1. Prints a table; writes it, a plot and `sparsity_weight.json` to the output folder.
 """
 
 import argparse
@@ -45,10 +45,10 @@ class Gradients(TrainerCallback):
         self.task, self.penalty = [], []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        search = model.sparse_attention
-        probs = torch.sigmoid(search.alpha())
-        (penalty,) = torch.autograd.grad((probs * search._counts()).sum(), search.mask_logits)
-        for values, gradient in ((self.task, search.mask_logits.grad), (self.penalty, penalty)):
+        learned = model.sparse_attention.learned
+        probs = torch.sigmoid(learned.alpha())
+        (penalty,) = torch.autograd.grad((probs * learned.search.counts).sum(), learned.logits)
+        for values, gradient in ((self.task, learned.logits.grad), (self.penalty, penalty)):
             values.append(gradient.square().mean().sqrt().item())
 
 
@@ -130,7 +130,7 @@ def plot(results, path):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sparsity_weight", description=__doc__.split("\n\n")[0])
     add_options(parser, ROOT / "recipes" / "demo_dam_s.yaml")
-    parser.add_argument("--steps", type=int, default=300, help="of a search")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of a search")
     parser.add_argument("--weights", type=float, nargs="+", default=list(WEIGHTS), help="values of lambda")
     options = parser.parse_args(arguments)
     results = measure(options)

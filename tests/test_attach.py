@@ -412,7 +412,7 @@ def test_other_architectures_are_refused_by_name(config):
         ("dams", {}, "did you mean 'dam_s'"),
         ("owner/nothing", {}, "mask 'owner/nothing' is no pattern.*no search"),
         (None, {}, "attach needs a SparseMask or the name of one, got None"),
-        (random_mask(), {"diagonal": "off"}, "diagonal must be one of 'learned', 'keep', 'remove', got 'off'"),
+        (random_mask(), {"diagonal": "off"}, "diagonal.*must be one of 'learned', 'keep', 'remove', got 'off'"),
         ("window", {"attn_implementation": "sdpa"}, "attn_implementation must be one of"),
         ("window", {"sparsity_weight": 1.0}, "sparsity_weight has no meaning for a pattern: the fields may be"),
         (random_mask(), {"mask_length": 8}, "mask_length has no meaning for a given mask"),

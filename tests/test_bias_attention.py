@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-from sparsebert import SparseBertForMaskedLM, SparseBertModel
+from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.attention import bias_attention as module
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.attention.mask_inputs import MaskInputs, merged_bias
@@ -229,7 +229,7 @@ def trained(model, name, ids, mask, **kwargs):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("last_token", ["real", "position"])
 @pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
-@pytest.mark.parametrize("fields", [{}, {"search": "dam_u"}, {"search": "soft", "share_layers": False}], ids=str)
+@pytest.mark.parametrize("fields", [*({"search": name} for name in SEARCHES), {"share_layers": False}], ids=str)
 def test_a_search_trains_as_with_sparse_eager(tiny_config, fields, diagonal, last_token, padded):
     fields = {"search": "dam_s", "mask_constant": 5.0, "initializer_range": 0.3} | fields
     model = SparseBertForMaskedLM(tiny_config(**fields, diagonal=diagonal, last_token=last_token)).train()

@@ -7,6 +7,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 from transformers import AutoConfig, BertConfig
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
+from sparsebert.models.configuration_sparsebert import mask_search
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
         ("share_layers", None, "bool"),
         ("diagonal", False, "str"),
         ("special_tokens", 2, "str"),
-        ("last_token", None, "str"),
+        ("last_token", 1, "str"),
         ("sparsity_weight", "1e-4", "float"),
         ("target_sparsity", "0.9", "float"),
         ("mask_length", 12.5, "int"),
@@ -113,8 +114,8 @@ def test_defaults(tiny_config):
     assert (config.mask_form, config.share_layers, config.diagonal, config.last_token) == (
         None,
         True,
-        "learned",
-        "real",
+        None,
+        None,
     )
 
 
@@ -123,12 +124,13 @@ def test_defaults(tiny_config):
     [("soft", 10.0, "none"), ("dam_u", 1e4, "none"), ("dam_s", 1e4, "first_last"), ("dam_b", 1e4, "first_last")],
 )
 def test_defaults_that_depend_on_the_search(tiny_config, search, constant, special_tokens):
-    sparse_attention = SparseBertModel(tiny_config(search=search)).sparse_attention
-    assert sparse_attention.mask_constant == constant
-    assert sparse_attention.special_tokens == special_tokens
-    decoder = SparseBertModel(tiny_config(search=search, is_decoder=True)).sparse_attention
+    made = SparseBertModel(tiny_config(search=search)).sparse_attention.search
+    assert (made.mask_constant, made.special_tokens) == (constant, special_tokens)
+    assert (made.last_token, made.diagonal) == ("real", None)
+    assert made.length_policy == ("error" if search in ("soft", "dam_u") else "extend")
+    decoder = mask_search(tiny_config(search=search, is_decoder=True))
     assert decoder.special_tokens == ("none" if special_tokens == "none" else "first")
-    asked = SparseBertModel(tiny_config(search=search, special_tokens="first", mask_constant=7)).sparse_attention
+    asked = mask_search(tiny_config(search=search, special_tokens="first", mask_constant=7))
     assert (asked.special_tokens, asked.mask_constant) == ("first", 7.0)
 
 

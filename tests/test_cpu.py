@@ -1,5 +1,5 @@
 """
-The CPU operator over compressed rows: what holds for no other backend (test_attention.py has what holds for all).
+The CPU operator over compressed rows: what concerns this backend alone. test_attention.py has what concerns all.
 
 Letters: B batch, H heads, n queries, m keys, d head size.
 """
@@ -37,7 +37,7 @@ def numbers(*shape, count=3):
 
 
 def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, seed=11, density=0.3):
-    """What follows query, key and value: sequences of `length` and 13 tokens, whose last rows and columns are on."""
+    """The arguments after query, key and value, for sequences of `length` and 13 tokens with their last tokens on."""
     begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
@@ -59,7 +59,7 @@ def test_compressed_rows(length):
 
 
 def test_longest_rows_do_not_wrap():
-    """Columns are 16 bits wide, unsigned."""
+    """Columns are unsigned 16-bit integers."""
     table = torch.zeros(1, 3, 2**16, dtype=torch.bool)
     table[0, 1, [0, 2**15, 2**16 - 1]] = True
     assert compressed_rows(table)[2].tolist() == [0, 2**15, 2**16 - 1]
@@ -98,7 +98,7 @@ def test_fraction_dropped_and_mean(dropout):
     fraction, tolerance = (kept == 0).float().mean(), 5 * (dropout * (1 - dropout) / kept.numel()) ** 0.5
     assert abs(fraction - dropout) < tolerance
     assert abs(kept.mean() - 1) < tolerance / (1 - dropout)
-    # Rows, heads and sequences have numbers of their own.
+    # Rows, heads and sequences have their own random numbers.
     rows = (kept == 0).flatten(0, 2).float() - dropout
     correlation = rows @ rows.T / rows.square().sum(-1).sqrt().outer(rows.square().sum(-1).sqrt())
     assert correlation.fill_diagonal_(0).abs().max() < 0.5
@@ -279,12 +279,12 @@ def test_copies_of_a_frozen_model_run(tiny_config, copied):
 
 
 def most_memory():
-    """Bytes in use when they were most."""
+    """Peak memory in bytes."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def growth(function):
-    """Most bytes in use while `function` runs, beyond those before, what a first call keeps left out."""
+    """Peak memory of a second call of `function`, in bytes above the memory before it."""
     function()
     Path("/proc/self/clear_refs").write_text("5")  # from here on
     before = most_memory()
@@ -302,7 +302,7 @@ def test_no_allocation_of_n_times_n():
     def train():
         sparse_dot_product_attention(*leaves, mask, dropout_p=0.1, backend="sparse_cpu").sum().backward()
 
-    assert growth(lambda: inputs[0][0, 0] @ inputs[1][0, 0].T) > 0.9 * table  # what would be seen
+    assert growth(lambda: inputs[0][0, 0] @ inputs[1][0, 0].T) > 0.9 * table  # the measurement would notice a table
     assert growth(train) < table / 4
 
 

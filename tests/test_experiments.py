@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparsebert.analysis.tables import read_runs, tables
+from sparsebert.analysis.reports import read_metrics, report_tables
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.comparison import compare
 from sparsebert.training.finetuning import PAPER_GRID, finetune
@@ -172,7 +172,7 @@ def test_grid(recipe, tmp_path):
     # Weights of the best cell only, the metrics and predictions of all.
     assert {path.parents[1].name for path in folder.rglob("model.safetensors")} == {best["folder"]}
     assert len(list(folder.rglob("predictions_validation.jsonl"))) == 5
-    table = next(table for table in tables(read_runs([folder])) if table.title.startswith("Grid"))
+    table = next(table for table in report_tables(read_metrics([folder])) if table.title.startswith("Grid"))
     assert len(table.rows) == 4 and sum("best" in row for row in table.rows) == 1
 
 
@@ -275,13 +275,13 @@ def test_all_of_glue(recipe, tmp_path):
     )
     assert metrics["average_9"] == pytest.approx((sum(scores) + matched + mismatched) / 6, abs=1e-4)
     assert metrics["average_8"] == pytest.approx((sum(scores) + (matched + mismatched) / 2) / 5, abs=1e-4)
-    table = next(table for table in tables(read_runs([folder])) if table.title.startswith("GLUE"))
+    table = next(table for table in report_tables(read_metrics([folder])) if table.title.startswith("GLUE"))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert row["QNLI"].endswith("*") and row["QQP"] == "-" and not row["RTE"].endswith("*")
     assert row["average of 9"].endswith("(6 of 9)")
     notes = " ".join(table.notes)
     assert "QNLI (train_part40, 40 examples)" in notes
-    assert "no training or no development set of sst2, mrpc, qqp, wnli" in notes
+    assert "no training or development set for sst2, mrpc, qqp, wnli" in notes
     with zipfile.ZipFile(folder / "submission.zip") as archive:
         assert archive.namelist() == ["MNLI-m.tsv", "RTE.tsv"]  # the others have no test set
         assert archive.read("RTE.tsv") == (folder / "rte/RTE.tsv").read_bytes()
@@ -296,7 +296,7 @@ def test_all_of_glue_with_a_grid_shows_the_grids(recipe, glue_folder, tmp_path):
         shutil.copytree(glue_folder / task, tmp_path / "data" / task)
     grid = {"learning_rate": [1e-4, 1e-3]}
     folder = finetune(recipe(all=True, task=None, data=str(tmp_path / "data"), sweep=grid, seeds=2))
-    titles = [table.title for table in tables(read_runs([folder]))]
+    titles = [table.title for table in report_tables(read_metrics([folder]))]
     assert titles == ["Fine-tuning", "Grid of run/cola", "Grid of run/rte", "GLUE, development sets, %"]
 
 

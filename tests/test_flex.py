@@ -52,7 +52,7 @@ def make_case(base, batch=2, padding=None, last=None, first=False, diagonal=None
 
 
 def random_base(length, density=0.3):
-    """Different for each head, with an empty row, an empty tile row and full tiles where it is long enough."""
+    """A mask that differs by head, with an empty row and, if it is long enough, an empty tile row and full tiles."""
     base = torch.rand(HEADS, length, length) < density
     base[0, : length // 2, : length // 2] = True
     base[1, length // 2 :] = False
@@ -99,9 +99,9 @@ def assert_as_good_as_dense(got, want, other, dtype):
 @torch.no_grad()
 def assert_forward(case, head_size=8, dtype=torch.float32, device="cpu"):
     query, key, value = inputs(case, head_size, dtype, device)
-    query.requires_grad_()  # as a parameter would; nothing computes it here
+    query.requires_grad_()  # like a parameter; no gradient is computed here
     keep = kept(case, case.batch).to(device)
-    torch.full_like(query, torch.nan)  # freed at once, so that output memory left unwritten holds NaN
+    torch.full_like(query, torch.nan)  # freed at once, so that unwritten output memory holds NaN
     output = block_attention(query, key, value, block_mask(case, device), head_size**-0.5)
     assert output.shape == (case.batch, case.base.shape[-1], HEADS, head_size) and output.is_contiguous()
     truth = dense(query.double(), key.double(), value.double(), keep)
@@ -183,7 +183,7 @@ def test_tiles_cover_the_mask_exactly(name, block):
 
 
 def test_tiles_that_hold_nothing_are_skipped():
-    """A window visits its band; padding cuts it; special tokens add their tile rows and columns, also where cut."""
+    """A window visits its band, padding cuts it, and special tokens add their tile rows and columns, cut as well."""
     padding, last = right_padding(256, 256, 100)
     band = make_case(window(256))
     assert tiles_of(block_mask(band))[0].sum() == HEADS * (8 + 2 * 7)
@@ -202,7 +202,7 @@ def test_full_tiles():
 
 @pytest.mark.slow
 def test_more_lengths_than_recompilations():
-    """PyTorch stops compiling a function after `recompile_limit` times; every length is one more of ours."""
+    """PyTorch compiles a function at most `recompile_limit` times; more lengths than that must work."""
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("ragged", "causal", "one token"):
             assert_forward(ALL_CASES[name]())
@@ -247,7 +247,7 @@ def test_inside_torch_compile(full):
 
 @pytest.mark.slow
 def test_strides():
-    """Heads first in memory, and a last dimension that is not contiguous."""
+    """Heads first in memory, and a non-contiguous last dimension."""
     case = make_case(window(40))
     query, key = (torch.randn(2, HEADS, 40, 8) for _ in range(2))
     value = torch.randn(2, HEADS, 8, 40).mT
@@ -278,7 +278,7 @@ def assert_follows_eager(model, function, padding):
 
 @torch.no_grad()
 def test_projections_inside_torch_compile():
-    """Queries and keys are views of what a linear layer wrote, as in a model."""
+    """Queries and keys are views of a linear layer's output, as in a model."""
     mask = SparseMask(torch.rand(HEADS, 40, 40) < 0.3, 40, special_tokens="first_last")
     padding = right_padding(40, 40, 20)[0]
     linears, hidden = [torch.nn.Linear(16, 16) for _ in range(3)], torch.randn(2, 40, 16)
@@ -315,7 +315,7 @@ def test_model_inside_torch_compile(tiny_config, padded, fields):
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_of_a_compiled_model_share_one_block_mask(tiny_config, padded):
-    """In the graph the lists of tiles are sorted once, however many layers read them."""
+    """In the graph the lists of tiles are sorted once for all layers."""
     model, padding = model_and_padding(tiny_config, padded)
     calls = []
 
@@ -329,7 +329,7 @@ def test_layers_of_a_compiled_model_share_one_block_mask(tiny_config, padded):
 
 
 def test_layers_share_one_block_mask(tiny_config):
-    """One per forward, or, without padding, one for all forwards."""
+    """There is one block mask per forward or, without padding, one for all forwards."""
     model, padding = model_and_padding(tiny_config, True)
     with torch.no_grad():
         padded, first, second = (
@@ -343,7 +343,7 @@ def test_layers_share_one_block_mask(tiny_config):
 @pytest.mark.slow
 @torch.no_grad()
 def test_layers_share_one_kernel(tiny_config):
-    """What one layer compiled serves the two of another model."""
+    """The code compiled for one layer serves the two layers of another model."""
     one_layer, padding = model_and_padding(tiny_config, True, num_hidden_layers=1)
     one_layer(IDS, attention_mask=padding)
     model, _ = model_and_padding(tiny_config, True)

@@ -6,7 +6,7 @@ from sparsebert.masks.matched import VARIED, matched_patterns
 from sparsebert.masks.patterns import PATTERNS, build_pattern
 
 
-# Strides cannot remove more than some share; logsparse has no parameter.
+# Strided patterns have a limited sparsity, and logsparse has no parameter.
 COARSE = {"logsparse", "strided", "fixed", "strided_cycle", "fixed_cycle"}
 
 

@@ -1,6 +1,5 @@
 """Token mixers: what each computes, models with them, parameter counts, the scripts."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from sparsebert import (
     load,
 )
 from sparsebert.attention.mask_inputs import MaskInputs
+from sparsebert.commands import parse
 from sparsebert.models.token_mixers import FILTER_LENGTH, NUM_FILTERS, AverageAttention, BProj, SepConv
 
 
@@ -34,11 +34,9 @@ PADDING = (torch.arange(LENGTH) < SIZES[:, None]).long()
 REAL = PADDING.bool()
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run(verb, *arguments):
+    command, values = parse([verb, *arguments])
+    return command.run(values)
 
 
 def mixed(tiny_config, names, model_class=SparseBertForMaskedLM, **fields):
@@ -352,12 +350,12 @@ def text(tmp_path_factory):
 @pytest.mark.parametrize("names", ["[bproj, bproj]", "[sepconv, average]"])
 def test_pretraining_and_finetuning(names, text, tmp_path):
     arguments = [str(ROOT / "recipes/mixers.yaml"), "--text", text, "--validation", text, *TINY_RUN]
-    script("pretrain").main([*arguments, "--token_mixers", names, "--output_dir", str(tmp_path / "model")])
+    run("pretrain", *arguments, "--token_mixers", names, "--output_dir", str(tmp_path / "model"))
     metrics = json.loads((tmp_path / "model/metrics.json").read_text())
     assert metrics["sparsity"] == 0 and 4 < metrics["mlm_loss"] < 9
     arguments = "--task builtin --seeds 1 --sweep false --report_to none --max_steps 2 --max_length 64".split()
     arguments += ["--task_kwargs", "{train_size: 30, validation_size: 15}", "--model", str(tmp_path / "model")]
-    script("finetune").main([*arguments, "--output_dir", str(tmp_path / "task")])
+    run("finetune", *arguments, "--output_dir", str(tmp_path / "task"))
     metrics = json.loads((tmp_path / "task/metrics.json").read_text())
     assert metrics["steps"] == 2 and metrics["mask"] == "dense"
     assert json.loads((tmp_path / "task/config.json").read_text())["token_mixers"] == names[1:-1].split(", ")
@@ -366,5 +364,5 @@ def test_pretraining_and_finetuning(names, text, tmp_path):
 def test_pretraining_at_a_length_that_bproj_refuses(text, tmp_path):
     arguments = [str(ROOT / "recipes/mixers.yaml"), "--text", text, *TINY_RUN, "--token_mixers", "[bproj, attention]"]
     with pytest.raises(ValueError, match="max_length must be 128.*'bproj', got 64"):
-        script("pretrain").main([*arguments, "--max_length", "64", "--output_dir", str(tmp_path / "run")])
+        run("pretrain", *arguments, "--max_length", "64", "--output_dir", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -163,7 +163,7 @@ def test_stock_checkpoint_loads_with_only_the_logits_missing(tiny_config, tmp_pa
     prefix = "" if name == "Model" else "bert."
     assert set(info["missing_keys"]) == {f"{prefix}sparse_attention.mask_logits"}
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
-    alpha = model.sparse_attention.alpha().detach()
+    alpha = model.sparse_attention.learned.alpha().detach()
     assert alpha.std().item() == pytest.approx(1e-3, rel=0.4) and alpha.abs().max() > 0
     dense, info = head_class(name).from_pretrained(tmp_path, pattern="dense", output_loading_info=True)
     assert not info["missing_keys"]

@@ -1,4 +1,4 @@
-"""Patterns against the published ratios, against plain loops over their definitions, and against written-out masks."""
+"""Patterns against published sparsities, against plain loops over their definitions, and against written-out masks."""
 
 import inspect
 import math
@@ -82,7 +82,7 @@ def test_definitions_by_loops(length):
     powers = [2**k for k in range(10)]
 
     def on_ring(i, j, relay_first, size):
-        """Neighbours on the ring of all tokens but the relay, by its own positions."""
+        """Whether two tokens are neighbours on the ring of all tokens but the relay, counted along the ring."""
         position = [k - 1 if relay_first else k for k in (i, j)]
         steps = (position[0] - position[1]) % last
         return min(steps, last - steps) <= size
@@ -180,7 +180,7 @@ def test_head_configurations_written_out(name, parameter, value, sets):
     for layer in range(len(sequential)):
         for head in range(4):
             assert torch.equal(sequential[layer, head], sets[layer % num_sets])
-    # One pattern is the same in all layers, which is a shared mask.
+    # A single pattern is the same in all layers, so the mask is shared.
     assert len(sequential) == (3 if num_sets > 1 else 1)
 
     union = table(num_layers=3, head_configuration="union")

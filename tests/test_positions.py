@@ -7,7 +7,7 @@ from test_attach import MODELS, TEXT, config_of, head_model
 from transformers import AutoTokenizer
 
 from sparsebert import SparseBertForMaskedLM, SparseMask, attach, extend_positions, load
-from sparsebert.commands.lengthen import main
+from sparsebert.commands import main
 
 
 LEARNED = ("bert", "roberta", "distilbert", "electra", "xlm-roberta", "camembert", "albert", "mobilebert")
@@ -70,8 +70,8 @@ def test_a_mask_per_offset_extends(tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("bert", (40,), "length must be a whole number above the 40 positions"),
-        ("roberta", (39,), "above the 39 positions"),
+        ("bert", (40,), "length must be an integer above the model's 40 positions"),
+        ("roberta", (39,), "above the model's 39 positions"),
         ("bert", (80.0,), "got 80.0"),
         ("bert", (80, "repeat"), "method must be one of 'interpolate', 'tile', got 'repeat'"),
         ("modernbert", (80,), "type 'modernbert' has no learned embeddings"),
@@ -87,11 +87,13 @@ def test_errors(name, arguments, message):
 
 
 @pytest.mark.parametrize(("kind", "mask"), [("stock", False), ("window", True)])
-def test_command(checkpoints, tmp_path, kind, mask):
-    main([checkpoints[kind], "--length", "64", "--method", "tile", "--output_dir", str(tmp_path)])
+def test_command(checkpoints, tmp_path, capsys, kind, mask):
+    assert (
+        main(["lengthen", checkpoints[kind], "--length", "64", "--method", "tile", "--output_dir", str(tmp_path)]) == 0
+    )
     model_class = SparseBertForMaskedLM if mask else transformers.BertForMaskedLM
     model = model_class.from_pretrained(tmp_path)
     assert model.config.max_position_embeddings == AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64
     assert model(torch.ones(1, 64, dtype=torch.long)).logits.shape[1] == 64
-    with pytest.raises(FileExistsError, match="not empty"):
-        main([checkpoints[kind], "--length", "64", "--output_dir", str(tmp_path)])
+    assert main(command) == 2
+    assert "not empty" in capsys.readouterr().err

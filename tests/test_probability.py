@@ -1,13 +1,11 @@
 """Probability maps: as functions of scores, as the attention of a model, as fields of a configuration."""
 
 import copy
-import importlib.util
 import json
 import math
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,10 +27,10 @@ from sparsebert import (
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.choice import Request, by_measurement, by_table, check, refusal
 from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map
+from sparsebert.commands import main
 from sparsebert.training.trainer import SparseBertTrainer
 
 
-ROOT = Path(__file__).parents[1]
 # A value of every parameter, for scores of size 1.
 VALUES = {"k": 3, "lam": 0.3, "alpha": 1.3}
 MAPS = {name: {key: VALUES[key] for key in row.parameters} for name, row in PROBABILITY_MAPS.items()}
@@ -60,7 +58,7 @@ def fitting(name, length):
 
 
 def scores_of(*shape):
-    """Random float64 scores, far from ties, and which of them are absent: of the last row, all."""
+    """Random float64 scores without ties, and which of them are absent: in the last row, all."""
     scores = torch.randn(shape, dtype=torch.float64)
     absent = torch.rand(shape) < 0.4
     absent[..., 0] = False
@@ -138,7 +136,7 @@ def test_maps_that_are_the_same():
 
 @pytest.mark.parametrize("lam", [-3.0, 0.0, 0.5, 0.99])
 def test_sparsegen_lin_by_its_definition(lam):
-    """`max(0, (s - tau) / (1 - lambda))`: the same tau for all that is left."""
+    """`max(0, (s - tau) / (1 - lambda))`, with the same tau for all keys that are left."""
     scores = torch.randn(20, 9, dtype=torch.float64)
     probs = PROBABILITY_MAPS["sparsegen_lin"](scores, lam=lam)
     for row, got in zip(scores, probs, strict=True):
@@ -421,7 +419,7 @@ def test_learned_alpha_is_trained_per_layer_and_head_and_saved(tiny_config, tmp_
     assert low.sparse_attention.probability_map.alpha_logits.dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-        # Each head of each layer has its own.
+        # Each head of each layer has its own alpha.
         other = copy.deepcopy(model)
         other.sparse_attention.probability_map.alpha_logits[1, 2] += 1.0
         before, after = (m(IDS, output_attentions=True).attentions for m in (model, other))
@@ -488,38 +486,25 @@ def test_softmax_costs_nothing():
     assert not list(ProbabilityMap("topk", {"k": 3}, 2, 4).parameters())
 
 
-# Scripts
+# Commands
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_finetuning_with_another_map(checkpoints, glue_folder, tmp_path):
-    arguments = ["--task", "rte", "--data", str(glue_folder), "--max_length", "32", "--max_steps", "2"]
+def test_finetuning_with_another_map(checkpoints, glue_folder, tmp_path, capsys):
+    arguments = ["finetune", "--task", "rte", "--data", str(glue_folder), "--max_length", "32", "--max_steps", "2"]
     arguments += ["--report_to", "none", "--seeds", "1", "--output_dir", str(tmp_path / "run")]
     arguments += ["--probability_map", "topk", "--probability_map_kwargs", "{k: 3}", "--model"]
-    with pytest.raises(ValueError, match="sparse_sdpa does not support probability_map 'topk': use sparse_eager"):
-        script("finetune").main([*arguments, checkpoints["window"], "--attn_implementation", "sparse_sdpa"])
-    with pytest.raises(ValueError, match="model.probability_map has no meaning here"):
-        script("finetune").main([*arguments, checkpoints["stock"], "--mask", checkpoints["window"]])
+    assert main([*arguments, checkpoints["window"], "--attn_implementation", "sparse_sdpa"]) == 2
+    assert "sparse_sdpa does not support probability_map 'topk': use sparse_eager" in capsys.readouterr().err
+    assert main([*arguments, checkpoints["stock"], "--mask", checkpoints["window"]]) == 2
+    assert "model.probability_map has no meaning here" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    script("finetune").main([*arguments, checkpoints["window"]])
+    assert main([*arguments, checkpoints["window"]]) == 0
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert (config["probability_map"], config["probability_map_kwargs"]) == ("topk", {"k": 3})
 
 
-def test_pretraining_on_a_backend_that_lacks_the_map(tmp_path):
-    arguments = [
-        str(ROOT / "recipes/small.yaml"),
-        "--probability_map",
-        "sparsemax",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    with pytest.raises(ValueError, match="sparse_sdpa does not support probability_map 'sparsemax'"):
-        script("pretrain").main([*arguments, "--attn_implementation", "sparse_sdpa"])
+def test_pretraining_on_a_backend_that_lacks_the_map(tmp_path, capsys):
+    arguments = ["pretrain", "small", "--probability_map", "sparsemax", "--output_dir", str(tmp_path / "run")]
+    assert main([*arguments, "--attn_implementation", "sparse_sdpa"]) == 2
+    assert "sparse_sdpa does not support probability_map 'sparsemax'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 from test_training import LENGTH, history, make_trainer, rows, weights
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
+from sparsebert.masks.expansion import parameter_index
 from sparsebert.masks.sparse_mask import special_entries
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
 from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
-from sparsebert.search.searches import best_of_rows, parameter_index, prune
+from sparsebert.search.searches import best_of_rows, prune
 from sparsebert.training.finetuning import finetune
 
 
@@ -26,10 +27,11 @@ def model_of(search="dam_s", **fields):
 def pruned(model, sparsity=0.7):
     """The model of a search with random scores, pruned to a sparsity, before it freezes."""
     sparse_attention = model.sparse_attention
-    model.config.pruned = True
+    sparse_attention.start_pruning()
     with torch.no_grad():
         sparse_attention.mask_logits.normal_()
-    sparse_attention.prune(sparse_attention.probs(), sparsity)
+    learned = sparse_attention.learned
+    learned.prune(learned.probs(), sparsity)
     return model
 
 
@@ -103,7 +105,8 @@ def test_special_rows_need_nothing_else(form, size):
 def test_what_is_removed_stays_removed(search, score, scope):
     model = pruned(model_of(search), 0.3)
     sparse_attention = model.sparse_attention
-    first = sparse_attention.kept
+    learned = sparse_attention.learned
+    first = learned.kept
     with torch.no_grad():
         sparse_attention.mask_logits.copy_(torch.where(first, torch.randn(first.shape), -torch.inf))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -111,10 +114,9 @@ def test_what_is_removed_stays_removed(search, score, scope):
         model(**batch()).loss.backward()
         assert sparse_attention.mask_logits.grad[first].abs().sum() > 0
         optimizer.step()
-    assert torch.equal(sparse_attention.kept, first) and not sparse_attention.mask_logits.isnan().any()
-    scores = sparse_attention.probs() if score == "probs" else sparse_attention.alpha()
-    sparse_attention.prune(scores, 0.6, scope)
-    assert not (sparse_attention.kept & ~first).any()
+    assert torch.equal(learned.kept, first) and not sparse_attention.mask_logits.isnan().any()
+    learned.prune(learned.probs() if score == "probs" else learned.alpha(), 0.6, scope)
+    assert not (learned.kept & ~first).any()
     mask = sparse_attention.thresholded_mask()
     assert mask.sparsity == pytest.approx(0.6, abs=0.06)
     assert torch.equal(mask.to_table().float(), (sparse_attention.mask_probs() > 0).float())
@@ -194,7 +196,7 @@ def finished(request, tmp_path_factory):
 def test_run(finished):
     settings, make, folder, model, trainer = finished
     sparse_attention = model.sparse_attention
-    assert not sparse_attention.searching and not sparse_attention.needs
+    assert not sparse_attention.searching
     assert sparse_attention.mask.sparsity == pytest.approx(0.65, abs=0.06)
     assert sparse_attention.mask.metadata["pruning"] == SETTINGS | settings | {"scope": "head"}
     assert sparse_attention.mask.num_layers == (1 if model.config.share_layers else 2)
@@ -279,7 +281,7 @@ def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
     make_trainer(model_of("dense"), tmp_path / "dense", **arguments).train()
     model = model_of("dense")
     model.set_mask(model.sparse_attention.mask.without_diagonal())
-    with pytest.raises(ValueError, match="another m"):
+    with pytest.raises(ValueError, match="cannot resume with other settings"):
         make_trainer(model, tmp_path, **arguments).train(resume_from_checkpoint=str(tmp_path / "dense/checkpoint-1"))
 
 
@@ -315,7 +317,7 @@ def test_in_fine_tuning(checkpoints, glue_folder, tmp_path):
         ({"schedule": "cubical"}, "schedule must be one of 'cubic', 'linear', 'step', got 'cubical'"),
         ({"score": "prob"}, "score must be one of 'probs', 'logits', 'attention', got 'prob'"),
         ({"scope": "layer"}, "scope must be one of 'head', 'global', got 'layer'"),
-        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"every": 0}, "every must be an integer of at least 1, got 0"),
         ({"finl": 1}, "unknown field of pruning 'finl'"),
     ],
 )

@@ -43,7 +43,6 @@ def experiment(monkeypatch):
 
     def run(cell, folder):
         ran.append(cell["name"])
-        folder.mkdir(parents=True)
         (folder / "file").write_text("")
         if cell["name"] == "broken":
             raise RuntimeError("no result")

@@ -28,7 +28,7 @@ ONE_RUN = "--sweep false --seeds 1 --max_steps 2 --report_to none".split()
 
 def run(verb, *arguments):
     command, values = parse([verb, *map(str, arguments)])
-    command.run(values)
+    return command.run(values)
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sparsebert import SEARCHES, SparseAttention, SparseBertModel
+from sparsebert.masks.expansion import parameter_index
 from sparsebert.masks.sparse_mask import special_entries
 from sparsebert.search.searches import (
     gumbel_noise,
     mask_bias,
     num_parameters,
-    parameter_index,
     sample_mask,
     select,
     to_sparse_mask,
@@ -39,7 +39,7 @@ def prepare(sparse_attention, length, padding=None, name="sparse_eager"):
 def drawn_matrices(sparse_attention, length):
     """The drawn masks `(L, H, n, n)`, read back from the additive bias."""
     bias = torch.stack(prepare(sparse_attention, length).bias)[:, 0]
-    return 1.0 + bias / sparse_attention.mask_constant
+    return 1.0 + bias / sparse_attention.search.mask_constant
 
 
 # Sampling
@@ -200,7 +200,7 @@ def test_number_of_logits(tiny_config, search, fields, size, share_layers):
     model = SparseBertModel(config)
     logits = model.state_dict()["sparse_attention.mask_logits"]
     assert logits.shape == (1 if share_layers else 2, 4, size)
-    alpha = model.sparse_attention.alpha()
+    alpha = model.sparse_attention.learned.alpha()
     assert torch.equal(alpha, 10.0 * logits)
     if alpha.numel() > 100:
         assert alpha.std().item() == pytest.approx(1e-3, rel=0.25)
@@ -421,10 +421,10 @@ def test_freeze_by_sparsity_is_the_nearest_reachable(tiny_config, search, diagon
     length = 20
     config = tiny_config(search=search, mask_length=length, diagonal=diagonal, block_size=16, share_layers=False)
     sparse_attention = searching(config)
-    probs = torch.sigmoid(sparse_attention.alpha()).detach()
+    probs = torch.sigmoid(sparse_attention.learned.alpha()).detach()
     size = probs.shape[-1]
     fields = {
-        "special_tokens": sparse_attention.special_tokens,
+        "special_tokens": sparse_attention.search.special_tokens,
         "diagonal": {"learned": None, "keep": True, "remove": False}[diagonal],
     }
     reachable = []
@@ -440,7 +440,7 @@ def test_freeze_by_sparsity_is_the_nearest_reachable(tiny_config, search, diagon
         best = (reachable - asked).abs().amin(0)
         torch.testing.assert_close((got - asked).abs(), best, atol=1e-6, rtol=0.0)
         # What is kept is more probable than what is removed, and parameters go as a whole.
-        learned = ~special_entries(length, sparse_attention.special_tokens)
+        learned = ~special_entries(length, sparse_attention.search.special_tokens)
         if diagonal != "learned":
             learned.fill_diagonal_(False)
         values = sparse_attention.mask_probs()

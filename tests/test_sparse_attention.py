@@ -1,10 +1,13 @@
 """The home of the mask: what set, frozen and cached masks do to the model that carries them."""
 
+import json
+
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM
 
-from sparsebert import SparseBertForMaskedLM, SparseMask
+from sparsebert import SparseBertForMaskedLM, SparseMask, build_pattern
+from sparsebert.search.learned_mask import LearnedMask
 
 
 IDS = torch.arange(5, 25)[None]
@@ -27,6 +30,76 @@ def test_a_new_mask_is_saved_with_the_model(change, owner, tiny_config, tmp_path
     if change == "freeze":
         assert loaded.sparse_attention.mask.metadata["run"] == "a"
         assert loaded.sparse_attention.mask.metadata["search"] == "dam_s"
+
+
+@pytest.mark.parametrize("fields", [{}, {"target_sparsity": 0.5}, {"initial_decay": 2.0}], ids=str)
+def test_a_search_is_read_back_bit_for_bit(fields, tiny_config, tmp_path):
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", **fields))
+    model.save_pretrained(tmp_path)
+    for loaded in (AutoModelForMaskedLM.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        assert torch.equal(loaded.sparse_attention.mask_logits, model.sparse_attention.mask_logits)
+
+
+def test_one_state_at_a_time(tiny_config):
+    sparse_attention = SparseBertForMaskedLM(tiny_config(search="dam_s")).sparse_attention
+    assert sparse_attention.searching and sparse_attention.mask is None
+    assert sparse_attention.learned.logits is sparse_attention.mask_logits
+    mask, outcome = sparse_attention.end_search(sparsity=0.6)
+    assert not sparse_attention.searching and sparse_attention.mask is mask
+    assert sparse_attention.search is sparse_attention.learned is sparse_attention.mask_logits is None
+    assert outcome["asked"] == 0.6 and outcome["got"] == mask.sparsity
+    for ended in (sparse_attention.freeze, sparse_attention.start_pruning, sparse_attention.outcome):
+        with pytest.raises(ValueError, match="mask of this model is frozen"):
+            ended()
+
+
+def test_freezing_selects_once(tiny_config, monkeypatch):
+    calls = []
+
+    def counted(self):
+        calls.append(1)
+        return probs(self)
+
+    probs = LearnedMask.probs
+    monkeypatch.setattr(LearnedMask, "probs", counted)
+    SparseBertForMaskedLM(tiny_config(search="dam_u", target_sparsity=0.5)).freeze()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("how", ["freeze", "set_mask"])
+def test_a_frozen_mask_owns_how_it_is_used(how, tiny_config):
+    """What the configuration asked for is a request, which the mask answers."""
+    asked = {"diagonal": "keep", "last_token": "position", "length_policy": "dense"}
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", **asked))
+    if how == "freeze":
+        mask = model.freeze(sparsity=0.6)
+        assert (mask.diagonal, mask.last_token, mask.length_policy) == (True, "position", "dense")
+    else:
+        mask = build_pattern("window", 40, 4)
+        model.set_mask(mask)
+        assert model.sparse_attention.mask == mask, "a mask is set as it is"
+    assert [getattr(model.config, name) for name in asked] == [None] * 3
+
+
+@pytest.mark.parametrize("stated", [{}, {"diagonal": "keep"}, {"last_token": "position", "length_policy": "dense"}])
+def test_a_configuration_that_repeats_the_mask(stated, tiny_config, tmp_path):
+    """As configurations were once written."""
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", **stated))
+    mask = model.freeze(sparsity=0.6)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    repeated = {"diagonal": "learned", "last_token": "real", "length_policy": "extend", "noise_scale_end": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | repeated | stated))
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path).sparse_attention.mask == mask
+    changed = AutoModelForMaskedLM.from_pretrained(tmp_path, diagonal="remove").sparse_attention.mask
+    assert changed == mask.without_diagonal()
+
+
+@pytest.mark.parametrize("pattern, diagonal", [("no_diag", False), ("window", None)])
+def test_a_pattern_keeps_the_diagonal_that_it_defines(pattern, diagonal, tiny_config):
+    for asked in (None, "learned"):
+        model = SparseBertForMaskedLM(tiny_config(pattern=pattern, diagonal=asked))
+        assert model.sparse_attention.mask.diagonal is diagonal
 
 
 def test_overrides_apply_to_a_loaded_mask(tiny_config, tmp_path):
@@ -62,7 +135,7 @@ def test_cache_does_not_grow_with_the_number_of_lengths(tiny_config, search):
         torch.manual_seed(length)
         logits = model(IDS[:, :length]).logits
         assert torch.equal(reference.setdefault(length, logits), logits)
-    assert 0 < len(model.sparse_attention._cache) <= 3
+    assert 0 < len(model.sparse_attention.search._cache) <= 3
 
 
 def test_training_after_inference_mode(tiny_config):

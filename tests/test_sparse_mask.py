@@ -1,4 +1,4 @@
-"""The frozen mask: its three forms, lengths, special tokens, and files good and bad."""
+"""The frozen mask: its three forms, lengths, special tokens, and valid and invalid files."""
 
 import json
 import pickle
@@ -68,7 +68,7 @@ def test_leading_layer_may_be_left_out():
 
 
 def test_mask_is_a_snapshot():
-    """What is done to the tensors handed out does not reach the mask."""
+    """Writing to the tensors that a mask returns does not change the mask."""
     mask = make_mask("table")
     before = mask.keep.clone()
     mask.to_table().fill_(True)
@@ -154,7 +154,7 @@ def test_empty_rows():
         mask.check_rows()
     mask.replace(special_tokens="first").check_rows()
     mask.replace(diagonal=True).check_rows()
-    # One token alone loses its only key with the diagonal.
+    # A single token loses its only key with the diagonal.
     assert mask.replace(special_tokens="first").without_diagonal().num_empty_rows(1) == 6
 
 
@@ -166,7 +166,7 @@ def test_equality():
     assert mask != mask.replace(length_policy="dense")
     assert mask != mask.replace(special_tokens="first")
     assert mask != mask.without_diagonal()
-    # The same entries in another form answer longer inputs otherwise.
+    # The same entries in another form mask longer inputs differently.
     offsets = make_mask("offsets")
     assert offsets != SparseMask(offsets.to_table(), 11)
     assert mask != "mask"
@@ -296,7 +296,7 @@ def test_pickles_are_never_executed(saved):
             with pytest.raises(MaskFileError, match=name):
                 SparseMask.from_pretrained(saved)
             (saved / name).write_bytes(good)
-    # As a path of its own, whether the file is there or not.
+    # Given as the path itself, whether or not the file exists.
     for path in (saved / "mask.bin", saved / "absent.pt", saved / WEIGHTS):
         with pytest.raises(MaskFileError, match="pickled files are never read"):
             SparseMask.from_pretrained(path)

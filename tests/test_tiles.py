@@ -11,7 +11,7 @@ def random_base(length, density, heads=3):
 
 
 def block_base(length, heads=3, block=16):
-    """A random mask of whole blocks; those on the edge are cut by it."""
+    """A random mask of whole blocks, cut off at its edge."""
     table = random_base(-(-length // block), 0.5, heads)
     return table.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length].clone()
 
@@ -71,7 +71,7 @@ def test_lists_and_bits(case, blocks, length):
 
 
 def test_memory():
-    """A scattered mask takes a bit per entry, a Toeplitz one a few tiles, whatever its length."""
+    """A scattered mask takes one bit per entry; a Toeplitz mask takes a few tiles at any length."""
     scattered = tile_form(random_base(512, 0.1))
     assert scattered.pool.nbytes <= 3 * 512 * 512 // 8 + 2 * 64 * 8
     offset = torch.arange(1024)

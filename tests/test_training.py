@@ -194,7 +194,7 @@ def test_any_loop_moves_the_logits(tiny_config, tmp_path, search, train):
     model = SparseBertForMaskedLM(config).train()
     before = weights(model)
     train(model, 10, tmp_path)
-    alpha = model.sparse_attention.alpha().detach()
+    alpha = model.sparse_attention.learned.alpha().detach()
     assert alpha.mean().item() == pytest.approx(-0.1, abs=0.03)
     query = "bert.encoder.layer.0.attention.self.query.weight"
     assert not torch.equal(before[query], weights(model)[query])

@@ -44,7 +44,7 @@ def test_in_the_interpreter(marker):
 
 
 class Case:
-    """One problem: tensors, mask and what surrounds it, on the CPU in float32 unless moved."""
+    """Tensors, a mask and its padding and special tokens."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ def assert_right(case, results):
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """New memory holds NaN, so an entry that no program writes is seen."""
+    """New memory holds NaN, so an entry that no program writes is noticed."""
 
     def poisoned(function):
         def make(*args, **kwargs):
@@ -189,7 +189,7 @@ def poison(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
-# Each with the kernels that its length gets; what takes seconds in the interpreter is run once, elsewhere slow.
+# QUICK runs the kernels that the length selects, LISTS those of long inputs. More combinations are marked slow.
 QUICK = [
     {"length": 1},
     {"length": 7, "padding": "holes", "last": False},
@@ -226,7 +226,7 @@ def test_short_kernels(fields):
 @runs_kernels
 @pytest.mark.parametrize("fields", LISTS, ids=name)
 def test_kernels_on_lists(fields, monkeypatch):
-    """The kernels of long inputs do not depend on the length that they are chosen from."""
+    """The kernels of long inputs are right at any length."""
     monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
     monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
     case = Case(**fields)
@@ -299,7 +299,7 @@ def test_dropout_is_the_same_in_all_kernels(monkeypatch):
 
 @runs_kernels
 def test_dropout_keeps_the_mean_and_the_rate():
-    """With values that tell the keys apart, the output is the probabilities themselves."""
+    """With one-hot values the output is the probabilities themselves."""
     length, dropout = 32, 0.1
     case = Case(length, "dense", dropout=dropout, batch=4, heads=2)
     query, key, _, _ = case.tensors
@@ -340,7 +340,7 @@ def test_gradient_under_dropout_agrees_with_finite_differences(lists, monkeypatc
 
 @runs_kernels
 def test_compiles_around():
-    """A graph around the operator has no break, and gives the same."""
+    """A compiled graph around the operator has no break and gives the same result."""
     case = Case(70, padding="ragged", dropout=0.1, heads=1)
     plain = case.run()
     tiles, padding, last = move(tile_form(case.base)), case.padding.to(DEVICE), case.last.to(DEVICE)

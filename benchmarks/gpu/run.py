@@ -33,9 +33,10 @@ class Entry:
     One entry of the queue.
 
     Args:
-        title (`str`): What it answers.
-        commands (`tuple` of `str`): Arguments of Python, run one after the other; `{output}` is where results go.
-        environment (`dict`): On top of the process's own.
+        title (`str`): The question that it answers.
+        commands (`tuple[str, ...]`): Arguments of Python, run one after the other; `{output}` stands for the path of
+            the results.
+        environment (`dict`): Variables added to the environment of the process.
     """
 
     title: str
@@ -136,13 +137,13 @@ def run_entry(number, entry, folder, limit=LIMIT):
     Run one entry and write its results.
 
     Args:
-        number (`int`): N of the files' names.
-        entry ([`Entry`])
-        folder (`Path`): Where they go.
-        limit (`float`): Seconds for all its commands.
+        number (`int`): Number of the entry, N in the names of its files.
+        entry ([`Entry`]): The entry.
+        folder (`Path`): Folder of the results.
+        limit (`float`): Seconds for all commands of the entry.
 
     Returns:
-        `dict`: What N.json holds, but for the reports.
+        `dict`: Content of N.json without the reports.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ def run_entry(number, entry, folder, limit=LIMIT):
 
 
 def machine():
-    """GPU, driver, versions and git commit, from a process of its own: whatever breaks there is what is returned."""
+    """GPU, driver, versions and git commit, read in a new process; `{"error": ...}` if that fails."""
     run = subprocess.run([sys.executable, "-m", "benchmarks._report"], cwd=ROOT, capture_output=True, text=True)
     return json.loads(run.stdout) if run.returncode == 0 else {"error": run.stderr.strip()[-500:]}
 

@@ -7,6 +7,7 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -85,7 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(explain(verb, _command_of(verb, arguments[1:])))
         else:
             command, values = parse(arguments)
-            command.run(values)
+            as_json = values.get("print", {}).get("json", False)
+            # What a run logs on the way must not get between the lines of the JSON.
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                results = command.run(values)
+            results.show(as_json)
     except REFUSED as error:
         print(f"sparsebert {verb}: {error}".replace("  ", " "), file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from accelerate import PartialState
@@ -28,7 +28,7 @@ class Command:
     A verb: `sparsebert VERB [WORDS] [--field value ...]`. The docstring of its module is its long help.
 
     Args:
-        run (`Callable[[dict], None]`): Does the work with the values that were set, by section and field, and prints.
+        run (`Callable[[dict], Results]`): Does the work with the values that were set, by section and field.
         sections (`dict[str, type]`): Dataclasses whose fields are the flags.
         examples (`tuple[str, ...]`): Command lines for the help, without the program's name.
         words (`str`): What stands before the first flag, for the help: `"[RECIPE]"`.
@@ -36,7 +36,7 @@ class Command:
         excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
     """
 
-    run: Callable[[dict], None]
+    run: "Callable[[dict], Results]"
     sections: Mapping[str, type]
     examples: tuple
     words: str = "[RECIPE]"
@@ -44,9 +44,31 @@ class Command:
     excluded: Mapping[str, tuple] = field(default_factory=dict)
 
 
-def print_json(content: object) -> None:
-    """Print results as JSON: numbers that JSON does not know, such as NaN, as `null`."""
-    print(json.dumps(_finite(content), indent=2, default=str))
+@dataclass(frozen=True)
+class Results:
+    """
+    What a verb found: tables and lines for people, and the same as JSON.
+
+    Args:
+        content (`dict` or `list`): What `--json` prints.
+        tables (`Sequence[Table]`): Printed without `--json`.
+        notes (`Sequence[str]`): Lines below the tables.
+    """
+
+    content: object
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+    def show(self, as_json: bool) -> None:
+        """Print them; of several processes the main one does. Numbers that JSON does not know become `null`."""
+        if not PartialState().is_main_process:
+            return
+        if as_json:
+            print(json.dumps(_finite(self.content), indent=2, default=str))
+            return
+        print_tables(self.tables)
+        for note in self.notes:
+            print(note)
 
 
 def _finite(content):
@@ -55,22 +77,6 @@ def _finite(content):
     if isinstance(content, (list, tuple)):
         return [_finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def print_results(values: dict, content: object, *tables: Table) -> None:
-    """Print tables, or with `--json` the content instead; of several processes the main one prints."""
-    if not PartialState().is_main_process:
-        return
-    if values["print"].get("json"):
-        print_json(content)
-    else:
-        print_tables(tables)
-
-
-def print_note(values: dict, *words: object, sep: str = " ") -> None:
-    """Print a line beside the tables; with `--json` nothing."""
-    if PartialState().is_main_process and not values["print"].get("json"):
-        print(*words, sep=sep)
 
 
 def needed(values: dict, *names: str) -> None:

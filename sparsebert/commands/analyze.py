@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..analysis.runs import analyze, importance_table
 from ..files import check_output_dir
-from ._command import Command, Printing, needed, print_note, print_results
+from ._command import Command, Printing, Results, needed
 
 
 @dataclass
@@ -48,5 +48,5 @@ def run(values):
     options = AnalysisArguments(**values["analysis"])
     check_output_dir(options.output_dir, options.overwrite)
     numbers = analyze(options.runs, options.output_dir, options.special_tokens)
-    print_results(values, numbers, importance_table(numbers))
-    print_note(values, "written:", *sorted(map(str, Path(options.output_dir).iterdir())))
+    written = [f"written: {path}" for path in sorted(Path(options.output_dir).iterdir())]
+    return Results(numbers, [importance_table(numbers)], written)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..analysis.pictures import plot_gallery, plot_heads
 from ..analysis.runs import find_mask
-from ._command import Command, needed
+from ._command import Command, Results, needed
 
 
 @dataclass
@@ -58,4 +58,4 @@ def run(values):
             raise ValueError(f"two of {', '.join(masks)} would be drawn to one file: draw them one by one")
         for path, (name, mask) in zip(paths, masks.items(), strict=True):
             plot_heads(mask, path, name)
-    print("written:", *paths)
+    return Results([str(path) for path in paths], notes=[f"written: {path}" for path in paths])

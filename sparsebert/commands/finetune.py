@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from ..analysis.reports import read_metrics, report_tables
 from ..training.finetuning import SECTIONS, finetune
-from ._command import Command, Printing, print_note, print_results
+from ._command import Command, Printing, Results
 
 
 def command(words):
@@ -30,5 +30,4 @@ def run(values):
     tables = report_tables(metrics)
     if PartialState().is_main_process:
         (output / "results.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
-    print_results(values, metrics[output], *tables)
-    print_note(values, f"written to {output}")
+    return Results(metrics[output], tables, [f"written to {output}"])

@@ -12,7 +12,7 @@ from ..checks import check_choice
 from ..files import check_output_dir
 from ..models.loading import carries_mask, load, model_class_of
 from ..models.positions import METHODS, extend_positions
-from ._command import Command, needed
+from ._command import Command, Results, needed
 
 
 @dataclass
@@ -62,4 +62,5 @@ def run(values):
     tokenizer.model_max_length = options.length
     model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
-    print(f"written to {options.output_dir}: {options.length} positions ({options.method})")
+    done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
+    return Results(vars(options), notes=[done])

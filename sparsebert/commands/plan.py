@@ -10,7 +10,7 @@ import torch
 
 from ..analysis.plans import saved_plan
 from ..checks import check_choice
-from ._command import Command, Printing, needed, print_results
+from ._command import Command, Printing, Results, needed
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,4 +49,4 @@ def run(values):
     options = PlanArguments(**values["plan"])
     check_choice("dtype", options.dtype, tuple(DTYPES))
     found = saved_plan(options.source, options.length, options.device, DTYPES[options.dtype])
-    print_results(values, found.as_json(), found.table())
+    return Results(found.as_json(), [found.table()])

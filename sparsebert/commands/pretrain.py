@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from ..analysis.reports import report_tables
 from ..training.pretraining import SECTIONS, pretrain
-from ._command import Command, Printing, print_note, print_results
+from ._command import Command, Printing, Results
 
 
 def command(words):
@@ -30,7 +30,5 @@ def command(words):
 def run(values):
     metrics = pretrain(values)
     output = Path(TrainingArguments(**values["training"]).output_dir)
-    print_results(values, metrics, *report_tables({output: metrics}))
-    for picture in sorted(output.glob("*.png")):
-        print_note(values, f"picture: {picture}")
-    print_note(values, f"written to {output}")
+    notes = [*(f"picture: {picture}" for picture in sorted(output.glob("*.png"))), f"written to {output}"]
+    return Results(metrics, report_tables({output: metrics}), notes)

@@ -10,7 +10,7 @@ same command again goes on where it stopped.
 from ..training.finetuning import SECTIONS
 from ..training.recipes import load_recipe
 from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_table
-from ._command import Command, Printing, needed, print_note, print_results
+from ._command import Command, Printing, Results, needed
 
 
 def command(words):
@@ -38,5 +38,4 @@ def run(values):
     elif given:
         raise ValueError(f"{given} is about fine-tuning, which needs --finetune RECIPE")
     result = prune_run(options, recipe)
-    print_results(values, result, pruning_table(result))
-    print_note(values, f"written to {options.output_dir}")
+    return Results(result, [pruning_table(result)], [f"written to {options.output_dir}"])

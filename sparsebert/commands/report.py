@@ -7,7 +7,7 @@ Takes output folders of `pretrain` and `finetune`.
 from dataclasses import dataclass
 
 from ..analysis.reports import read_metrics, report_tables
-from ._command import Command, Printing, needed, print_note, print_results
+from ._command import Command, Printing, Results, needed
 
 
 @dataclass
@@ -35,7 +35,5 @@ def command(words):
 def run(values):
     needed(values, "report.runs")
     metrics = read_metrics(values["report"]["runs"])
-    print_results(values, {str(folder): run for folder, run in metrics.items()}, *report_tables(metrics))
-    for folder in metrics:
-        for picture in sorted(folder.glob("*.png")):
-            print_note(values, f"picture: {picture}")
+    pictures = [f"picture: {picture}" for folder in metrics for picture in sorted(folder.glob("*.png"))]
+    return Results({str(folder): run for folder, run in metrics.items()}, report_tables(metrics), pictures)

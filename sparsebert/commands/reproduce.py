@@ -9,7 +9,7 @@ EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, wit
 from ..checks import nearest
 from ..experiments import EXPERIMENTS
 from ..experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
-from ._command import Command, Printing, print_note, print_results
+from ._command import Command, Printing, Results
 
 
 def command(words):
@@ -35,9 +35,7 @@ def run(values):
     experiment = EXPERIMENTS[options.experiment]
     if options.list_cells:
         cells = plan_cells(experiment, options, values["settings"])
-        print_results(values, cells)
-        print_note(values, *cells, sep="\n")
-        return
+        return Results(cells, notes=list(cells))
     tables = run_experiment(options.experiment, options, values["settings"])
-    print_results(values, [table.as_json() for table in tables], *tables)
-    print_note(values, "written:", *result_files(options.experiment, options))
+    written = [f"written: {path}" for path in result_files(options.experiment, options)]
+    return Results([table.as_json() for table in tables], tables, written)

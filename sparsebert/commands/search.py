@@ -12,7 +12,7 @@ import dataclasses
 from ..models.attaching import allowed_fields
 from ..search.searches import SEARCHES
 from ..training.post_hoc import SECTIONS, agreement_table, search_post_hoc
-from ._command import Command, Printing, needed, print_note, print_results
+from ._command import Command, Printing, Results, needed
 
 
 def command(words):
@@ -33,7 +33,6 @@ def command(words):
 def run(values):
     needed(values, "data.model", "data.data", "data.output_dir", "model.target_sparsity")
     metrics = search_post_hoc(values)
-    print_results(values, metrics, agreement_table(metrics))
     asked, got = metrics["search_outcome"]["asked"], metrics["search_outcome"]["got"]
-    print_note(values, f"asked for {asked:.1%}, got {got:.1%}; the search took {metrics['seconds']['search']:.0f} s")
-    print_note(values, f"written to {values['data']['output_dir']}")
+    found = f"asked for {asked:.1%}, got {got:.1%}; the search took {metrics['seconds']['search']:.0f} s"
+    return Results(metrics, [agreement_table(metrics)], [found, f"written to {values['data']['output_dir']}"])

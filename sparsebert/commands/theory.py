@@ -21,7 +21,7 @@ from ..theory.verdicts import (
     saved_case,
     verdict_table,
 )
-from ._command import Command, Printing, print_note, print_results
+from ._command import Command, Printing, Results
 
 
 @dataclass
@@ -72,20 +72,17 @@ def run(values):
     _check(options)
     if options.mappings:
         checks = standard_checks()
-        print_results(values, [check.as_json() for check in checks], mappings_table(checks))
         if options.figure:
             plot_shifts(options.figure)
-            print_note(values, f"written: {options.figure}")
-    elif options.maps:
+        written = [f"written: {options.figure}"] if options.figure else []
+        return Results([check.as_json() for check in checks], [mappings_table(checks)], written)
+    if options.maps:
         scales = standard_scales()
-        print_results(values, [scale.as_json() for scale in scales], scales_table(scales))
-    else:
-        cases = _cases(options)
-        pairs = list(zip(cases, check_cases(cases), strict=True))
-        table = verdict_table(cases, [found for _, found in pairs])
-        print_results(values, [as_json(*pair) for pair in pairs], table)
-        for pair in pairs:
-            print_note(values, "\n" + details(*pair))
+        return Results([scale.as_json() for scale in scales], [scales_table(scales)])
+    cases = _cases(options)
+    pairs = list(zip(cases, check_cases(cases), strict=True))
+    table = verdict_table(cases, [found for _, found in pairs])
+    return Results([as_json(*pair) for pair in pairs], [table], ["\n" + details(*pair) for pair in pairs])
 
 
 def _check(options):

@@ -7,7 +7,7 @@ Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased B
 
 from ..analysis.tables import Table
 from ..training.seq2seq import SECTIONS, train_translation
-from ._command import Command, Printing, print_results
+from ._command import Command, Printing, Results
 
 
 def command(words):
@@ -24,4 +24,4 @@ def command(words):
 def run(values):
     metrics = train_translation(values)
     row = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-    print_results(values, metrics, Table.of("Translation", [row]))
+    return Results(metrics, [Table.of("Translation", [row])])

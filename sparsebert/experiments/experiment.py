@@ -24,7 +24,7 @@ class Experiment:
         check (`Callable[[dict], None]`):
             Raises a `ValueError` or `OSError` for a cell that cannot run, without running it.
         run (`Callable[[dict, Path], dict]`):
-            Runs a cell in a folder of its own, which is empty or missing, and returns its metrics.
+            Runs a cell in an empty folder of its own and returns its metrics.
         columns (`dict[str, tuple[str, str]]`):
             Metrics in the table: heading and format, such as `("accuracy", "{:.1%}")`.
         plot (`tuple[str, str, str]`):

@@ -183,6 +183,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
         else:
             bar.set_postfix_str(cell)
         shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
+        folder.mkdir(parents=True)
         start, cpu = time.perf_counter(), time.process_time()
         metrics = experiment.run(cells[cell], folder)
         folder.mkdir(parents=True, exist_ok=True)  # a cell need not write anything itself

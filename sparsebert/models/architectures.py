@@ -1,12 +1,20 @@
-"""Which stock encoders can carry a mask, and what is read off them. Adding one is a row, and its row in the tests."""
+"""
+The stock encoders that can carry a mask, and what has to be known about them. A new one is a row here and a row in the
+tests.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_sparsebert import SparseBertConfig
 
 
-# Model type to the class of its self-attention. All hand the keyword arguments of their base model on to the host's
-# attention function, which is how a mask reaches it.
+# Model type to the class of its self-attention. All of them pass the keyword arguments of the base model on to the
+# attention function of transformers, which is how a mask reaches it.
 ARCHITECTURES = {
     "albert": "AlbertAttention",
     "bert": "BertSelfAttention",
@@ -23,7 +31,7 @@ ARCHITECTURES = {
 }
 
 
-def check_architecture(model_type):
+def check_architecture(model_type: str) -> None:
     """
     Raises:
         ValueError: If models of this type cannot carry a mask.
@@ -35,24 +43,21 @@ def check_architecture(model_type):
         )
 
 
-def attention_modules(model):
-    """Self-attention modules of a model of one of the `ARCHITECTURES`, in the order of their layers."""
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The self-attention modules of a model of one of the `ARCHITECTURES`, in the order of their layers."""
     name = ARCHITECTURES[model.config.model_type]
     return [
         module for module in model.base_model.modules() if any(base.__name__ == name for base in type(module).__mro__)
     ]
 
 
-def describe(model, **fields):
+def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
     """
-    The mask of a stock model as a configuration of ours.
+    A [`SparseBertConfig`] for the mask of a stock model.
 
     Args:
-        model (`PreTrainedModel`): Gives heads, layers, sizes and name.
-        fields: Of [`SparseBertConfig`], about the mask.
-
-    Returns:
-        [`SparseBertConfig`]
+        model (`PreTrainedModel`): The model, whose heads, layers, sizes and name are taken over.
+        fields: Fields of [`SparseBertConfig`] about the mask.
     """
     config = model.config
     heads = config.num_attention_heads
@@ -72,20 +77,20 @@ def describe(model, **fields):
     return description
 
 
-def sliding_window(config):
+def sliding_window(config: PreTrainedConfig) -> tuple[int | None, tuple[int, ...]]:
     """
-    Layers of a model in which a token attends to its neighbourhood only.
+    The layers of a model in which a token attends to its neighbourhood only.
 
     Returns:
-        `tuple`: The farthest offset that they attend to, or `None`, and a `tuple` of their indices.
+        `tuple`: The largest offset that these layers attend to, `None` without any, and their indices.
     """
     kinds = getattr(config, "layer_types", None) or ()
     local = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
     return (config.sliding_window, local) if local else (None, ())
 
 
-def num_positions(config):
-    """Tokens of the longest input that a model takes."""
+def num_positions(config: PreTrainedConfig) -> int:
+    """Number of tokens of the longest input that a model takes."""
     if config.model_type in ("camembert", "roberta", "xlm-roberta"):
         return config.max_position_embeddings - config.pad_token_id - 1  # positions are counted from there
     if hasattr(config, "max_position_embeddings"):
@@ -102,12 +107,10 @@ def _num_patches(config, height, width):
     return (height // rows) * (width // columns)
 
 
-def input_shape(config, given):
+def input_shape(config: PreTrainedConfig, given: Mapping[str, Any]) -> tuple[int, int, torch.device] | None:
     """
-    Of the arguments of a forward: batch B, length n (with the class token of an image), and the device.
-
-    Returns:
-        `tuple`, or `None` when there is no input.
+    Batch size, length (with the class token of an image) and device of an input, given the arguments of a forward.
+    `None` if there is no input.
     """
     pixels = given.get("pixel_values")
     if torch.is_tensor(pixels):

@@ -1,38 +1,46 @@
-"""How a mask is attached to a model: one module, one reference per layer, two hooks; and taken off again."""
+"""Attaching a mask to a model, and detaching it: one module, one reference per layer, two hooks."""
 
 import inspect
 import json
 import operator
 from dataclasses import fields as dataclass_fields
-from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import BertConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.backends import check_backend
-from ..checks import check_choice
+from ..checks import nearest
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.patterns import PATTERNS
-from ..masks.sparse_mask import DIAGONALS, SparseMask
+from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, input_shape, sliding_window
-from .configuration_sparsebert import SparseBertConfig
+from .configuration_sparsebert import REQUESTS, SparseBertConfig
 from .sparse_attention import SparseAttention
 
 
+if TYPE_CHECKING:
+    _ModelBase = PreTrainedModel
+else:
+    _ModelBase = object
+
 logger = logging.get_logger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
 
 SEARCH_CONFIG_NAME = "search_config.json"
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
-# Fields of the configuration that say how a fixed mask is used, those that define one by its pattern, those about the
-# model that a stock one cannot have, and all of our own.
-MASK_FIELDS = ("length_policy", "last_token", "diagonal", "allow_empty_rows")
+# Fields of the configuration: how a fixed mask is used; what defines one by its pattern; what a stock model cannot
+# have; all that BERT's configuration does not have.
+MASK_FIELDS = (*REQUESTS, "allow_empty_rows")
 PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
 MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
 OWN_FIELDS = tuple(
@@ -42,25 +50,30 @@ OWN_FIELDS = tuple(
 )
 
 
-def allowed_fields(mask_or_search):
-    """Names of the fields that have a meaning for a mask, a pattern or a search, by the name of the latter two."""
+def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
+    """
+    Fields of [`SparseBertConfig`] that have a meaning for a mask.
+
+    Args:
+        mask_or_search (`str`, *optional*): A key of `PATTERNS` or `SEARCHES`. Anything else is a given mask.
+    """
     if mask_or_search in SEARCHES:
         refused = ("search", "pattern", "frozen", "pruned", "pattern_kwargs", "head_configuration", "mask_seed")
         return tuple(name for name in OWN_FIELDS if name not in (*refused, *MODEL_FIELDS))
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 
 
-def _prepare_forward(model, args, kwargs):
+def _prepare_forward(argument_names, model, args, kwargs):
     """Forward pre-hook of the base model: hands every attention layer the same [`MaskInputs`]."""
     sparse_attention = model.sparse_attention
-    given = dict(zip(sparse_attention.argument_names, args, strict=False)) | kwargs
+    given = dict(zip(argument_names, args, strict=False)) | kwargs
     config = model.config
     shape = input_shape(config, given)
     if shape is None:
-        return None  # the host says what is missing
+        return None  # the model itself says what is missing
     batch, length, device = shape
     past = given.get("past_key_values")
-    # What is made of the mask depends on the length: a graph is compiled for each, never for a symbolic one.
+    # The form of the mask depends on the length: a graph is compiled for each one, never for a symbolic one.
     num_queries = operator.index(length)
     num_keys = operator.index(num_queries + (past.get_seq_length() if past is not None else 0))
     padding, needs = given.get("attention_mask"), set()
@@ -68,7 +81,7 @@ def _prepare_forward(model, args, kwargs):
         if padding.dim() == 4:
             needs.add("additive")
         padding = padding.to(device).bool() if padding.dim() == 2 else None
-    # As the host does: a mask without padding is no mask. Under compilation the question would depend on data.
+    # As in transformers, a mask without padding is no mask. Under compilation the question would depend on data.
     if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
         padding = None
     if given.get("output_attentions"):
@@ -83,19 +96,20 @@ def _prepare_forward(model, args, kwargs):
         dropout=sparse_attention.config.attention_probs_dropout_prob if model.training else 0.0,
         device=device,
         dtype=torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype,
-        needs=frozenset(needs),
+        needs=needs,
     )
     if sparse_attention.window is None:
         return args, kwargs | {"mask_inputs": mask_inputs}
-    # The windows are part of the mask: the host, which takes its masks by the kind of layer, need not make them.
+    # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
     masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)
     return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}
 
 
 def _add_sparsity_loss(model, args, kwargs, output):
-    """Forward hook: `loss` gains lambda * ||M||_1 in training, so that any loop trains the mask."""
+    """Forward hook: adds lambda * ||M||_1 to `loss` in training, so that any loop trains the mask."""
     sparse_attention = get_sparse_attention(model)
-    if not (model.training and sparse_attention.searching and sparse_attention.config.sparsity_weight):
+    search = sparse_attention.search
+    if not model.training or search is None or not search.sparsity_weight:
         return None
     if isinstance(output, tuple):
         # A tuple begins with the loss only when there were labels; logits are never 0-dimensional.
@@ -106,54 +120,68 @@ def _add_sparsity_loss(model, args, kwargs, output):
     return output
 
 
-def _without_adapters(model):
+def _without_adapters(model: Any) -> Any:
     """The model inside a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def get_sparse_attention(model):
+def get_sparse_attention(model: nn.Module) -> SparseAttention:
     """
-    The [`SparseAttention`] of a model or head.
+    The [`SparseAttention`] of a base model or head.
 
     Raises:
-        ValueError: If the model carries none.
+        ValueError: If the model carries no mask.
     """
-    model = _without_adapters(model)
-    sparse_attention = model.base_model._modules.get("sparse_attention")
+    inner = _without_adapters(model)
+    sparse_attention = inner.base_model._modules.get("sparse_attention")
     if sparse_attention is None:
-        raise ValueError(f"{type(model).__name__} carries no sparse attention: attach it first")
+        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
 
 
-class SparseModelMixin:
+class SparseModelMixin(_ModelBase):
     """
-    What every model that carries a mask has: [`SparseAttention`] as `sparse_attention`, `freeze`, `set_mask`, and a
-    `save_pretrained` that writes the frozen mask beside the weights.
+    What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
+    `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
     """
 
-    # Otherwise Trainer believes that the loss is divided by the number of accumulation steps already.
+    # Otherwise Trainer assumes that the model divides the loss by the number of accumulation steps itself.
     accepts_loss_kwargs = False
 
     @property
-    def sparse_attention(self):
+    def sparse_attention(self) -> SparseAttention:
+        """The [`SparseAttention`] of the base model."""
         return get_sparse_attention(self)
 
-    def set_mask(self, mask):
+    def set_mask(self, mask: SparseMask) -> None:
         """Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]."""
         self.sparse_attention.set_mask(mask)
 
-    def freeze(self, threshold=None, sparsity=None, metadata=None):
+    def freeze(
+        self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
+    ) -> SparseMask:
         """End the search and return the [`SparseMask`], see [`SparseAttention.freeze`]."""
         return self.sparse_attention.freeze(threshold, sparsity, metadata)
 
-    def save_pretrained(self, save_directory, *args, is_main_process=True, push_to_hub=False, **kwargs):
-        """As the host's, plus the frozen mask as `mask_config.json` and `mask.safetensors`."""
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Save the model as transformers does, and the frozen mask as `mask_config.json` and `mask.safetensors`. The
+        arguments are those of `PreTrainedModel.save_pretrained`.
+        """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
-        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process:
             self._save_mask(Path(save_directory))
         if push_to_hub:
-            # Not by the host within its save, which would upload what it has written itself, without the mask.
+            # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
             self.push_to_hub(**hub, token=kwargs.get("token"))
 
@@ -164,19 +192,21 @@ class SparseModelMixin:
 
 class AttachedModel(SparseModelMixin):
     """
-    A stock model that [`attach`] gave a mask: its class is one with the same name, made of this and the stock class.
-    All its own files stay stock. While searching, the weights' file holds the mask logits as well, and
-    `search_config.json` says what is searched.
+    A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
+    the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
+    and `search_config.json` says what is searched.
     """
 
-    def __reduce__(self):
+    stock_class: type[PreTrainedModel]
+
+    def __reduce__(self) -> tuple:
         return _new_attached, (self.stock_class,), self.__dict__
 
     def _save_mask(self, folder):
         super()._save_mask(folder)
         sparse_attention = self.sparse_attention
         path = folder / SEARCH_CONFIG_NAME
-        # A folder holds a mask or a search: what another save left would contradict this one.
+        # A folder holds a mask or a search: files of an earlier save would contradict this one.
         for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME) if sparse_attention.searching else (SEARCH_CONFIG_NAME,):
             (folder / name).unlink(missing_ok=True)
         if sparse_attention.searching:
@@ -185,7 +215,7 @@ class AttachedModel(SparseModelMixin):
 
 
 @cache
-def attached_class(stock_class):
+def attached_class(stock_class: type[PreTrainedModel]) -> type[AttachedModel]:
     """The class of an attached `stock_class`."""
     names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(stock_class.__name__, (AttachedModel, stock_class), names | {"stock_class": stock_class})
@@ -195,41 +225,50 @@ def _new_attached(stock_class):
     return object.__new__(attached_class(stock_class))
 
 
-def make_sparse_attention(model, description):
-    """The [`SparseAttention`] that `description`, a [`SparseBertConfig`], asks for in `model`, not yet registered."""
+def make_sparse_attention(
+    model: PreTrainedModel, description: SparseBertConfig, mask: SparseMask | None = None
+) -> SparseAttention:
+    """
+    The [`SparseAttention`] for a model, not registered yet.
+
+    Args:
+        model (`PreTrainedModel`): The model, which has windows or shared layers, or not.
+        description ([`SparseBertConfig`]): What the mask is like, from [`describe`] or the model's own.
+        mask ([`SparseMask`], *optional*): The frozen mask, if there is one already.
+    """
     window, local_layers = sliding_window(model.config)
     shared = len(attention_modules(model)) < description.num_attention_layers
-    return SparseAttention(description, window=window, local_layers=local_layers, one_layer=shared)
+    return SparseAttention(description, mask, window=window, local_layers=local_layers, one_layer=shared)
 
 
-def register(model, sparse_attention):
+def register(model: PreTrainedModel, sparse_attention: SparseAttention) -> None:
     """
-    Register [`SparseAttention`] on the base model, hand its self-attention modules a reference, and add the sparsity
-    penalty to the loss of `model`.
+    Register a [`SparseAttention`] on the base model, give its self-attention modules a reference to it, and add the
+    sparsity penalty to the loss of `model`.
     """
     base = model.base_model
-    sparse_attention.argument_names = tuple(inspect.signature(base.forward).parameters)
     base.sparse_attention = sparse_attention
     for index, module in enumerate(attention_modules(model)):
         # Not through Module.__setattr__, which would register it again under every layer.
-        module.__dict__["sparse_attention"] = sparse_attention
-        module.mask_layer = index
-    sparse_attention.handles = (
-        base.register_forward_pre_hook(_prepare_forward, with_kwargs=True),
+        vars(module).update(sparse_attention=sparse_attention, mask_layer=index)
+    prepare = partial(_prepare_forward, tuple(inspect.signature(base.forward).parameters))
+    vars(model)["_mask_hooks"] = (
+        base.register_forward_pre_hook(prepare, with_kwargs=True),
         model.register_forward_hook(_add_sparsity_loss, with_kwargs=True),
     )
 
 
-def read_mask(name, **hub_arguments):
+def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
     """
-    The [`SparseMask`] of a folder or Hub id.
+    Read the [`SparseMask`] of a folder or Hub id. `hub_arguments` are those of [`SparseMask.from_pretrained`].
 
     Raises:
         ValueError: If there is none.
     """
     name = str(name)
-    if "/" not in name and not Path(name).is_dir() and (near := get_close_matches(name, (*PATTERNS, *SEARCHES), 1)):
-        raise ValueError(f"unknown mask {name!r}; did you mean {near[0]!r}?")
+    # A Hub id has a slash.
+    if "/" not in name and not Path(name).is_dir():
+        raise nearest("mask", name, (*PATTERNS, *SEARCHES))
     try:
         return SparseMask.from_pretrained(name, **hub_arguments)
     except OSError as error:
@@ -239,45 +278,44 @@ def read_mask(name, **hub_arguments):
         ) from error
 
 
-def with_changes(mask, length_policy=None, last_token=None, diagonal=None):
-    """A [`SparseMask`] used in another way: fields of [`SparseBertConfig`], of which `None` changes nothing."""
-    changes = {"length_policy": length_policy, "last_token": last_token}
-    if diagonal is not None:
-        check_choice("diagonal", diagonal, tuple(DIAGONALS))
-    changes = {name: value for name, value in changes.items() if value is not None}
-    return mask.replace(**changes | ({} if diagonal is None else {"diagonal": DIAGONALS[diagonal]}))
-
-
-def _check_base(model, mask, strict):
-    """Whether a mask was found for the weights that it is to be used with."""
+def _check_base(model: PreTrainedModel, mask: SparseMask, strict: bool) -> None:
+    """Check whether a mask was found for the weights that it is to be used with."""
     found = tuple(mask.metadata.get(name) for name in ("base_model", "base_model_revision"))
     here = (model.config.name_or_path or None, getattr(model.config, "_commit_hash", None))
     if all(None in pair or pair[0] == pair[1] for pair in zip(found, here, strict=True)):
         return
-    found, here = (f"{name} (revision {revision or 'unknown'})" for name, revision in (found, here))
-    message = f"the mask was found for {found}, this model is {here}"
+    names = [f"{name} (revision {revision or 'unknown'})" for name, revision in (found, here)]
+    message = f"the mask was found for {names[0]}, this model is {names[1]}"
     if strict:
         raise ValueError(f"{message}: with strict=True both must be the same")
     logger.warning(f"{message}.")
 
 
-def attach(model, mask_or_search, *, strict=False, attn_implementation="sparse_auto", **fields):
+def attach(
+    model: Model,
+    mask_or_search: SparseMask | str | PathLike,
+    *,
+    strict: bool = False,
+    attn_implementation: str = "sparse_auto",
+    **fields: Any,
+) -> Model:
     """
     Give a stock model a mask, fixed or to be learned. Its configuration and weights stay as they are.
 
     Args:
-        model (`PreTrainedModel`): Base model or head of one of the `ARCHITECTURES`, also inside a PEFT model.
-        mask_or_search ([`SparseMask`], `str` or `os.PathLike`): A mask, the folder or Hub id of one, a name of
-            `PATTERNS` or a name of `SEARCHES`.
-        strict (`bool`): Refuse a mask that was found for another base model or revision, instead of a warning.
-        attn_implementation (`str`): Backend.
-        fields: Of [`SparseBertConfig`]: `mask_length`, `sparsity_weight`, `share_layers`, ... of a search,
-            `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed` of a pattern, `length_policy`,
-            `last_token`, `diagonal`, `allow_empty_rows` of any.
+        model (`PreTrainedModel`): A base model or head of one of the `ARCHITECTURES`, also inside a PEFT model.
+        mask_or_search ([`SparseMask`], `str` or `os.PathLike`): A mask, the folder or Hub id of a mask, a key of
+            `PATTERNS` or a key of `SEARCHES`.
+        strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
+            model or revision, instead of warning.
+        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend.
+        fields: Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
+            for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
+            `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`.
 
     Returns:
         `model`, changed in place: it has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that saves
-        the mask too; [`load`] reads that back and [`detach`] takes the mask off again.
+        the mask too. [`load`] reads that back and [`detach`] takes the mask off again.
     Raises:
         ValueError: If the architecture is not supported, the model carries a mask already, the mask does not fit it,
             or a field is wrong or has no meaning here. The model is unchanged then.
@@ -287,7 +325,7 @@ def attach(model, mask_or_search, *, strict=False, attn_implementation="sparse_a
         raise ValueError(f"attach needs a model of transformers, got {type(inner).__name__}")
     if "sparse_attention" in inner.base_model._modules:
         raise ValueError(
-            f"{type(inner).__name__} carries a mask already: change it by set_mask, or detach the model first"
+            f"{type(inner).__name__} carries a mask already: change it with set_mask, or detach the model first"
         )
     check_architecture(inner.config.model_type)
     check_backend(attn_implementation)
@@ -309,31 +347,41 @@ def attach(model, mask_or_search, *, strict=False, attn_implementation="sparse_a
     return model
 
 
-def put_on(model, mask, attn_implementation, **fields):
-    """[`attach`] without its checks: a [`SparseMask`], or `None` where `fields` name a search or a pattern."""
+def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation: str, **fields: Any) -> None:
+    """
+    [`attach`] without its checks.
+
+    Args:
+        model (`PreTrainedModel`): The stock model, changed in place.
+        mask ([`SparseMask`], *optional*): `None` if `fields` name a search or a pattern.
+        attn_implementation (`str`): Backend.
+        fields: Fields of [`SparseBertConfig`].
+    """
     if mask is not None:
-        mask = with_changes(mask, **{name: fields[name] for name in fields.keys() - {"allow_empty_rows"}})
         fields |= {"frozen": True, "mask_length": mask.length}
     try:
-        sparse_attention = make_sparse_attention(model, describe(model, **fields))
+        description = describe(model, **fields)
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    if mask is not None:
-        sparse_attention.set_mask(mask, search=mask.metadata.get("search"))
+    sparse_attention = make_sparse_attention(model, description, mask)
     register(model, sparse_attention.to(model.device).train(model.training))
     become_attached(model, attn_implementation)
 
 
-def become_attached(model, attn_implementation):
-    """Change the class of a model with [`SparseAttention`], and its attention."""
-    get_sparse_attention(model).former_attention = model.config._attn_implementation
-    model.__class__ = attached_class(type(model))
+def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
+    """Give a model that has been registered the class of an attached model, and its attention implementation."""
+    vars(model)["_stock_attention"] = model.config._attn_implementation
+    stock_class: Any = type(model)
+    model.__class__ = attached_class(stock_class)
     model.set_attn_implementation(attn_implementation)
 
 
-def detach(model):
+def detach(model: Model) -> Model:
     """
     Take the mask off again: the model is what it was before [`attach`], with the weights that it has now.
+
+    Args:
+        model (`PreTrainedModel`): A model that [`attach`] gave a mask.
 
     Returns:
         `model`, changed in place.
@@ -343,22 +391,23 @@ def detach(model):
     inner = _without_adapters(model)
     if not isinstance(inner, AttachedModel):
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: there is nothing to detach")
-    sparse_attention = inner.sparse_attention
-    for handle in sparse_attention.handles:
+    attached: Any = inner
+    attributes = vars(attached)
+    for handle in attributes.pop("_mask_hooks"):
         handle.remove()
-    for module in attention_modules(inner):
-        del module.__dict__["sparse_attention"], module.mask_layer
-    inner.__class__ = inner.stock_class
-    del inner.base_model.sparse_attention
-    inner.set_attn_implementation(sparse_attention.former_attention)
+    for module in attention_modules(attached):
+        del vars(module)["sparse_attention"], vars(module)["mask_layer"]
+    del attached.base_model.sparse_attention
+    attached.__class__ = attached.stock_class
+    attached.set_attn_implementation(attributes.pop("_stock_attention"))
     return model
 
 
-def sparsity_loss(model):
-    """lambda * ||M||_1 of the mask drawn in the model's last training forward, for loops with a loss of their own."""
+def sparsity_loss(model: nn.Module) -> torch.Tensor:
+    """lambda * ||M||_1 of the mask sampled in the last training forward, for loops that compute their own loss."""
     return get_sparse_attention(model).sparsity_loss()
 
 
-def sparsity(model):
-    """Fraction of attention entries removed by the model's frozen, or now thresholded, mask."""
+def sparsity(model: nn.Module) -> float:
+    """Fraction of attention entries that the frozen mask of the model, or the thresholded one, removes."""
     return get_sparse_attention(model).sparsity()

@@ -1,32 +1,45 @@
-"""Configuration of a BERT whose attention runs through a learned or fixed sparse mask."""
+"""The configuration of a BERT with a learned or fixed sparse attention mask, and the mask that it describes."""
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import fields
+from typing import Any
 
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers import BertConfig
 
 from ..attention.mask_inputs import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
+from ..checks import check_choice
+from ..masks.expansion import LENGTH_POLICIES, default_length_policy
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
-from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
+from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
+from ..search.mask_search import MaskSearch
 from ..search.searches import SEARCHES
 from .token_mixers import MIXERS, check_token_mixers
 
 
 MASK_FORMS = ("additive", "log", "multiplicative")
 
+# Fields that say how a mask is used. `None` leaves it to the pattern, the search or the frozen mask.
+REQUESTS = ("length_policy", "last_token", "diagonal")
 
-def _choice(allowed):
-    def one_of(value):
+# Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries, and the
+# decay of its initial odds with the distance.
+ANNEALED_TEMPERATURE = 0.1
+LOCAL_DECAY = 3.0
+
+
+def _choice(allowed: Collection[Any]) -> Callable[[Any], None]:
+    def one_of(value: Any) -> None:
         if value is not None and value not in allowed:
             raise ValueError(f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
     return one_of
 
 
-def _names(allowed):
-    def all_of(values):
+def _names(allowed: Collection[str]) -> Callable[[Any], None]:
+    def all_of(values: Any) -> None:
         for value in values or ():
             if value not in allowed:
                 raise ValueError(f"must hold names out of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -34,8 +47,8 @@ def _names(allowed):
     return all_of
 
 
-def _between(low, high, low_open=False, high_open=False):
-    def in_range(value):
+def _between(low: float, high: float, low_open: bool = False, high_open: bool = False) -> Callable[[Any], None]:
+    def in_range(value: Any) -> None:
         if value is None:
             return
         above = value > low if low_open else value >= low
@@ -50,68 +63,78 @@ def _between(low, high, low_open=False, high_open=False):
 @strict
 class SparseBertConfig(BertConfig):
     """
-    A [`BertConfig`] plus the attention mask: either a fixed `pattern` or a `search` that learns it.
+    A [`BertConfig`] with an attention mask: either a fixed `pattern`, or a `search` that learns it.
 
     Args:
-        pattern (`str`, *optional*): Fixed mask, a name of `PATTERNS` (`"bigbird"`, `"window"`, `"dense"`, ...).
+        pattern (`str`, *optional*): Name of a fixed mask, a key of `PATTERNS`: `"bigbird"`, `"window"`, `"dense"`, ...
         pattern_kwargs (`dict`, *optional*): Parameters of the pattern, such as `{"window_size": 3}`.
         head_configuration (`str`, *optional*): How a cycle of patterns is laid out: `"sequential"`, `"union"` or
             `"multihead"`.
         mask_seed (`int`, *optional*, defaults to 0): Seed of random patterns.
-        search (`str`, *optional*): Learned mask: `"dam_s"` (one logit per offset), `"dam_u"` (per entry), `"dam_b"`
-            (per tile diagonal) or `"soft"` (per entry, no sampling). `"dam_s"` when neither this nor `pattern` is set.
-        frozen (`bool`, *optional*, defaults to `False`): Whether the mask is a file beside the weights. Set by
-            freezing.
-        pruned (`bool`, *optional*, defaults to `False`): Whether a search is being pruned: what has not been removed
-            is on, nothing is sampled. Set by [`ProgressivePruning`].
-        allow_empty_rows (`bool`, *optional*, defaults to `False`): Accept a mask in which a query keeps no key (its
-            output is 0).
+        search (`str`, *optional*): Name of a search, a key of `SEARCHES`: `"dam_s"` (one logit per offset), `"dam_u"`
+            (one per entry), `"dam_b"` (one per tile diagonal) or `"soft"` (one per entry, not sampled). Defaults to
+            `"dam_s"` without a pattern.
+        frozen (`bool`, *optional*, defaults to `False`): Whether the mask is a file beside the weights. Set when a
+            mask is frozen.
+        pruned (`bool`, *optional*, defaults to `False`): Whether the searched mask is being pruned: what has not been
+            removed is on, and nothing is sampled. Set by [`ProgressivePruning`].
+        allow_empty_rows (`bool`, *optional*, defaults to `False`): Whether to accept a mask in which a query keeps no
+            key (its output is 0).
         block_size (`int`, *optional*, defaults to 64): Tile size of `"dam_b"`: 16, 32, 64 or 128.
-        mask_form (`str`, *optional*): How the searched mask M enters: `"additive"` `softmax(S - c (1 - M))`, `"log"`
-            `softmax(S + log M)`, or `"multiplicative"` `M softmax(S)`, which is not normalised (the frozen mask always
-            is) and kept for study. `"additive"`, or `"log"` under a target. SparseBERT (arXiv 2102.12871), Eq. 4-6.
-        mask_constant (`float`, *optional*): 0 < c <= 1e4; 1e4, or 10 for `"soft"`.
-        mask_logit_scale (`float`, *optional*, defaults to 10.0): The stored logits times this are alpha: with the
-            weights' learning rate, alpha moves this much faster.
+        mask_form (`str`, *optional*): How the searched mask M enters attention: `"additive"` for
+            `softmax(S - c (1 - M))`, `"log"` for `softmax(S + log M)`, `"multiplicative"` for `M softmax(S)`, which is
+            not normalized (the frozen mask always is) and meant for study. Defaults to `"additive"`, or to `"log"`
+            with a target. Source: SparseBERT (arXiv 2102.12871), Eq. 4-6.
+        mask_constant (`float`, *optional*): c, in (0, 1e4]. Defaults to 1e4, or to 10 for `"soft"`.
+        mask_logit_scale (`float`, *optional*, defaults to 10.0): The logits alpha are the stored ones times this. With
+            the learning rate of the weights, they move faster by this factor.
         temperature (`float`, *optional*, defaults to 1.0): tau > 0 of the Gumbel-sigmoid.
-        temperature_end (`float`, *optional*): tau at the end of the search: as `temperature`, or 0.1 under a target.
-        noise_scale (`float`, *optional*): Factor >= 0 of the Gumbel noise: 1, or 0 for `"soft"` and under a target.
-        noise_scale_end (`float`, *optional*): The factor at the end of the search: as `noise_scale`.
-        hard (`bool`, *optional*): Straight-through samples of 0 and 1: true, or false for `"soft"` and under a target.
-        symmetric (`bool`, *optional*, defaults to `True`): alpha_ij = alpha_ji for masks learned per entry.
-        share_layers (`bool`, *optional*, defaults to `True`): One set of head masks for all layers.
-        diagonal (`str`, *optional*, defaults to `"learned"`): Self-attention of every token, special ones included:
-            as learned or defined, `"keep"` or `"remove"`.
-        special_tokens (`str`, *optional*): Rows and columns always on in a search: `"none"`, `"first"` or
-            `"first_last"`. Default: `"first_last"` for `dam_s` and `dam_b` (`"first"` in a decoder), else `"none"`.
-        last_token (`str`, *optional*, defaults to `"real"`): The last token is each sequence's last non-padding token,
-            or with `"position"` the last position of the input.
-        sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0 of the penalty on the L1 norm.
-        target_sparsity (`float`, *optional*): Fraction in (0, 1) of entries to remove in every head, instead of a
-            penalty (`sparsity_weight` has no effect then), by an annealed search: P itself, not samples of it, with
-            a temperature that falls.
-        initial_decay (`float`, *optional*): d >= 0: the odds of keeping a position start proportional to
-            `max(distance, 1)^-d`, the distance in tokens (`"dam_b"`: tiles). 0, all alike; 3 under a target, where a
-            search that starts local learns much faster.
-        initial_sparsity (`float`, *optional*): In [0, 1): what the sparsity under a target starts from: the target;
-            0 is a dense warm-up.
-        sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search before sparsity grows.
-        sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search at which the target is reached.
-        mask_length (`int`, *optional*): Length the mask is made for; `max_position_embeddings`, at most 512.
-        length_policy (`str`, *optional*): Inputs longer than that: `"extend"` (Toeplitz forms; their default),
-            `"dense"`, or `"error"` (default of tables).
-        probability_map (`str`, *optional*, defaults to `"softmax"`): What turns scores into probabilities, a name of
+        temperature_end (`float`, *optional*): tau at the end of the search. Defaults to `temperature`, or to 0.1 with
+            a target.
+        noise_scale (`float`, *optional*): Factor of the Gumbel noise, at least 0. Defaults to 1, or to 0 for `"soft"`
+            and with a target.
+        hard (`bool`, *optional*): Whether samples are rounded to 0 and 1 (straight-through). Defaults to `True`, or to
+            `False` for `"soft"` and with a target.
+        symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry.
+        share_layers (`bool`, *optional*, defaults to `True`): Whether all layers share one mask per head.
+        diagonal (`str`, *optional*): Self-attention of every token, special tokens included: `"keep"` turns it on,
+            `"remove"` turns it off, `"learned"` leaves it to the search or the pattern, and takes off what was fixed
+            in a frozen mask. Unset once a mask is frozen, which holds it from then on.
+        special_tokens (`str`, *optional*): Tokens whose rows and columns are always on in a search: `"none"`,
+            `"first"` or `"first_last"`. Defaults to `"first_last"` for `dam_s` and `dam_b` (`"first"` in a decoder)
+            and to `"none"` for the others.
+        last_token (`str`, *optional*): What the last token is: `"real"` for the last one that is not padding, the
+            default, or `"position"` for the last position of the input. Unset once a mask is frozen.
+        sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
+            of the mask. Not used with a target.
+        target_sparsity (`float`, *optional*): Fraction of entries to remove in every head, in (0, 1). The search is
+            then annealed instead of penalized: it uses P itself instead of samples, with a temperature that falls.
+        initial_decay (`float`, *optional*): d >= 0. The odds of keeping an entry start proportional to
+            `max(distance, 1)^-d`, with the distance in tokens (`"dam_b"`: tiles). Defaults to 0, where all are alike,
+            or to 3 with a target, where a search that starts local learns much faster.
+        initial_sparsity (`float`, *optional*): Sparsity that a search with a target starts from, in [0, 1). Defaults
+            to the target; 0 is a dense warm-up.
+        sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search after which sparsity starts to
+            grow.
+        sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search after which it has reached the
+            target.
+        mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
+            `max_position_embeddings`, at most 512.
+        length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
+            `"dense"`, or `"error"` (default of tables). Unset once a mask is frozen.
+        probability_map (`str`, *optional*, defaults to `"softmax"`): What turns scores into probabilities, a key of
             `PROBABILITY_MAPS`: `"softmax"`, `"topk"`, `"sparsegen_lin"`, `"sparsemax"`, `"entmax15"`, `"entmax"`.
             Cross-attention keeps softmax.
-        probability_map_kwargs (`dict`, *optional*): Its parameters: `{"k": 8}` of topk, `{"lam": 0.5}` of
-            sparsegen_lin, `{"alpha": 1.3}` or `{"alpha": "learned"}` (per layer and head) of entmax.
-        token_mixers (`list`, *optional*): What stands in each layer, a name of `MIXERS` for each: `"attention"`,
-            `"sepconv"`, `"bproj"` or `"average"`; attention everywhere by default. The mask is that of the layers
-            with attention: layer l of a mask per layer is the l-th of them. Without any, the pattern is `"dense"`.
+        probability_map_kwargs (`dict`, *optional*): Parameters of the map: `{"k": 8}` for topk, `{"lam": 0.5}` for
+            sparsegen_lin, `{"alpha": 1.3}` or `{"alpha": "learned"}` (per layer and head) for entmax.
+        token_mixers (`list`, *optional*): What mixes the tokens in each layer, a key of `MIXERS` per layer:
+            `"attention"`, `"sepconv"`, `"bproj"` or `"average"`. Defaults to attention in all layers. The mask belongs
+            to the layers with attention: layer l of a mask per layer is the l-th of them. Without any such layer the
+            pattern is `"dense"`.
 
     Raises:
-        StrictDataclassFieldValidationError: A field of the wrong type or out of its range.
-        StrictDataclassClassValidationError: Fields that exclude each other.
+        StrictDataclassFieldValidationError: If a field has the wrong type or is out of its range.
+        StrictDataclassClassValidationError: If fields exclude each other.
     """
 
     model_type = "sparsebert"
@@ -131,13 +154,12 @@ class SparseBertConfig(BertConfig):
     temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
     temperature_end: float | int | None = validated_field(_between(0, 1e3, low_open=True), default=None)
     noise_scale: float | int | None = validated_field(_between(0, 1e3), default=None)
-    noise_scale_end: float | int | None = validated_field(_between(0, 1e3), default=None)
     hard: bool | None = None
     symmetric: bool = True
     share_layers: bool = True
-    diagonal: str = validated_field(_choice(tuple(DIAGONALS)), default="learned")
+    diagonal: str | None = validated_field(_choice(tuple(DIAGONALS)), default=None)
     special_tokens: str | None = validated_field(_choice(SPECIAL_TOKENS), default=None)
-    last_token: str = validated_field(_choice(LAST_TOKENS), default="real")
+    last_token: str | None = validated_field(_choice(LAST_TOKENS), default=None)
     sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)
     target_sparsity: float | None = validated_field(_between(0, 1, low_open=True, high_open=True), default=None)
     initial_decay: float | int | None = validated_field(_between(0, 100), default=None)
@@ -150,7 +172,7 @@ class SparseBertConfig(BertConfig):
     probability_map_kwargs: dict | None = None
     token_mixers: list | None = validated_field(_names(tuple(MIXERS)), default=None)
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.pattern is None and self.search is None and not self.frozen:
             if self.num_attention_layers:
                 self.search = "dam_s"
@@ -158,37 +180,33 @@ class SparseBertConfig(BertConfig):
                 self.pattern = "dense"
         if self.mask_length is None:
             self.mask_length = min(self.max_position_embeddings, 512)
-        # Not stored in config.json, so a reloaded model would otherwise run the host's default and be refused.
+        # config.json does not store it. A reloaded model would run the stock default, which is refused.
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = "sparse_auto"
         super().__post_init__(**kwargs)
 
     @property
-    def num_attention_layers(self):
-        """Layers with attention, which the mask is for."""
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention, which the mask belongs to."""
         return self.num_hidden_layers if self.token_mixers is None else self.token_mixers.count("attention")
 
     @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        # The host sets keyword arguments after construction, when defaults that depend on them are already chosen.
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        # Transformers sets keyword arguments after construction, when defaults that depend on them are already chosen.
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
         if own.get("search") or own.get("pattern"):
-            # A new search or pattern takes the place of whatever the checkpoint was made with.
+            # A new search or pattern replaces all that the checkpoint says about its mask.
             replaced = ("search", "pattern", "pattern_kwargs", "head_configuration", "special_tokens", "mask_constant")
-            own = (
-                dict.fromkeys((*replaced, "length_policy"))
-                | {"frozen": False, "pruned": False, "diagonal": "learned"}
-                | own
-            )
+            own = dict.fromkeys((*replaced, *REQUESTS)) | {"frozen": False, "pruned": False} | own
         if own.get("probability_map"):
             own = {"probability_map_kwargs": None} | own
         return super().from_dict({**config_dict, **own}, **kwargs)
 
-    def validate_sparse_attention(self):
-        """Fields that exclude each other; called by the host after construction and before saving."""
+    def validate_sparse_attention(self) -> None:
+        """Check fields that exclude each other. Transformers calls this after construction and before saving."""
         if self.pattern is not None and self.search is not None:
             raise ValueError(
-                f"pattern {self.pattern!r} and search {self.search!r} exclude each other: set one of them"
+                f"pattern {self.pattern!r} and search {self.search!r} exclude each other: set only one of them"
             )
         if self.pattern is None and (self.pattern_kwargs or self.head_configuration):
             raise ValueError("pattern_kwargs and head_configuration need a pattern")
@@ -205,19 +223,46 @@ class SparseBertConfig(BertConfig):
             raise ValueError(
                 f"sparsity_warmup must be at most sparsity_ramp ({self.sparsity_ramp}), got {self.sparsity_warmup}"
             )
-        if self.mask_length < 3:
+        if self.mask_length is not None and self.mask_length < 3:
             raise ValueError(f"mask_length must be at least 3 (special tokens and one more), got {self.mask_length}")
         check_probability_map(self.probability_map, self.probability_map_kwargs or {}, self.max_position_embeddings)
         if self.mask_form == "multiplicative" and self.probability_map != "softmax":
             raise ValueError(
-                f"mask_form 'multiplicative' is defined for softmax, got probability_map {self.probability_map!r}: "
-                "use 'additive' or 'log', which change the scores"
+                f"mask_form 'multiplicative' needs the probability_map 'softmax', got {self.probability_map!r}: use "
+                "'additive' or 'log', which change the scores"
             )
         check_token_mixers(self)
 
 
-def pattern_mask(config):
-    """The [`SparseMask`] of a configuration with a pattern, under its choices on diagonal, last token and length."""
+def with_changes(
+    mask: SparseMask, length_policy: str | None = None, last_token: str | None = None, diagonal: str | None = None
+) -> SparseMask:
+    """
+    A mask that is used in another way.
+
+    Args:
+        mask ([`SparseMask`]): The mask. It does not change.
+        length_policy, last_token, diagonal (`str`, *optional*): Fields of [`SparseBertConfig`]. `None` leaves the mask
+            as it is.
+
+    Raises:
+        ValueError: If a field is out of its range.
+    """
+    changes: dict[str, Any] = {"length_policy": length_policy, "last_token": last_token}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if diagonal is not None:
+        check_choice("diagonal", diagonal, tuple(DIAGONALS))
+        changes["diagonal"] = DIAGONALS[diagonal]
+    return mask.replace(**changes) if changes else mask
+
+
+def requests(config: SparseBertConfig) -> dict[str, str | None]:
+    """The arguments of [`with_changes`] that a configuration asks for."""
+    return {name: getattr(config, name) for name in REQUESTS}
+
+
+def pattern_mask(config: SparseBertConfig) -> SparseMask:
+    """The mask of a configuration with a pattern."""
     mask = build_pattern(
         config.pattern,
         config.mask_length,
@@ -227,16 +272,66 @@ def pattern_mask(config):
         head_configuration=config.head_configuration,
         **(config.pattern_kwargs or {}),
     )
-    changes = {"last_token": config.last_token}
-    if DIAGONALS[config.diagonal] is not None:
-        changes["diagonal"] = DIAGONALS[config.diagonal]
     if config.is_decoder and mask.special_tokens == "first_last":
         # A global last token is the one at the end of the mask, whatever has been generated so far.
-        changes |= {"keep": mask.to_table(), "form": "table", "block_size": None, "special_tokens": "none"}
-        changes["length_policy"] = default_length_policy("table")
-    if config.length_policy is not None:
-        changes["length_policy"] = config.length_policy
-    return mask.replace(**changes)
+        mask = mask.replace(
+            keep=mask.to_table(),
+            form="table",
+            block_size=None,
+            special_tokens="none",
+            length_policy=default_length_policy("table"),
+        )
+    asked = requests(config)
+    if asked["diagonal"] == "learned":
+        asked["diagonal"] = None  # as the pattern defines it
+    return with_changes(mask, **asked)
+
+
+def mask_search(config: SparseBertConfig) -> MaskSearch:
+    """
+    The search of a configuration, with all its defaults.
+
+    Raises:
+        ValueError: If `target_sparsity` is out of reach.
+    """
+    name, length = config.search, config.mask_length
+    assert name is not None and length is not None
+    search = SEARCHES[name]
+    # A search with a target is annealed by default. With a penalty it samples, as in the paper.
+    annealed = config.target_sparsity is not None
+    sampled = search.stochastic and not annealed
+    # In a decoder the last token changes as it generates.
+    special_tokens = "first" if config.is_decoder and search.special_tokens != "none" else search.special_tokens
+    decay = config.initial_decay
+    if decay is None:
+        decay = LOCAL_DECAY if annealed else 0.0
+    return MaskSearch(
+        name=name,
+        num_layers=1 if config.share_layers else config.num_attention_layers,
+        num_heads=config.num_attention_heads,
+        length=length,
+        special_tokens=config.special_tokens or special_tokens,
+        last_token=config.last_token or "real",
+        diagonal=DIAGONALS[config.diagonal or "learned"],
+        length_policy=config.length_policy or default_length_policy(search.form),
+        symmetric=config.symmetric,
+        block_size=config.block_size if search.form == "blocks" else None,
+        mask_form=config.mask_form or ("log" if annealed else "additive"),
+        mask_constant=float(config.mask_constant or search.mask_constant),
+        logit_scale=config.mask_logit_scale,
+        hard=search.stochastic and (sampled if config.hard is None else config.hard),
+        noise_scale=float(sampled) if config.noise_scale is None else config.noise_scale,
+        temperature=config.temperature,
+        temperature_end=config.temperature_end or (ANNEALED_TEMPERATURE if annealed else config.temperature),
+        initial_decay=decay,
+        sparsity_weight=config.sparsity_weight,
+        target_sparsity=config.target_sparsity,
+        initial_sparsity=config.initial_sparsity,
+        sparsity_warmup=config.sparsity_warmup,
+        sparsity_ramp=config.sparsity_ramp,
+        allow_empty_rows=config.allow_empty_rows,
+        pruning=config.pruned,
+    )
 
 
 __all__ = ["SparseBertConfig"]

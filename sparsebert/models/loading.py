@@ -1,11 +1,13 @@
-"""Models with a mask back from a folder or the Hub, in one call."""
+"""Loading a model with its mask from a folder or the Hub."""
 
 import json
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..attention.backends import check_backend
@@ -17,33 +19,33 @@ from .attaching import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sp
 from .configuration_sparsebert import SparseBertConfig
 
 
-def find_file(source, name, **hub_arguments):
-    """Path of a file in a folder or Hub repository, or `None` if it has none of that name."""
+def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | None:
+    """Path of a file in a folder or Hub repository, or `None` if there is no such file."""
     return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
 
 
-def carries_mask(source, **hub_arguments):
-    """Whether a folder or Hub repository holds a model with a mask, frozen or still searching."""
+def carries_mask(source: str | PathLike, **hub_arguments: Any) -> bool:
+    """Whether a folder or Hub repository holds a model with a mask, frozen or still being searched."""
     if AutoConfig.from_pretrained(source, **hub_arguments).model_type == SparseBertConfig.model_type:
         return True
     names = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
     return any(find_file(source, name, **hub_arguments) for name in names)
 
 
-def load(pretrained_model_name_or_path, model_class=None, **kwargs):
+def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
-    A model with its mask: one that [`attach`] gave a mask, or a SparseBERT; frozen or still searching.
+    Load a model with its mask, frozen or still being searched: a SparseBERT, or a model that [`attach`] gave a mask.
 
     Args:
-        pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id, as `save_pretrained` wrote it.
-        model_class (`type`, *optional*): Class or `Auto*` class to load; by default the one that was saved.
-        kwargs: As of the host's `from_pretrained`; `length_policy`, `last_token`, `diagonal` and `allow_empty_rows`
-            change how the mask is used.
+        pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.
+        model_class (`type`, *optional*): Class or `Auto*` class to load. Defaults to the one that was saved.
+        kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal` and
+            `allow_empty_rows` change how the mask is used.
 
     Raises:
         MaskFileError: If there is a model but no mask.
         OSError: If there is no such folder or repository.
-        ValueError: If the class that was saved is not one of transformers, or as [`attach`].
+        ValueError: If the class that was saved is not one of transformers, or as for [`attach`].
     """
     source = pretrained_model_name_or_path
     if str(source).startswith(("/", ".", "~")) and not Path(source).is_dir():
@@ -60,7 +62,7 @@ def load(pretrained_model_name_or_path, model_class=None, **kwargs):
     if find_file(source, MASK_CONFIG_NAME, **hub_arguments):
         mask = SparseMask.from_pretrained(source, **hub_arguments)
         model = model_class.from_pretrained(source, **kwargs)
-        # Empty rows were accepted when the mask was set.
+        # Empty rows were accepted when the mask was frozen.
         put_on(model, mask, attn_implementation, **{"allow_empty_rows": True} | fields)
         return model
     search = find_file(source, SEARCH_CONFIG_NAME, **hub_arguments)
@@ -74,28 +76,30 @@ def load(pretrained_model_name_or_path, model_class=None, **kwargs):
         source, output_loading_info=True, **kwargs
     )
     if missing := [name for name in info["missing_keys"] if name.endswith("mask_logits")]:
-        raise MaskFileError(f"{source}: the weights lack {missing[0]}, which {SEARCH_CONFIG_NAME} announces")
+        raise MaskFileError(
+            f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched"
+        )
     model.__class__ = model.stock_class
     become_attached(model, attn_implementation)
     return model
 
 
-def model_class_of(config):
+def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
-    The class that a model was saved in.
+    The class that a model was saved with.
 
     Raises:
-        ValueError: If it is not one of transformers or, with a [`SparseBertConfig`], of ours.
+        ValueError: If the class is not part of transformers, or of this package for a [`SparseBertConfig`].
     """
     module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
     name = (config.architectures or ["AutoModel"])[0]
     if not hasattr(module, name):
-        raise ValueError(f"architectures: {name!r} is not a class of {module.__name__}, give the class as model_class")
+        raise ValueError(f"architectures: {name!r} is not a class of {module.__name__}: give the class as model_class")
     return getattr(module, name)
 
 
 def _searching_class(model_class, config, fields):
-    """A class whose models have mask logits when the host reads the weights."""
+    """A class whose models have mask logits when transformers reads the weights."""
     if hasattr(model_class, "from_config"):
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))
@@ -109,7 +113,7 @@ def _searching_class(model_class, config, fields):
                 register(self, make_sparse_attention(self, describe(self, **fields)))
             super().post_init()
 
-    # The host keeps what it knows of a class by these.
+    # Transformers looks up what it knows about a class by these.
     for name in ("__module__", "__name__", "__qualname__"):
         setattr(SearchingModel, name, getattr(model_class, name))
     return SearchingModel

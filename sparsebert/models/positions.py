@@ -1,12 +1,15 @@
 """
 Learned position embeddings for inputs longer than a model was trained on.
 
-Letters: n positions before, m after, o rows before the first position (RoBERTa counts from its padding token on), D
-size of an embedding.
+Letters: n positions before, m after, o rows before the first position (RoBERTa starts after its padding token), D size
+of an embedding.
 """
+
+from typing import TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..checks import check_choice
 from .token_mixers import fixed_length
@@ -14,37 +17,38 @@ from .token_mixers import fixed_length
 
 METHODS = ("interpolate", "tile")
 
+Model = TypeVar("Model", bound=PreTrainedModel)
+
 
 def _position_embeddings(model):
-    """The module that holds them, their table, and o."""
+    """The module with the position embeddings, their table, and o."""
     embeddings = getattr(model.base_model, "embeddings", None)
     table = getattr(embeddings, "position_embeddings", None)
     if not isinstance(table, nn.Embedding):
         raise ValueError(
-            f"a model of type {model.config.model_type!r} has no learned embeddings of absolute positions in a text: "
-            "there is nothing to extend"
+            f"a model of type {model.config.model_type!r} has no learned embeddings of absolute positions to extend"
         )
     return embeddings, table, 0 if table.padding_idx is None else table.padding_idx + 1
 
 
-def extend_positions(model, length, method="interpolate"):
+def extend_positions(model: Model, length: int, method: str = "interpolate") -> Model:
     """
-    Give a model position embeddings for longer inputs, made of those that it has. It needs training at the new length
-    to be as good there as it was before.
+    Give a model position embeddings for longer inputs, made from those that it has. The model needs some training at
+    the new length to be as good there as it was before.
 
     Args:
-        model (`PreTrainedModel`): Base model or head with learned absolute positions, with a mask or without. The
-            configuration's `max_position_embeddings` changes too; a tokenizer's `model_max_length` is the caller's.
-        length (`int`): m, tokens of the longest input from now on; more than n.
-        method (`str`, *optional*, defaults to `"interpolate"`): `"interpolate"`: linearly between neighbours, the
-            first and the last position stay what they are, the distance between any two tokens shrinks. `"tile"`: the
-            table again from its beginning, the first n positions stay what they are.
+        model (`PreTrainedModel`): A base model or head with learned absolute positions, with or without a mask. The
+            configuration's `max_position_embeddings` changes too; a tokenizer's `model_max_length` does not.
+        length (`int`): m, the number of tokens of the longest input from now on, more than n.
+        method (`str`, *optional*, defaults to `"interpolate"`): `"interpolate"` interpolates linearly between
+            neighbours: the first and the last position stay the same, and the distance between any two tokens shrinks.
+            `"tile"` repeats the table: the first n positions stay the same.
 
     Returns:
         `model`, changed in place.
     Raises:
         ValueError: If the model has no such embeddings, its inputs have a fixed length (the token mixer bproj),
-            `length` is not more than it has, or `method` is unknown.
+            `length` is not above n, or `method` is unknown.
 
     Source: An Image is Worth 16x16 Words (arXiv 2010.11929), Section 3.2 (interpolate, there in two dimensions);
     Longformer (arXiv 2004.05150), Section 5 (tile).
@@ -52,11 +56,11 @@ def extend_positions(model, length, method="interpolate"):
     check_choice("method", method, METHODS)
     embeddings, table, offset = _position_embeddings(model)
     if fixed_length(model.config) is not None:
-        raise ValueError("the token mixer 'bproj' has one length for all inputs: its positions cannot be extended")
+        raise ValueError("the token mixer 'bproj' takes inputs of one length: its positions cannot be extended")
     old = table.weight.detach()
     known = len(old) - offset
     if isinstance(length, bool) or not isinstance(length, int) or length <= known:
-        raise ValueError(f"length must be a whole number above the {known} positions that there are, got {length!r}")
+        raise ValueError(f"length must be an integer above the model's {known} positions, got {length!r}")
     positions = old[offset:]  # (n, D)
     if method == "tile":
         positions = positions.repeat(-(-length // known), 1)[:length]

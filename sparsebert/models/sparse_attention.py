@@ -1,13 +1,16 @@
 """
-The one home of a model's attention mask: learned while searching, frozen afterwards.
+The attention mask of a model: a search while it is learned, a frozen mask afterwards.
 
 Letters: B batch, L layers with attention (1 when shared), H heads, n queries, m keys, K learned parameters per head.
 """
 
 import operator
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS, check_backend, choose_backend
@@ -15,93 +18,174 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.probability_maps import ProbabilityMap
 from ..attention.windows import local_inputs
 from ..masks.compiled import windowed
-from ..masks.sparse_mask import DIAGONALS
+from ..masks.sparse_mask import SparseMask
+from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..search.learned_mask import LearnedMask
-from .configuration_sparsebert import pattern_mask
+from ..search.mask_search import MaskSearch
+from .configuration_sparsebert import REQUESTS, SparseBertConfig, mask_search, pattern_mask, requests, with_changes
 
 
 logger = logging.get_logger(__name__)
 
 ONE_LAYER = "the model runs the same weights in every layer, so there is one mask for all"
+NOT_LOADED = "this model is frozen but its mask is not loaded: use from_pretrained or set_mask"
 
 
-class SparseAttention(LearnedMask):
+class SparseAttention(nn.Module):
     """
-    Owns everything about a model's mask: the learned logits while searching, the frozen [`SparseMask`] afterwards.
+    The attention mask of a model, registered once on the base model as `sparse_attention`.
 
-    Registered once on the base model as `sparse_attention`; its parameters are `mask_logits` while searching, see
-    [`LearnedMask`], and that of a learned probability map, see [`ProbabilityMap`].
+    It is in one of two states. While the mask is learned there are a [`MaskSearch`] as `search` and the parameter
+    `mask_logits`; `learned` combines them to a [`LearnedMask`]. Once it is frozen there is a [`SparseMask`] as `mask`
+    and no logits. A model whose mask is still to be read from a file has neither.
 
     Args:
         config ([`SparseBertConfig`]): Says what is searched, or which pattern is fixed.
-        window (`int`, *optional*): In the model's sliding-window layers a token attends up to this offset, whatever
-            the mask says.
-        local_layers (`tuple`): Indices of those layers.
-        one_layer (`bool`): Whether all layers are the same module, which has one mask.
+        mask ([`SparseMask`], *optional*): The frozen mask, used as the configuration asks.
+        window (`int`, *optional*): In the layers `local_layers` a token attends up to this offset only.
+        local_layers (`Collection[int]`, *optional*): Indices of the layers with a sliding window.
+        one_layer (`bool`, *optional*, defaults to `False`): Whether all layers are the same module, with one mask.
+
+    Attributes:
+        mask_logits (`torch.nn.Parameter` of shape `(L, H, K)`): The stored logits, or `None`.
+        search ([`MaskSearch`]): The rules of the search, or `None`.
+        progress (`torch.Tensor`): Fraction of the search that is done. A tensor, so that compiled steps need no new
+            graph.
+        probability_map ([`ProbabilityMap`]): What turns scores into probabilities.
+        head_size (`int`): Size of a head.
+        num_layers (`int`): Number of layers with attention.
     """
 
-    def __init__(self, config, window=None, local_layers=(), one_layer=False):
+    mask_logits: nn.Parameter | None
+    probability_map: ProbabilityMap
+
+    def __init__(
+        self,
+        config: SparseBertConfig,
+        mask: SparseMask | None = None,
+        *,
+        window: int | None = None,
+        local_layers: Collection[int] = (),
+        one_layer: bool = False,
+    ) -> None:
         if one_layer and not config.share_layers:
             raise ValueError(f"share_layers must be true: {ONE_LAYER}")
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         self.window = window
-        self.local_layers = local_layers
+        self.local_layers = tuple(local_layers)
         self.one_layer = one_layer
-        self.argument_names = ()
-        # What an observer of the attention asks of the backend: keys of `WANTED`.
-        self.needs = frozenset()
         self.head_size = config.hidden_size // config.num_attention_heads
         self.num_layers = config.num_attention_layers
         self.probability_map = ProbabilityMap(
             config.probability_map, config.probability_map_kwargs, self.num_layers, config.num_attention_heads
         )
-        self._mask = None
-        if config.pattern is not None:
-            # The host builds models on the meta device; a mask is data, not a weight.
+        self.search: MaskSearch | None = None
+        self.progress = torch.ones((), device="cpu")
+        self._mask: SparseMask | None = None
+        self._scheduled = self._weights_wanted = False
+        self._sample: torch.Tensor | None = None
+        self.register_parameter("mask_logits", None)
+        if mask is not None:
+            self.load_mask(mask, search=mask.metadata.get("search"))
+        elif config.pattern is not None:
+            # Transformers builds models on the meta device; a mask is data, not a weight.
             with torch.device("cpu"):
-                self._set_mask(pattern_mask(config))
+                self._use_mask(pattern_mask(config))
+        elif not config.frozen:
+            self.search = mask_search(config)
+            shape = (self.search.num_layers, self.search.num_heads, self.search.num_parameters)
+            self.mask_logits = nn.Parameter(torch.empty(shape))
+            self.reset_parameters()
 
-    # deepcopy and pickle: a drawn mask has a graph, which neither can take; the cache is made anew.
-    def __getstate__(self):
-        return self.__dict__ | {"_drawn": None, "_cache": {}}
+    # For deepcopy and pickle, which cannot take a tensor with a graph.
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sample": None}
+
+    def reset_parameters(self) -> None:
+        """Initialize the mask logits, unless they were read from a checkpoint."""
+        if self.search is not None and self.mask_logits is not None:
+            self.search.initialize(self.mask_logits)
 
     @property
-    def mask(self):
+    def mask(self) -> SparseMask | None:
         """The frozen [`SparseMask`], or `None` while searching."""
         return self._mask
 
     @property
-    def searching(self):
-        """Whether the mask is being learned."""
-        return self.mask_logits is not None
+    def learned(self) -> LearnedMask | None:
+        """The [`LearnedMask`] at this moment of the search, or `None` if the mask is frozen."""
+        if self.search is None or self.mask_logits is None:
+            return None
+        return LearnedMask(self.search, self.mask_logits, self.progress)
 
-    def set_mask(self, mask, search=None):
+    @property
+    def searching(self) -> bool:
+        """Whether the mask is being learned."""
+        return self.search is not None
+
+    def _learned_mask(self) -> LearnedMask:
+        if (learned := self.learned) is None:
+            raise ValueError("the mask of this model is frozen: there is no search to read or to end")
+        return learned
+
+    def _frozen_mask(self) -> SparseMask:
+        if self._mask is None:
+            raise ValueError(NOT_LOADED)
+        return self._mask
+
+    # Changes of state
+
+    def set_progress(self, done: float) -> None:
         """
-        Run through this mask from now on; a search ends, and its logits are dropped. The configuration then says that
+        Set how much of the search is done, which the schedules of temperature and sparsity follow.
+
+        Args:
+            done (`float`): In [0, 1]. A search whose progress is never set runs as at its end.
+        """
+        self.progress.fill_(done)
+        self._scheduled = True
+
+    def start_pruning(self) -> None:
+        """
+        Stop sampling the searched mask: from now on every entry that [`LearnedMask.prune`] has not removed is on.
+
+        Raises:
+            ValueError: If the mask is frozen.
+        """
+        self.search = replace(self._learned_mask().search, pruning=True)
+        self.config.pruned = True
+
+    def set_mask(self, mask: SparseMask, search: str | None = None) -> None:
+        """
+        Run through this mask from now on. A search ends, and its logits are dropped. The configuration then says that
         the mask is a file beside the weights.
 
         Args:
-            mask ([`SparseMask`]): For the model's heads and layers.
+            mask ([`SparseMask`]): A mask for the heads and layers of the model.
             search (`str`, *optional*): The search that found it, for the record.
 
         Raises:
-            ValueError: If it is for other heads or layers, has a row that keeps nothing (unless the configuration's
-                `allow_empty_rows`), or is undefined in a decoder; and if no layer of the model has attention.
+            ValueError: If the mask has another number of heads or layers, has a row that keeps nothing (unless the
+                configuration's `allow_empty_rows`) or is undefined in a decoder, or if no layer of the model has
+                attention.
         """
         if not self.num_layers:
             raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
-        self._set_mask(mask)
+        self._use_mask(mask)
         config = self.config
-        config.frozen = True
+        config.frozen, config.pruned = True, False
         config.pattern = config.pattern_kwargs = config.head_configuration = None
-        config.pruned = False
         config.search = search
         config.mask_length = mask.length
-        config.last_token = mask.last_token
-        config.length_policy = mask.length_policy
-        config.diagonal = {value: name for name, value in DIAGONALS.items()}[mask.diagonal]
+        for name in REQUESTS:
+            setattr(config, name, None)
 
-    def _set_mask(self, mask):
+    def load_mask(self, mask: SparseMask, search: str | None = None) -> None:
+        """[`~SparseAttention.set_mask`] for a mask from a file, used as the configuration asks."""
+        self.set_mask(with_changes(mask, **requests(self.config)), search)
+
+    def _use_mask(self, mask: SparseMask) -> None:
         config = self.config
         expected = (self.num_layers, config.num_attention_heads)
         if mask.num_layers not in (1, expected[0]) or mask.num_heads != expected[1]:
@@ -118,28 +202,36 @@ class SparseAttention(LearnedMask):
             if self.window is not None:
                 windowed(mask, self.window, mask.length).check_rows()
         self._mask = mask
-        self._cache = {}
-        self._drawn = None
-        self.mask_logits = None
+        self.search = self.mask_logits = self._sample = None
 
-    def mask_probs(self):
+    def end_search(
+        self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
+    ) -> tuple[SparseMask, dict[str, Any]]:
         """
-        P of every entry at the mask's length, special tokens and a fixed diagonal included.
+        [`~SparseAttention.freeze`] that also returns how well the search had decided the mask.
 
         Returns:
-            `torch.Tensor` of shape `(L, H, n, n)`, float32, on the CPU, without gradient.
+            `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.freeze`].
         """
-        length = self.config.mask_length
-        if not self.searching:
-            return self._loaded_mask().to_table(length).float()
-        with torch.no_grad():
-            probs = self._expand(self.probs(), length, off=0.0, on=1.0).cpu()
-            return torch.where(self._fixed(length) >= 0, self._fixed(length).float(), probs)
+        learned, config = self._learned_mask(), self.config
+        self.progress.fill_(1.0)
+        provenance = {
+            "search": config.search,
+            "base_model": config.name_or_path or None,
+            "base_model_revision": getattr(config, "_commit_hash", None),
+        }
+        mask, outcome = learned.freeze(threshold, sparsity, provenance | (metadata or {}))
+        for problem in outcome["warnings"]:
+            logger.warning(problem)
+        self.set_mask(mask, search=config.search)
+        return mask, outcome
 
-    def freeze(self, threshold=None, sparsity=None, metadata=None):
+    def freeze(
+        self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
+    ) -> SparseMask:
         """
         End the search: keep the parameters with P above `threshold`, or the most probable ones up to a sparsity. By
-        default that is the target sparsity, and without one the threshold 1/2.
+        default that is the target sparsity, or without a target the threshold 1/2.
 
         Args:
             threshold (`float`, *optional*): In [0, 1).
@@ -147,73 +239,94 @@ class SparseAttention(LearnedMask):
             metadata (`dict`, *optional*): Provenance to store with the mask.
 
         Returns:
-            [`SparseMask`]: What the model now runs through.
+            [`SparseMask`]: The mask that the model runs through from now on.
         Raises:
-            ValueError: On a frozen model, for a value out of range, or if a row would keep nothing.
+            ValueError: If the mask is frozen already, a value is out of its range, or a row would keep nothing.
         """
-        config = self.config
-        self.alpha()  # raises on a frozen model
-        self.progress.fill_(1.0)
-        for problem in self.outcome(threshold, sparsity)["warnings"]:
-            logger.warning(problem)
-        provenance = {
-            "search": config.search,
-            "base_model": config.name_or_path or None,
-            "base_model_revision": getattr(config, "_commit_hash", None),
-        }
-        mask = self.thresholded_mask(threshold, sparsity).replace(metadata=provenance | (metadata or {}))
-        self.set_mask(mask, search=config.search)
-        return mask
+        return self.end_search(threshold, sparsity, metadata)[0]
 
-    def sparsity(self):
-        """Fraction of entries that the frozen, or now thresholded, mask removes at its own length."""
-        return (self.thresholded_mask() if self.searching else self._loaded_mask()).sparsity
+    # Questions
+
+    def mask_probs(self) -> torch.Tensor:
+        """
+        P of every entry at the mask's own length, special tokens and a fixed diagonal included. 0 and 1 for a frozen
+        mask.
+
+        Returns:
+            `torch.Tensor` of shape `(L, H, n, n)`, float32, on the CPU, without gradient.
+        """
+        learned = self.learned
+        return self._frozen_mask().to_table().float() if learned is None else learned.entry_probs()
+
+    def thresholded_mask(self, threshold: float | None = None, sparsity: float | None = None) -> SparseMask:
+        """The mask that a search would freeze to now, see [`LearnedMask.thresholded_mask`]."""
+        return self._learned_mask().thresholded_mask(threshold, sparsity)
+
+    def outcome(self, threshold: float | None = None, sparsity: float | None = None) -> dict[str, Any]:
+        """What freezing would give now, and how well the search has decided it, see [`LearnedMask.freeze`]."""
+        return self._learned_mask().freeze(threshold, sparsity)[1]
+
+    def sparsity(self) -> float:
+        """Fraction of entries that the frozen mask, or the thresholded one, removes at its own length."""
+        learned = self.learned
+        return (self._frozen_mask() if learned is None else learned.thresholded_mask()).sparsity
+
+    def sparsity_loss(self) -> torch.Tensor:
+        """
+        lambda * ||M||_1 of the mask sampled in the last training forward, see [`MaskSearch.penalty`]. 0 if nothing was
+        sampled, and in a search with a target.
+        """
+        if self._sample is None or self.search is None or self.search.target_sparsity is not None:
+            return torch.zeros(())
+        return self.search.penalty(self._sample)
+
+    def return_weights(self, wanted: bool = True) -> None:
+        """
+        Have every forward run on a backend that returns attention probabilities, for hooks on the attention modules.
+
+        Args:
+            wanted (`bool`, *optional*, defaults to `True`): `False` ends this.
+        """
+        self._weights_wanted = wanted
 
     def forward(
         self,
-        name,
-        batch,
-        num_queries,
-        num_keys,
-        padding=None,
-        dropout=0.0,
+        name: str,
+        batch: int,
+        num_queries: int,
+        num_keys: int,
+        padding: torch.Tensor | None = None,
+        dropout: float = 0.0,
         *,
-        device,
-        dtype=torch.float32,
-        needs=frozenset(),
-    ):
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        needs: Collection[str] = (),
+    ) -> MaskInputs:
         """
-        Prepare one forward of the base model: draw the mask (training search), threshold it (evaluation), or look the
-        frozen one up, and bring it into the form that the backend reads.
+        Prepare one forward of the base model: sample the mask (searching, training), threshold it (searching,
+        evaluation) or look the frozen one up, and bring it into the form that the backend reads.
 
         Args:
-            name (`str`): The model's attention implementation.
+            name (`str`): The attention implementation of the model.
             batch (`int`): B.
-            num_queries (`int`): n; the queries are the last n of the m positions.
+            num_queries (`int`): n. The queries are the last n of the m positions.
             num_keys (`int`): m.
             padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-            dropout (`float`): Probability of attention dropout, 0 in evaluation.
-            device (`torch.device`): Of the activations.
-            dtype (`torch.dtype`): Of query, key and value.
-            needs (`frozenset`): `"weights"` where the probabilities are asked for, `"additive"` where a 4-D mask of
-                the caller comes on top.
+            dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout, 0 in evaluation.
+            device (`torch.device`): Device of the activations.
+            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Dtype of query, key and value.
+            needs (`Collection[str]`, *optional*): `"weights"` if the probabilities are asked for, `"additive"` if the
+                caller adds a 4-D mask.
 
         Returns:
             [`MaskInputs`]
         Raises:
-            ValueError: If the backend cannot serve this.
+            ValueError: If the backend cannot do this.
         """
-        config = self.config
-        learning = self.searching and self.training and not config.pruned
-        needs = needs | self.needs
-        if learning and self.window is not None:
-            needs = needs | {"additive"}  # the windows come on top
-        merged = "additive" in needs
-        if self.searching:
-            needs = needs | {"learned" if learning else "additive"}
-        if learning and self.mask_form == "multiplicative":
-            needs = needs | {"gate"}
-        mask = None if self.searching else self._loaded_mask()
+        config, learned = self.config, self.learned
+        sampling = learned is not None and self.training and not learned.search.pruning
+        mask = self._frozen_mask() if learned is None else None
+        wanted = self._wanted(needs, sampling)
         causal = bool(config.is_decoder)
         # Only a measurement depends on these; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" else 1
@@ -223,30 +336,46 @@ class SparseAttention(LearnedMask):
             return MaskInputs(name, num_queries, num_keys, device, mask, padding)
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
         request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
-        backend = choose_backend(name, mask, *request, frozenset(needs), config.probability_map)
+        backend = choose_backend(name, mask, *request, wanted, config.probability_map)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
-        if learning:
-            if config.target_sparsity is not None and not self._is_scheduled and not torch.compiler.is_compiling():
-                logger.warning_once(
-                    "target_sparsity: nothing tells the mask how far the training is, so its search is as at the end "
-                    "from the first step on; pass callbacks=[SearchSchedule()] to the Trainer, or call "
-                    "sparse_attention.set_progress in a loop of your own"
-                )
-            prepared = self._drawn_inputs(inputs, merged=merged or backend != "sparse_sdpa")
+        self._sample = None
+        if learned is None:
+            prepared = BACKENDS[backend].prepare(mask, inputs)
+        elif sampling:
+            prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")
+        elif learned.search.pruning:
+            prepared = pruned_inputs(learned, inputs, self.training)
         else:
-            self._drawn = None
-            if not self.searching:
-                prepared = BACKENDS[backend].prepare(mask, inputs)
-            else:
-                prepared = self._pruned_inputs(inputs) if config.pruned else self._thresholded_inputs(inputs)
+            prepared = thresholded_inputs(learned.thresholded_mask(), inputs)
         inputs = replace(inputs, **prepared)
         if self.window is None:
             return inputs
-        local = local_inputs(inputs, self.window, name, request, needs)
+        local = local_inputs(inputs, self.window, name, request, wanted)
         return replace(inputs, local=local, local_layers=self.local_layers)
 
-    def _loaded_mask(self):
-        if self._mask is None:
-            raise ValueError("this model is frozen but its mask is not loaded: use from_pretrained or set_mask")
-        return self._mask
+    def _wanted(self, needs: Collection[str], sampling: bool) -> frozenset[str]:
+        """What the backend must be able to do: keys of `WANTED`."""
+        wanted = set(needs)
+        if self._weights_wanted:
+            wanted.add("weights")
+        if self.search is None:
+            return frozenset(wanted)
+        if not sampling or self.window is not None:
+            wanted.add("additive")  # a window comes on top of the sampled mask
+        if sampling:
+            wanted.add("learned")
+            if self.search.mask_form == "multiplicative":
+                wanted.add("gate")
+        return frozenset(wanted)
+
+    def _sampled(self, learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:
+        search = learned.search
+        if search.target_sparsity is not None and not self._scheduled and not torch.compiler.is_compiling():
+            logger.warning_once(
+                "target_sparsity: nothing tells the mask how far the training is, so its search is as at the end from "
+                "the first step on; pass callbacks=[SearchSchedule()] to the Trainer, or call "
+                "sparse_attention.set_progress in a loop of your own"
+            )
+        self._sample, noisy = learned.draw()
+        return drawn_inputs(search, self._sample, noisy, inputs, merged)

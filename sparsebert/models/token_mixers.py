@@ -1,33 +1,43 @@
 """
-Token mixers: what may stand in a layer instead of self-attention.
+Token mixers: what a layer can have instead of self-attention.
 
-A mixer is a module that takes the place of the host's `attention.self`; the linear layer W_O, dropout, residual and
-layer norm after it stay. It is a row of `MIXERS`. Padded positions contribute nothing to any other.
+A mixer is a module that replaces BERT's `attention.self`, and a row of `MIXERS`. The linear layer W_O, dropout,
+residual and layer norm after it stay. Padded positions contribute nothing to the others.
 
 Letters: B batch, n length, D hidden size, F filters, k length of a filter.
 """
 
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
+
+if TYPE_CHECKING:
+    from ..attention.mask_inputs import MaskInputs
+    from .configuration_sparsebert import SparseBertConfig
 
 NUM_FILTERS = 16
 FILTER_LENGTH = 128
 
 
-def real_positions(hidden_states, attention_mask, mask_inputs):
+def real_positions(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, mask_inputs: "MaskInputs | None"
+) -> torch.Tensor:
     """
-    Which positions a mixer may read.
+    The positions that a mixer may read.
 
     Args:
-        hidden_states (`torch.Tensor` of shape `(B, n, D)`)
-        attention_mask (`torch.Tensor`, *optional*): What the host hands to every layer.
+        hidden_states (`torch.Tensor` of shape `(B, n, D)`): Input of the layer.
+        attention_mask (`torch.Tensor`, *optional*): The mask that every layer is given.
         mask_inputs ([`MaskInputs`]): What [`SparseAttention`] prepared for this forward.
 
     Returns:
-        `torch.Tensor` of shape `(B or 1, n, 1)`, of the dtype of `hidden_states`: 1 for a real token.
+        `torch.Tensor` of shape `(B or 1, n, 1)`, with the dtype of `hidden_states`: 1 for a real token, 0 for padding.
     Raises:
-        ValueError: For a 4-D mask, which only attention can apply.
+        ValueError: If `attention_mask` is a 4-D mask, which only attention can apply.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         raise ValueError(
@@ -43,17 +53,23 @@ def real_positions(hidden_states, attention_mask, mask_inputs):
 
 class AverageAttention(nn.Module):
     """
-    The mean of all real tokens, at every position: attention with the weights 1/n. It has no parameters: a value
+    The mean of all real tokens, at every position: attention with the weights 1/n. It has no parameters, since a value
     projection before the mean would only multiply W_O.
 
     Source: Are Transformers Universal Approximators (arXiv 1912.10077), Section D.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
 
-    def forward(self, hidden_states, attention_mask=None, mask_inputs=None, **kwargs):
-        """`hidden_states` of shape `(B, n, D)`; returns the same shape, and `None` for the probabilities."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        mask_inputs: "MaskInputs | None" = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities."""
         real = real_positions(hidden_states, attention_mask, mask_inputs)
         mean = (hidden_states * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
         return mean.expand_as(hidden_states), None
@@ -61,22 +77,28 @@ class AverageAttention(nn.Module):
 
 class BProj(nn.Module):
     """
-    `X W_P`, which with W_O and the residual is the bi-linear projection `X + W_O X W_P`. W_P is n x n, n the model's
-    `max_position_embeddings`: the inputs are of exactly this length.
+    `X W_P`, which together with W_O and the residual is the bi-linear projection `X + W_O X W_P`. W_P is n x n, with n
+    the model's `max_position_embeddings`, so all inputs must have exactly this length.
 
     Source: arXiv 1912.10077, Section 5.1.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.positions = nn.Linear(config.max_position_embeddings, config.max_position_embeddings, bias=False)
 
-    def forward(self, hidden_states, attention_mask=None, mask_inputs=None, **kwargs):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        mask_inputs: "MaskInputs | None" = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
         """
-        `hidden_states` of shape `(B, n, D)`; returns the same shape, and `None` for the probabilities.
+        Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities.
 
         Raises:
-            ValueError: For inputs of another length.
+            ValueError: If the inputs have another length.
         """
         expected = self.positions.in_features
         if hidden_states.shape[1] != expected:
@@ -90,23 +112,29 @@ class BProj(nn.Module):
 
 class SepConv(nn.Module):
     """
-    A gated linear unit and a depth-wise convolution along the text, whose 16 filters of length 128 serve D / 16
-    neighbouring channels each; together with W_O a separable convolution. Position i reads the positions i - 64 to
-    i + 63.
+    A gated linear unit and a depth-wise convolution along the text, which together with W_O are a separable
+    convolution. Each of its 16 filters of length 128 serves D / 16 neighbouring channels. Position i reads the
+    positions i - 64 to i + 63.
 
     Source: arXiv 1912.10077, Sections 5.2 and D; the unit and the sharing of filters: Pay Less Attention (arXiv
     1901.10430), Section 3.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.gated = nn.Linear(config.hidden_size, 2 * config.hidden_size)
         self.filters = nn.Conv1d(NUM_FILTERS, NUM_FILTERS, FILTER_LENGTH, groups=NUM_FILTERS, bias=False)  # (F, 1, k)
 
-    def forward(self, hidden_states, attention_mask=None, mask_inputs=None, **kwargs):
-        """`hidden_states` of shape `(B, n, D)`; returns the same shape, and `None` for the probabilities."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        mask_inputs: "MaskInputs | None" = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities."""
         real = real_positions(hidden_states, attention_mask, mask_inputs)
-        # After the unit, which has a bias.
+        # Padding is zeroed after the gated unit, which has a bias.
         values = nn.functional.glu(self.gated(hidden_states), dim=-1) * real  # (B, n, D)
         batch, length, size = values.shape
         rows = values.view(batch, length, NUM_FILTERS, -1).permute(0, 3, 2, 1)  # (B, D / F, F, n)
@@ -115,15 +143,20 @@ class SepConv(nn.Module):
         return mixed.permute(0, 3, 2, 1).reshape(batch, length, size), None
 
 
-MIXERS = {"attention": BertSelfAttention, "sepconv": SepConv, "bproj": BProj, "average": AverageAttention}
+MIXERS: dict[str, type[nn.Module]] = {
+    "attention": BertSelfAttention,
+    "sepconv": SepConv,
+    "bproj": BProj,
+    "average": AverageAttention,
+}
 
 
-def check_token_mixers(config):
+def check_token_mixers(config: "SparseBertConfig") -> None:
     """
-    Whether the mixers of a [`SparseBertConfig`] fit the model.
+    Check that the mixers of a configuration fit the model.
 
     Raises:
-        ValueError: If there is not one per layer, or the model cannot have one of them.
+        ValueError: If there is not one mixer per layer, or the model cannot have one of them.
     """
     names = config.token_mixers
     if names is None:
@@ -143,20 +176,21 @@ def check_token_mixers(config):
         )
     if config.num_attention_layers == 0 and (config.search is not None or config.frozen or config.pattern != "dense"):
         raise ValueError(
-            "token_mixers leave no layer with attention, so a mask has no meaning: set pattern 'dense' and no search"
+            "token_mixers leave no layer with attention, so there is nothing to mask: set pattern 'dense', no search"
         )
 
 
-def put_mixers(model):
-    """Replace the self-attention of a BERT's layers by what `token_mixers` of its configuration names."""
+def put_mixers(model: PreTrainedModel) -> None:
+    """Replace the self-attention of BERT's layers by the `token_mixers` of its configuration."""
     config = model.config
     if config.token_mixers is None:
         return
-    for layer, name in zip(model.base_model.encoder.layer, config.token_mixers, strict=True):
+    bert: Any = model.base_model
+    for layer, name in zip(bert.encoder.layer, config.token_mixers, strict=True):
         if not isinstance(layer.attention.self, MIXERS[name]):
             layer.attention.self = MIXERS[name](config)
 
 
-def fixed_length(config):
-    """The one length of a model's inputs, or `None` when they may differ."""
+def fixed_length(config: PreTrainedConfig) -> int | None:
+    """The length that all inputs of a model must have, or `None` if it may vary."""
     return config.max_position_embeddings if "bproj" in (getattr(config, "token_mixers", None) or ()) else None

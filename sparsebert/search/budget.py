@@ -1,5 +1,5 @@
 """
-A search that keeps a given share of the entries: the budget, its schedule, and how well the mask is decided.
+Searches that keep a given share of the entries: the budget, its schedule, and how well the mask is decided.
 
 Letters: L layers (1 when shared), H heads, K learned parameters per head, n mask length, P the keep probability.
 """
@@ -12,16 +12,24 @@ _SATURATION = 15.0
 _BISECTIONS = 30
 
 
-def scheduled(progress, start, end, initial, final, power=3):
+def scheduled(
+    progress: float | torch.Tensor, start: float, end: float, initial: float, final: float, power: int = 3
+) -> torch.Tensor:
     """
-    A quantity that is `initial` before `start`, `final` from `end` on, and in between
-    `final + (initial - final) (1 - u)^power`, fast at first and slow in the end.
+    A value that is `initial` before `start`, `final` after `end`, and `final + (initial - final) (1 - u)^power` at the
+    fraction u of the way between them.
 
     Args:
         progress (`float` or `torch.Tensor`): Fraction of the training that is done, in [0, 1].
-        start, end (`float`): Fractions; equal ones make a step.
-        initial, final (`float`): Values.
-        power (`int`): 3 is the cubic schedule, 1 a line.
+        start (`float`): Fraction at which the value starts to change.
+        end (`float`): Fraction at which it has reached `final`. Equal to `start` for a step.
+        initial (`float`): Value at the beginning.
+        final (`float`): Value at the end.
+        power (`int`, *optional*, defaults to 3): 3 is the cubic schedule, fast at first and slow at the end; 1 is
+            linear.
+
+    Returns:
+        `torch.Tensor`: 0-dimensional.
 
     Source: Zhu and Gupta (arXiv 1710.01878), Section 3, for sparsity.
     """
@@ -31,24 +39,27 @@ def scheduled(progress, start, end, initial, final, power=3):
     return final + (initial - final) * (1 - passed) ** power
 
 
-def geometric(progress, initial, final):
-    """A positive quantity that goes from `initial` to `final` in equal ratios."""
+def geometric(progress: torch.Tensor, initial: float, final: float) -> torch.Tensor:
+    """A positive value that changes from `initial` to `final` in equal ratios."""
     return initial * (final / initial) ** progress
 
 
-def budget_shift(logits, counts, budget, width):
+def budget_shift(
+    logits: torch.Tensor, counts: torch.Tensor, budget: torch.Tensor | float, width: torch.Tensor | float
+) -> torch.Tensor:
     """
     The multiplier mu of each head for which P = sigmoid((logits - mu) / width) keeps `budget` entries.
 
-    It is the dual variable of the budget: among all P that keep so many entries, this one has the greatest
-    `sum(P logits) + width * entropy(P)`. Being solved for instead of climbed to, it is met at every step, whatever the
-    optimiser does to the size of a penalty's gradient. The gradient passes through mu (implicit differentiation), so
-    the logits of a head only compete with each other.
+    mu is the dual variable of the budget: among all P that keep this many entries, the result has the greatest
+    `sum(P logits) + width * entropy(P)`. As mu is solved for in every step, the budget is met whatever the learning
+    rate. The gradient passes through mu (implicit differentiation), so the logits of a head only compete with each
+    other.
 
     Args:
         logits (`torch.Tensor` of shape `(L, H, K)`): float32.
-        counts (`torch.Tensor` of shape `(K,)`): Entries that a parameter decides; parameters of 0 are left out.
-        budget (`torch.Tensor` or `float`): Entries to keep among those, at least 0.
+        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides. Parameters with 0 have
+            no influence.
+        budget (`torch.Tensor` or `float`): Number of these entries to keep in each head, at least 0.
         width (`torch.Tensor` or `float`): Positive.
 
     Returns:
@@ -57,7 +68,7 @@ def budget_shift(logits, counts, budget, width):
     counts = counts.to(logits.dtype)
     budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device)
     with torch.no_grad():
-        # At the ends of this interval all that can be kept is kept, or nothing is.
+        # At one end of this interval all entries are kept, at the other none.
         low = logits.amin(-1, keepdim=True) - _SATURATION * width
         high = logits.amax(-1, keepdim=True) + _SATURATION * width
         for _ in range(_BISECTIONS):
@@ -71,18 +82,24 @@ def budget_shift(logits, counts, budget, width):
     return middle + ((logits - logits.detach()) * weights).sum(-1, keepdim=True)
 
 
-def disagreement(chosen, other, counts):
+def disagreement(chosen: torch.Tensor, other: torch.Tensor, counts: torch.Tensor) -> float:
     """
-    Share of the learned entries on which two choices of parameters `(L, H, K)` differ.
+    Share of the learned entries on which two choices of parameters differ.
 
     Args:
         chosen, other (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        counts (`torch.Tensor` of shape `(K,)`): Entries that a parameter decides.
+        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
     """
     return ((chosen != other) * counts).sum().item() / max((counts.sum() * chosen[..., 0].numel()).item(), 1)
 
 
-def collapsed(chosen, counts):
-    """Heads whose learned entries are all kept, and all removed: two numbers, over all layers."""
+def collapsed(chosen: torch.Tensor, counts: torch.Tensor) -> tuple[int, int]:
+    """
+    Number of heads, over all layers, whose learned entries are all kept, and number of heads where none is.
+
+    Args:
+        chosen (`torch.Tensor` of shape `(L, H, K)`): Bool.
+        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
+    """
     learned = chosen[..., counts > 0]
     return int(learned.all(-1).sum()), int((~learned.any(-1)).sum())

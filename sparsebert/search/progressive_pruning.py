@@ -1,27 +1,31 @@
 """
-Progressive pruning: attention entries are removed by a schedule while the model trains, then the mask freezes.
+Progressive pruning: a schedule removes attention entries while the model trains, then the mask is frozen.
 
-Letters: B batch, L layers (1 when shared), H heads, n mask length, K parameters of the mask per head.
+Letters: B batch, L layers (1 when shared), H heads, n mask length, K parameters of the mask per head, P the keep
+probability.
 """
 
 import inspect
 import json
 import math
+from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import TrainerCallback
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
 from ..checks import check_choice, nearest
 from ..masks.sparse_mask import SparseMask
-from ..models.architectures import attention_modules
 from .budget import scheduled
-from .learned_mask import MASK_PROBS_NAME
+from .learned_mask import MASK_PROBS_NAME, LearnedMask
 from .search_schedule import forget
 from .searches import prune
 
@@ -30,61 +34,73 @@ logger = logging.get_logger(__name__)
 
 PRUNING_NAME = "pruning.safetensors"
 SCOPES = ("head", "global")
-# Of the entries, removed at each step of the schedule "step".
+# Share of the entries that the schedule "step" removes at once.
 STEP = 0.1
 
 
-def _cubic(passed, final):
+def _cubic(passed: float, final: float) -> float:
     return scheduled(passed, 0.0, 1.0, 0.0, final).item()
 
 
-def _linear(passed, final):
+def _linear(passed: float, final: float) -> float:
     return passed * final
 
 
-def _step(passed, final):
+def _step(passed: float, final: float) -> float:
     levels = math.ceil(final / STEP - 1e-9)
     return final if passed >= 1 else min(final, STEP * (1 + math.floor(passed * (levels - 1) + 1e-9)))
 
 
 # Name to the sparsity at a fraction of the way from `start` to `end`. Source of "cubic": arXiv 1710.01878, Section 3.
-SCHEDULES = {"cubic": _cubic, "linear": _linear, "step": _step}
+SCHEDULES: dict[str, Callable[[float, float], float]] = {"cubic": _cubic, "linear": _linear, "step": _step}
 
-# Name to the scores `(L, H, K)` of a search; those of "attention" are collected.
-SCORES = {
-    "probs": lambda sparse_attention: sparse_attention.probs(),
-    "logits": lambda sparse_attention: sparse_attention.alpha(),
+# Name to the scores `(L, H, K)` of a search. Those of "attention" are collected while the model trains.
+SCORES: dict[str, Callable[[LearnedMask], torch.Tensor] | None] = {
+    "probs": LearnedMask.probs,
+    "logits": LearnedMask.alpha,
     "attention": None,
 }
 
 
 class ProgressivePruning(TrainerCallback):
     """
-    Removes attention entries while a model trains; after the last step the mask is frozen and training goes on through
-    it with the same optimiser and schedule. What is removed stays removed. Until then every entry that is left is on
-    and nothing is sampled, so that freezing changes nothing.
+    Removes attention entries while a model trains. After the last pruning step the mask is frozen, and training goes
+    on through it with the same optimizer and learning rate schedule. What is removed stays removed. All other entries
+    are on and nothing is sampled, so that freezing changes nothing.
 
     With a search (`score` `"probs"` or `"logits"`) the logits learn with the weights, by the straight-through gradient
-    of P; there is no penalty on them. Without one (`"attention"`) the model has the pattern `"dense"`, and an entry is
-    worth its mean attention probability over the batches since the last pruning step; all layers share a mask if the
-    configuration says `share_layers`.
+    of P, without a penalty. Without a search (`"attention"`) the model has the pattern `"dense"`, and the score of an
+    entry is its mean attention probability over the batches since the last pruning step. All layers share a mask if
+    the configuration says `share_layers`.
 
     Args:
         final_sparsity (`float`): Fraction of entries removed in the end, in (0, 1).
-        start (`float`): Fraction of the training before anything is removed.
-        end (`float`): Fraction at which the mask is frozen, less than 1: training goes on for a step at least.
-        schedule (`str`): How sparsity grows in between: `"cubic"` (fast at first), `"linear"` or `"step"` (by tenths).
-        score (`str`): What ranks the entries: `"probs"` or `"logits"` (equal but where P is 0 or 1 in float32), or
-            `"attention"`.
-        scope (`str`): `"head"` removes the same share of every head, `"global"` ranks all heads and layers together.
-        every (`int`): Steps of the optimiser between pruning steps, except for `"step"`.
+        start (`float`, *optional*, defaults to 0.1): Fraction of the training before anything is removed.
+        end (`float`, *optional*, defaults to 0.6): Fraction at which the mask is frozen, less than 1: at least one
+            step of training follows.
+        schedule (`str`, *optional*, defaults to `"cubic"`): How sparsity grows in between: `"cubic"` (fast at first),
+            `"linear"` or `"step"` (by tenths).
+        score (`str`, *optional*, defaults to `"probs"`): What ranks the entries: `"probs"` or `"logits"` (which differ
+            only where P is 0 or 1 in float32), or `"attention"`.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` removes the same share of every head, `"global"`
+            ranks all heads and layers together.
+        every (`int`, *optional*, defaults to 10): Optimizer steps between pruning steps, except for `"step"`.
 
     Raises:
-        ValueError: If a value is out of its range; before training, if the model does not fit the score, is sparse
-            already or cannot become so sparse, or training is distributed.
+        ValueError: If a value is out of its range. Before training, if the model does not fit the score, is sparse
+            already or cannot become so sparse, or if training is distributed.
     """
 
-    def __init__(self, final_sparsity, start=0.1, end=0.6, schedule="cubic", score="probs", scope="head", every=10):
+    def __init__(
+        self,
+        final_sparsity: float,
+        start: float = 0.1,
+        end: float = 0.6,
+        schedule: str = "cubic",
+        score: str = "probs",
+        scope: str = "head",
+        every: int = 10,
+    ) -> None:
         for name, value in (("final_sparsity", final_sparsity), ("start", start), ("end", end)):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"pruning: {name} must be a number, got {value!r}")
@@ -93,24 +109,26 @@ class ProgressivePruning(TrainerCallback):
         if not 0 <= start <= end < 1:
             raise ValueError(f"pruning: start and end must be 0 <= start <= end < 1, got {start!r} and {end!r}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"pruning: every must be a whole number of at least 1, got {every!r}")
-        for name, value, allowed in (
-            ("schedule", schedule, tuple(SCHEDULES)), ("score", score, tuple(SCORES)), ("scope", scope, SCOPES)
-        ):  # fmt: skip
-            check_choice(f"pruning: {name}", value, allowed)
+            raise ValueError(f"pruning: every must be an integer of at least 1, got {every!r}")
+        check_choice("pruning: schedule", schedule, tuple(SCHEDULES))
+        check_choice("pruning: score", score, tuple(SCORES))
+        check_choice("pruning: scope", scope, SCOPES)
         self.final_sparsity, self.start, self.end = final_sparsity, start, end
         self.schedule, self.score, self.scope, self.every = schedule, score, scope, every
         self._ready = False
-        self._hooks = []
-        self._sums = {}
+        self._hooks: list[Any] = []
+        self._sums: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def from_settings(cls, settings):
+    def from_settings(cls, settings: dict[str, Any] | None) -> "ProgressivePruning | None":
         """
-        From the field `pruning` of a recipe; `None` for `None`.
+        Make the callback that the field `pruning` of a recipe describes; `None` for `None`.
+
+        Args:
+            settings (`dict`, *optional*): Arguments of the class.
 
         Raises:
-            ValueError: As the class, and for an unknown name.
+            ValueError: If a name is unknown, or a value is out of its range.
         """
         if settings is None:
             return None
@@ -125,29 +143,31 @@ class ProgressivePruning(TrainerCallback):
         return cls(**settings)
 
     @property
-    def settings(self):
-        """The arguments, as a `dict`."""
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the class."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
-    def check(self, model):
+    def check(self, model: PreTrainedModel) -> None:
         """
+        Check whether a model can be pruned with these settings. Changes nothing.
+
         Raises:
-            ValueError: If this model cannot be pruned so; nothing was changed.
+            ValueError: If it cannot.
         """
-        sparse_attention = getattr(model.base_model, "sparse_attention", None)
+        sparse_attention = _sparse_attention(model)
         if sparse_attention is None:
             raise ValueError("pruning: the model carries no mask: give it a search, or the pattern 'dense'")
-        config, backend = sparse_attention.config, model.config._attn_implementation
+        config, search, backend = sparse_attention.config, sparse_attention.search, model.config._attn_implementation
         if sparse_attention.window is not None:
             raise ValueError(f"pruning: a model of type {model.config.model_type!r} has sliding windows already")
-        if not sparse_attention.searching and sparse_attention.mask.sparsity > 0:
+        if search is None and sparse_attention.mask.sparsity > 0:
             raise ValueError(
-                f"pruning: the model runs through {_mode(config)}, which removes "
+                f"pruning: the model runs through {_mode(sparse_attention)}, which removes "
                 f"{sparse_attention.mask.sparsity:.1%} already: start from the pattern 'dense'"
             )
-        if sparse_attention.searching == (self.score == "attention"):
+        if (search is not None) == (self.score == "attention"):
             wanted = "the pattern 'dense' instead of a search" if self.score == "attention" else "a search"
-            raise ValueError(f"pruning: score {self.score!r} needs {wanted}, got {_mode(config)}")
+            raise ValueError(f"pruning: score {self.score!r} needs {wanted}, got {_mode(sparse_attention)}")
         if self.score == "attention" and backend in BACKENDS and "weights" not in BACKENDS[backend].supports:
             able = [name for name, row in BACKENDS.items() if "weights" in row.supports]
             raise ValueError(
@@ -158,10 +178,10 @@ class ProgressivePruning(TrainerCallback):
             raise ValueError(
                 f"pruning: target_sparsity must be unset beside final_sparsity, got {config.target_sparsity}"
             )
-        if sparse_attention.searching and sparse_attention.mask_form == "multiplicative":
+        if search is not None and search.mask_form == "multiplicative":
             raise ValueError("pruning: mask_form must be 'additive' or 'log', got 'multiplicative'")
         length = config.mask_length
-        kept = sparse_attention.least_kept() if sparse_attention.searching else length * (not config.allow_empty_rows)
+        kept = length * (not config.allow_empty_rows) if search is None else search.least_kept
         if self.final_sparsity > 1 - kept / length**2:
             raise ValueError(
                 f"pruning: final_sparsity {self.final_sparsity} cannot be reached: special tokens, a kept diagonal "
@@ -170,52 +190,86 @@ class ProgressivePruning(TrainerCallback):
             )
 
     def _begin(self, model):
-        sparse_attention = model.base_model.sparse_attention
+        sparse_attention = _sparse_attention(model)
         self._ready = True
         if sparse_attention.searching:
-            sparse_attention.config.pruned = True
+            sparse_attention.start_pruning()
         else:
             self._watch(model)
 
-    def on_init_end(self, args, state, control, model=None, **kwargs):
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
             raise ValueError("pruning: training must run in one process, without DeepSpeed or FSDP")
         if args.load_best_model_at_end:
             raise ValueError("pruning: load_best_model_at_end must be false: checkpoints differ in their sparsity")
         self.check(model)
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if state.max_steps < 2:
             raise ValueError(f"pruning: training must have at least 2 steps, got max_steps {state.max_steps}")
         if not self._ready:
             self.on_init_end(args, state, control, model)
             self._begin(model)
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        self._unwatch(model.base_model.sparse_attention)
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._unwatch(_sparse_attention(model))
         self._ready = False
 
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         step, (_, last) = state.global_step, self._bounds(state.max_steps)
         if step > last:
             return
-        sparse_attention = model.base_model.sparse_attention
+        sparse_attention = _sparse_attention(model)
         due = self._due(step, state.max_steps)
         if due > self._due(step - 1, state.max_steps):
-            if sparse_attention.searching:
-                sparse_attention.prune(SCORES[self.score](sparse_attention), due, self.scope)
-            else:
+            score_of = SCORES[self.score]
+            if score_of is None:
                 self._prune_by_attention(sparse_attention, due)
+            else:
+                learned = sparse_attention.learned
+                learned.prune(score_of(learned), due, self.scope)
         if step == last:
-            self._freeze(sparse_attention, optimizer, Path(args.output_dir))
+            self._freeze(sparse_attention, optimizer, Path(str(args.output_dir)))
 
-    def on_save(self, args, state, control, **kwargs):
-        path = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        path = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
         frozen = state.global_step > self._bounds(state.max_steps)[1]
         save_file(self._sums, path, {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)})
 
     def _bounds(self, max_steps):
-        """First and last step before which entries are removed: one goes before, to rank by, and one after."""
+        """
+        The first and the last step before which entries are removed. At least one step comes before, to rank entries
+        by, and one after.
+        """
         last = max(1, min(math.ceil(self.end * max_steps), max_steps - 1))
         return min(max(1, math.ceil(self.start * max_steps)), last), last
 
@@ -267,9 +321,10 @@ class ProgressivePruning(TrainerCallback):
         logger.warning(f"pruning: the mask is frozen, asked for a sparsity of {asked:.3f}, got {got:.3f}.")
 
     def _watch(self, model):
-        """Have attention probabilities collected in every layer, of training batches."""
-        sparse_attention, modules = model.base_model.sparse_attention, attention_modules(model)
-        sparse_attention.needs = frozenset({"weights"})
+        """Collect the attention probabilities of all layers in training batches."""
+        sparse_attention = _sparse_attention(model)
+        modules = _attention_modules(model, sparse_attention)
+        sparse_attention.return_weights()
         length, num_heads = sparse_attention.config.mask_length, sparse_attention.config.num_attention_heads
 
         def collect(layer):
@@ -296,20 +351,20 @@ class ProgressivePruning(TrainerCallback):
         ]
 
     def _unwatch(self, sparse_attention):
-        sparse_attention.needs = frozenset()
+        sparse_attention.return_weights(False)
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._sums = [], {}
 
-    def restore(self, checkpoint, model):
+    def restore(self, checkpoint: str | PathLike, model: PreTrainedModel) -> None:
         """
-        Take up where a checkpoint was written, before its weights are read.
+        Continue from a checkpoint, before its weights are read.
 
         Args:
             checkpoint (`str` or `os.PathLike`): Folder, checked by [`~sparsebert.training.resuming.check_checkpoint`].
-            model (`PreTrainedModel`): As at the start of that run.
+            model (`PreTrainedModel`): The model as it was at the start of that run.
         """
-        sparse_attention = model.base_model.sparse_attention
+        sparse_attention = _sparse_attention(model)
         with safe_open(Path(checkpoint) / PRUNING_NAME, "pt", device=str(model.device)) as file:
             self._sums = {name: file.get_tensor(name) for name in file.keys()}
             frozen = json.loads(file.metadata()["frozen"])
@@ -320,14 +375,30 @@ class ProgressivePruning(TrainerCallback):
         self._ready = True
 
 
-def _mode(config):
-    """A search, pattern or mask by name, for messages."""
-    if config.search is not None and not config.frozen:
-        return f"search {config.search!r}"
-    return f"pattern {config.pattern!r}" if config.pattern else "a frozen mask"
+def _sparse_attention(model: PreTrainedModel) -> Any:
+    """The [`SparseAttention`] of a model, or `None`."""
+    return getattr(model.base_model, "sparse_attention", None)
 
 
-def stored_settings(checkpoint):
+def _attention_modules(model: PreTrainedModel, sparse_attention: nn.Module) -> list[nn.Module]:
+    """The attention modules that run through a [`SparseAttention`], in the order of their layers."""
+    # Each holds a reference that is not registered.
+    modules = (module for module in model.base_model.modules() if "sparse_attention" in vars(module))
+    return sorted(
+        (module for module in modules if vars(module)["sparse_attention"] is sparse_attention),
+        key=lambda module: vars(module)["mask_layer"],
+    )
+
+
+def _mode(sparse_attention: Any) -> str:
+    """What a model runs through, for messages."""
+    if sparse_attention.searching:
+        return f"search {sparse_attention.search.name!r}"
+    pattern = sparse_attention.config.pattern
+    return f"pattern {pattern!r}" if pattern else "a frozen mask"
+
+
+def stored_settings(checkpoint: str | PathLike) -> dict[str, Any] | None:
     """The settings of the run that wrote a checkpoint; `None` if it did not prune."""
     path = Path(checkpoint) / PRUNING_NAME
     if not path.is_file():

@@ -1,6 +1,9 @@
-"""The callback that tells a search how far the training is, and ends it."""
+"""The Trainer callback that advances a search and ends it."""
 
-from transformers import TrainerCallback
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 
@@ -9,51 +12,77 @@ logger = logging.get_logger(__name__)
 
 class SearchSchedule(TrainerCallback):
     """
-    Tells the mask how much of its search is done, for everything about it that is scheduled, and where the search ends
-    before the training, freezes it: training goes on through the frozen mask with the same optimiser.
+    Tells the mask how much of its search is done, which all its schedules follow. If the search ends before the
+    training does, the mask is frozen there and training goes on through it with the same optimizer.
 
     Args:
-        end (`float`): Fraction of the training, in (0, 1]; 1 leaves freezing to the caller.
-        threshold, sparsity (`float`, *optional*): As of [`SparseAttention.freeze`].
-        metadata (`dict`, *optional*): The same.
+        end (`float`, *optional*, defaults to 1.0): Fraction of the training after which the mask is frozen, in (0, 1].
+            With 1 the caller freezes it after the training.
+        threshold (`float`, *optional*): See [`SparseAttention.freeze`].
+        sparsity (`float`, *optional*): See [`SparseAttention.freeze`].
+        metadata (`dict`, *optional*): Provenance to store with the frozen mask.
+
+    Attributes:
+        probs (`torch.Tensor` of shape `(L, H, n, n)`): P when the mask was frozen, `None` before.
+        outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
     Raises:
         ValueError: If `end` is out of its range.
     """
 
-    def __init__(self, end=1.0, threshold=None, sparsity=None, metadata=None):
+    def __init__(
+        self,
+        end: float = 1.0,
+        threshold: float | None = None,
+        sparsity: float | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
         if not 0 < end <= 1:
             raise ValueError(f"search_end must be in (0, 1], got {end!r}")
         self.end = end
         self._freezing = (threshold, sparsity, metadata)
-        self.probs = self.outcome = self._refused = None
+        self._refused = False
+        self.probs: torch.Tensor | None = None
+        self.outcome: dict[str, Any] | None = None
 
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        sparse_attention = getattr(model.base_model, "sparse_attention", None)
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
         if sparse_attention is None or not sparse_attention.searching:
             return
         done = state.global_step / max(self.end * state.max_steps, 1)
         sparse_attention.set_progress(min(done, 1.0))
-        if self.end < 1 and done >= 1 and self._refused is None:
+        if self.end < 1 and done >= 1 and not self._refused:
             try:
                 self.freeze(sparse_attention, optimizer)
             except ValueError as error:
-                self._refused = error  # a mask with empty rows: hours of training are not lost for it
+                # A mask with empty rows must not cost hours of training.
+                self._refused = True
                 logger.warning(f"search_end: the mask cannot be frozen yet, the search goes on: {error}")
 
-    def freeze(self, sparse_attention, optimizer=None):
-        """End the search; keeps P `(L, H, n, n)` as `probs` and what [`SparseAttention.outcome`] says as `outcome`."""
-        threshold, sparsity, metadata = self._freezing
+    def freeze(self, sparse_attention: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """
+        End the search of a [`SparseAttention`], and take its logits out of the optimizer. Sets `probs` and `outcome`.
+
+        Raises:
+            ValueError: If the mask cannot be frozen, see [`SparseAttention.freeze`].
+        """
         probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
-        outcome = sparse_attention.outcome(threshold, sparsity)
-        sparse_attention.freeze(threshold, sparsity, metadata)
-        self.probs, self.outcome = probs, outcome
+        _, self.outcome = sparse_attention.end_search(*self._freezing)
+        self.probs = probs
         if optimizer is not None:
             forget(optimizer, logits)
 
 
-def forget(optimizer, parameter):
-    """Take a parameter out of an optimiser; its groups and the state of the others stay."""
+def forget(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    """Take a parameter out of an optimizer. Its groups and the state of the other parameters stay."""
     for group in optimizer.param_groups:
         group["params"] = [other for other in group["params"] if other is not parameter]
     optimizer.state.pop(parameter, None)

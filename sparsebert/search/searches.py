@@ -1,12 +1,14 @@
 """
 Mask searches: what is learned per head, and how it becomes a mask.
 
-Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, B tile size.
+Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, B tile size, R rows, P the
+keep probability.
 A search learns one logit alpha per parameter; P = sigmoid(alpha). Entries that share a parameter are kept or removed
 together.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -22,9 +24,9 @@ class Search:
 
     Args:
         form (`str`): Form of the frozen [`SparseMask`]: `"table"`, `"offsets"` or `"blocks"`.
-        stochastic (`bool`): Whether training samples the mask with Gumbel noise, or uses P itself.
-        special_tokens (`str`): Default special tokens.
-        mask_constant (`float`): Default c of the additive form.
+        stochastic (`bool`): Whether training samples the mask with Gumbel noise instead of using P itself.
+        special_tokens (`str`): Default of the configuration's `special_tokens`.
+        mask_constant (`float`): Default of the configuration's `mask_constant`, c of the additive form.
     """
 
     form: str
@@ -34,7 +36,7 @@ class Search:
 
 
 # Source: SparseBERT (arXiv 2102.12871), Section 3.1 (soft), Section 4.1 (DAM_u, DAM_s). dam_b ties whole tiles.
-# P starts near 1/2, where a soft mask with c = 1e4 would be saturated.
+# A soft mask starts at P = 1/2, which c = 1e4 would saturate.
 SEARCHES = {
     "soft": Search("table", stochastic=False, special_tokens="none", mask_constant=10.0),
     "dam_u": Search("table", stochastic=True, special_tokens="none", mask_constant=1e4),
@@ -44,7 +46,7 @@ SEARCHES = {
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds to 0 or 1; the gradient passes as if it had not."""
+    """Rounds to 0 or 1. The gradient is that of the identity."""
 
     @staticmethod
     def forward(ctx, probs):
@@ -55,27 +57,34 @@ class _StraightThrough(torch.autograd.Function):
         return grad
 
 
-def gumbel_noise(shape, device):
+def gumbel_noise(shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     """
-    Difference of two standard Gumbel variables, in float32 whatever the autocast dtype (half precision gives inf).
+    Difference of two standard Gumbel variables, drawn from the global generator.
 
-    It is logistic, so one clamped uniform draw of the global generator serves for both.
+    The difference has a logistic distribution, so one clamped uniform draw is enough. It is float32 whatever the
+    autocast dtype, since half precision would give inf.
     """
     return torch.logit(torch.rand(shape, device=device, dtype=torch.float32), eps=1e-6)
 
 
-def sample_mask(logits, temperature=1.0, hard=True, noise=None):
+def sample_mask(
+    logits: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    hard: bool = True,
+    noise: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Gumbel-sigmoid sample of a mask.
 
     Args:
         logits (`torch.Tensor`): alpha, any shape, float32.
-        temperature (`float`): tau > 0.
-        hard (`bool`): Straight-through: 0 or 1 forward, gradient of the soft sample.
-        noise (`torch.Tensor`, *optional*): G1 - G2 of the same shape; drawn when left out.
+        temperature (`float` or `torch.Tensor`, *optional*, defaults to 1.0): tau > 0.
+        hard (`bool`, *optional*, defaults to `True`): Straight-through: round the sample to 0 or 1, with the gradient
+            of the soft sample.
+        noise (`torch.Tensor`, *optional*): G1 - G2, of the same shape. Drawn by default.
 
     Returns:
-        `tuple` of two `torch.Tensor`: the sample, and the noisy logits `(alpha + G1 - G2) / tau` that it came from.
+        `tuple` of two `torch.Tensor`: The sample, and the noisy logits `(alpha + G1 - G2) / tau` that it came from.
 
     Source: SparseBERT (arXiv 2102.12871), Section 4.1, Algorithm 1.
     """
@@ -85,15 +94,15 @@ def sample_mask(logits, temperature=1.0, hard=True, noise=None):
     return (_StraightThrough.apply(soft) if hard else soft), noisy
 
 
-def mask_bias(mask, noisy, form, constant, hard):
+def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: float, hard: bool) -> torch.Tensor:
     """
-    Term added to the attention scores for a drawn mask.
+    The term that a sampled mask adds to the attention scores.
 
     Args:
-        mask (`torch.Tensor`): The sample M (or P itself for a soft search).
-        noisy (`torch.Tensor`): Its logits, M = sigmoid(noisy) before any rounding.
-        form (`str`): `"additive"`: `-c (1 - M)`. `"log"`: `log M`; a hard sample is 0 where kept and -c where removed,
-            with the gradient of the soft sample's logarithm, which is bounded.
+        mask (`torch.Tensor`): The sample M (P itself in a soft search).
+        noisy (`torch.Tensor`): The noisy logits: M = sigmoid(noisy) before rounding.
+        form (`str`): `"additive"` for `-c (1 - M)`, `"log"` for `log M`. With `"log"`, a hard sample gives 0 where
+            kept and -c where removed, with the gradient of the soft sample's logarithm, which is bounded.
         constant (`float`): c.
         hard (`bool`): Whether M was rounded.
 
@@ -107,17 +116,22 @@ def mask_bias(mask, noisy, form, constant, hard):
     return log + (-constant * (1.0 - mask) - log).detach()
 
 
-def num_parameters(form, length, symmetric=True, special_tokens="none", block_size=None):
-    """K: a symmetric table has one per unordered pair, offsets those of the block inside the special tokens."""
+def num_parameters(
+    form: str, length: int, symmetric: bool = True, special_tokens: str = "none", block_size: int | None = None
+) -> int:
+    """
+    K, the number of parameters per head: one per entry of a table, or per unordered pair if it is symmetric; one per
+    tile diagonal; or one per offset that occurs between tokens that are not special.
+    """
     if form == "table":
         return length * (length + 1) // 2 if symmetric else length * length
     if form == "blocks":
-        return -(-length // block_size)
+        return -(-length // (block_size or 1))
     return length - SPECIAL_TOKENS.index(special_tokens)
 
 
-def parameter_distance(form, size, length, symmetric=True):
-    """How far apart query and key of each of the K parameters are, in tokens or for `"blocks"` in tiles: `(K,)`."""
+def parameter_distance(form: str, size: int, length: int, symmetric: bool = True) -> torch.Tensor:
+    """Distance between query and key of each parameter, in tokens, or in tiles for `"blocks"`: long `(K,)`."""
     if form != "table":
         return torch.arange(size)
     position = torch.arange(length)
@@ -127,22 +141,32 @@ def parameter_distance(form, size, length, symmetric=True):
     )
 
 
-def select(probs, counts, fixed, threshold=0.5, sparsity=None, length=None):
+def select(
+    probs: torch.Tensor,
+    counts: torch.Tensor,
+    fixed: int,
+    threshold: float = 0.5,
+    sparsity: float | None = None,
+    *,
+    length: int,
+) -> torch.Tensor:
     """
     Choose the parameters to keep.
 
     Args:
-        probs (`torch.Tensor` of shape `(L, H, K)`): P per parameter.
-        counts (`torch.Tensor` of shape `(K,)`): Entries that each parameter decides at the mask's length.
-        fixed (`int`): Entries per head that are on whatever is chosen (special tokens, a kept diagonal).
-        threshold (`float`): Keep where P exceeds it, unless `sparsity` is given.
-        sparsity (`float`, *optional*): Keep the largest P of each head so that the fraction removed of its `length^2`
-            entries is the nearest possible to this.
+        probs (`torch.Tensor` of shape `(L, H, K)`): P of each parameter.
+        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
+        fixed (`int`): Number of entries per head that are always on (special tokens, a kept diagonal).
+        threshold (`float`, *optional*, defaults to 0.5): Keep parameters with P above this, in [0, 1). Ignored if
+            `sparsity` is given.
+        sparsity (`float`, *optional*): Keep the largest P of each head, so that the fraction of entries removed is as
+            near as possible to this, in [0, 1).
+        length (`int`): n. A head has `n^2` entries.
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool.
     Raises:
-        ValueError: If `threshold` or `sparsity` is out of range.
+        ValueError: If `threshold` or `sparsity` is out of its range.
     """
     if sparsity is None:
         if not 0.0 <= threshold < 1.0:
@@ -153,14 +177,15 @@ def select(probs, counts, fixed, threshold=0.5, sparsity=None, length=None):
     return keep_largest(probs, counts, (1.0 - sparsity) * length**2 - fixed)
 
 
-def keep_largest(scores, counts, budget):
+def keep_largest(scores: torch.Tensor, counts: torch.Tensor, budget: float) -> torch.Tensor:
     """
-    The largest scores along the last dimension, as many as together decide nearest to `budget` entries.
+    Choose the parameters with the largest scores along the last dimension, so many that they decide as near as
+    possible to `budget` entries.
 
     Args:
-        scores (`torch.Tensor` of shape `(..., K)`): Of the parameters.
-        counts (`torch.Tensor` of shape `(K,)`): Entries that each parameter decides.
-        budget (`float`): Entries to keep.
+        scores (`torch.Tensor` of shape `(..., K)`): Score of each parameter.
+        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
+        budget (`float`): Number of entries to keep.
 
     Returns:
         `torch.Tensor` of shape `(..., K)`, bool.
@@ -171,14 +196,14 @@ def keep_largest(scores, counts, budget):
     return order.argsort(dim=-1, stable=True) < num_kept
 
 
-def best_of_rows(scores, index, fixed):
+def best_of_rows(scores: torch.Tensor, index: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
     """
-    Parameters without which a row would keep nothing, if each row keeps its best entry.
+    The parameters of each row's best entry, for rows that no fixed entry keeps from being empty.
 
     Args:
-        scores (`torch.Tensor` of shape `(L, H, K)`): Of the parameters.
-        index (`torch.Tensor` of shape `(n, n)`): As [`parameter_index`].
-        fixed (`torch.Tensor` of shape `(n, n)`): 1 on, 0 off, -1 learned.
+        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
+        index (`torch.Tensor` of shape `(n, n)`): The parameter of each entry, see [`parameter_index`].
+        fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool.
@@ -193,20 +218,30 @@ def best_of_rows(scores, index, fixed):
     return torch.zeros_like(padded, dtype=torch.bool).scatter_(-1, best, True)[..., :-1]
 
 
-def prune(kept, scores, index, fixed, sparsity, scope="head", empty_rows=False):
+def prune(
+    kept: torch.Tensor,
+    scores: torch.Tensor,
+    index: torch.Tensor,
+    fixed: torch.Tensor,
+    sparsity: float,
+    scope: str = "head",
+    empty_rows: bool = False,
+) -> torch.Tensor:
     """
-    Of the parameters that are left, keep the best down to a sparsity.
+    Remove the parameters with the lowest scores until a sparsity is reached.
 
     Args:
-        kept (`torch.Tensor` of shape `(L, H, K)`): Bool, what has not been removed yet.
-        scores (`torch.Tensor` of shape `(L, H, K)`): Higher is better.
-        index, fixed (`torch.Tensor` of shape `(n, n)`): As [`best_of_rows`].
+        kept (`torch.Tensor` of shape `(L, H, K)`): Bool, the parameters that have not been removed yet.
+        scores (`torch.Tensor` of shape `(L, H, K)`): Parameters with higher scores are kept.
+        index (`torch.Tensor` of shape `(n, n)`): The parameter of each entry, see [`parameter_index`].
+        fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
         sparsity (`float`): Fraction of the `n^2` entries to remove, in every head or on average.
-        scope (`str`): `"head"` ranks the parameters of each head, `"global"` all together.
-        empty_rows (`bool`): Whether a row may lose its last entry.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
+            together.
+        empty_rows (`bool`, *optional*, defaults to `False`): Whether a row may lose its last entry.
 
     Returns:
-        `torch.Tensor` of shape `(L, H, K)`, bool: a part of `kept`.
+        `torch.Tensor` of shape `(L, H, K)`, bool: a subset of `kept`.
     """
     counts = index[fixed == -1].bincount(minlength=scores.shape[-1])
     budget = (1.0 - sparsity) * fixed.numel() - (fixed == 1).sum().item()
@@ -221,8 +256,25 @@ def prune(kept, scores, index, fixed, sparsity, scope="head", empty_rows=False):
     return (chosen | needed) & kept
 
 
-def to_sparse_mask(selected, form, length, symmetric=True, block_size=None, **fields):
-    """The chosen parameters `(L, H, K)` as a [`SparseMask`]; `fields` are its other arguments."""
+def to_sparse_mask(
+    selected: torch.Tensor,
+    form: str,
+    length: int,
+    symmetric: bool = True,
+    block_size: int | None = None,
+    **fields: Any,
+) -> SparseMask:
+    """
+    The [`SparseMask`] that keeps the selected parameters.
+
+    Args:
+        selected (`torch.Tensor` of shape `(L, H, K)`): Bool.
+        form (`str`): `"table"`, `"offsets"` or `"blocks"`.
+        length (`int`): n.
+        symmetric (`bool`, *optional*, defaults to `True`): Whether a table has one parameter per unordered pair.
+        block_size (`int`, *optional*): Tile size of the form `"blocks"`.
+        fields: The other arguments of [`SparseMask`].
+    """
     keep = selected
     if form == "table":
         keep = selected[..., parameter_index(form, length, length, symmetric)]

@@ -18,10 +18,8 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
 from ..masks.patterns import build_pattern
-from ..masks.sparse_mask import special_entries
 from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
-from ..search.searches import parameter_index
 
 
 if TYPE_CHECKING:
@@ -38,12 +36,11 @@ _LEAST_ATTENTION = 1e-6
 def running_through(model: "PreTrainedModel", sparse_attention: "SparseAttention") -> Iterator[None]:
     """Inside the block, `model` runs with the mask of another [`SparseAttention`], made by [`carrier`]."""
     own = get_sparse_attention(model)
-    sparse_attention.argument_names = own.argument_names
-    model.base_model._modules["sparse_attention"] = sparse_attention
+    model.base_model.sparse_attention = sparse_attention
     try:
         yield
     finally:
-        model.base_model._modules["sparse_attention"] = own
+        model.base_model.sparse_attention = own
 
 
 def carrier(model: "PreTrainedModel", mask: "SparseMask | None" = None) -> "SparseAttention":
@@ -51,9 +48,7 @@ def carrier(model: "PreTrainedModel", mask: "SparseMask | None" = None) -> "Spar
     if mask is None:
         mask = build_pattern("dense", 1, model.config.num_attention_heads)
     description = describe(model, frozen=True, mask_length=max(mask.length, 3), allow_empty_rows=True)
-    sparse_attention = make_sparse_attention(model, description)
-    sparse_attention.set_mask(mask)
-    return sparse_attention.to(model.device).eval()
+    return make_sparse_attention(model, description, mask).to(model.device).eval()
 
 
 def hidden_states(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -147,12 +142,9 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     model.set_attn_implementation(implementation)
     if config.share_layers:
         total = total.mean(0, keepdim=True)
-    logits = sparse_attention.mask_logits
-    learned = ~special_entries(length, sparse_attention.special_tokens, device=logits.device)
-    if sparse_attention.diagonal is not None:
-        learned.fill_diagonal_(False)
-    form = sparse_attention.search.form
-    index = parameter_index(form, length, length, config.symmetric, config.block_size, logits.device)[learned]
+    search, logits = sparse_attention.search, sparse_attention.mask_logits
+    learned = (search.fixed == -1).to(logits.device)
+    index = search.index(length, logits.device)[learned]
     counts = index.bincount(minlength=logits.shape[-1])
     sums = torch.zeros_like(logits).index_add_(-1, index, total[..., learned])
     density = sums / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
@@ -188,7 +180,8 @@ def learn_mask(
         ValueError: If the mask is not being searched.
     """
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
-    sparse_attention.alpha()  # raises when frozen
+    if not sparse_attention.searching:
+        raise ValueError("the mask of this model is frozen: there is nothing to learn")
     model.eval().requires_grad_(False)
     sparse_attention.train()  # draws the mask that is learned
     groups = [

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Fields that define a search. A run cannot resume from a checkpoint in which one of them differs.
 MODE_FIELDS = (
     "search", "pattern", "target_sparsity", "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
-    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "noise_scale_end", "mask_length",
+    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "mask_length",
     "symmetric", "share_layers", "special_tokens", "diagonal", "probability_map", "probability_map_kwargs",
     "token_mixers",
 )  # fmt: skip
@@ -69,6 +69,7 @@ def check_checkpoint(
     here = {name: getattr(config, name) for name in (*MODE_FIELDS, "frozen")}
     # At the end of the pruning, a search or the dense pattern becomes a frozen mask.
     changing = ("frozen",) * freezes if pruning is None else ("pattern", "frozen", "mask_length", "diagonal")
+    changing += ("diagonal",) * stored.get("frozen", False)  # the frozen mask holds it
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
     settings = stored_settings(checkpoint)
     for name, default in ({} if pruning is None else pruning.settings).items():

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from ..attention.backends import ATTENTION_NAMES, check_backend
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
-from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, read_mask, with_changes
-from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, read_mask
+from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments

@@ -24,9 +24,10 @@ from ..analysis.statistics import summarize
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..files import check_output_dir, write_metrics
+from ..masks.expansion import parameter_index
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask, special_entries
-from ..search.searches import parameter_index, prune, to_sparse_mask
+from ..search.searches import prune, to_sparse_mask
 from .finetuning import SECTIONS, check_arguments, finetune
 from .finetuning_arguments import FinetuningArguments
 from .recipes import load_recipe

@@ -1,0 +1,92 @@
+"""
+What attention reads of a mask that is being learned: fields of [`MaskInputs`], made once per forward.
+
+Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys, K learned
+parameters per head.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..attention.mask_inputs import (
+    MAX_MASK_CONSTANT,
+    MaskInputs,
+    bias_and_live,
+    causal_entries,
+    fix_entries,
+    last_real,
+    merged_bias,
+    set_entries,
+    special_rows,
+    with_cuts,
+)
+from ..masks.sparse_mask import SparseMask
+from .learned_mask import LearnedMask
+from .mask_search import MaskSearch
+from .searches import mask_bias
+
+
+def drawn_inputs(
+    search: MaskSearch, sample: torch.Tensor, noisy: torch.Tensor, inputs: MaskInputs, merged: bool
+) -> dict[str, Any]:
+    """
+    A sampled mask.
+
+    Args:
+        search ([`MaskSearch`]): The rules of the search.
+        sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`LearnedMask.draw`].
+        inputs ([`MaskInputs`]): The forward that it is prepared for.
+        merged (`bool`): Whether the backend needs padding and the last token merged into the bias of each sequence.
+    """
+    num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
+    if search.mask_form == "multiplicative":
+        special = special_rows(inputs, search.special_tokens, search.last_token)
+        gate = search.expand(sample, num_keys, off=0.0, on=1.0)[:, None, :, first_row:]
+        gate = set_entries(gate, special, search.diagonal, on=1.0, off=0.0)
+        bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
+        return {"gate": gate.unbind(0), "bias": (bias,)}
+    last, special_tokens = None, search.special_tokens
+    if special_tokens == "first_last" and inputs.padding is not None and search.last_token == "real":
+        last, special_tokens = last_real(inputs.padding), "first"
+    bias = mask_bias(sample, noisy, search.mask_form, search.mask_constant, search.hard)
+    bias = search.expand(bias, num_keys, off=-search.mask_constant, on=0.0)[:, :, first_row:]
+    bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
+    apart: dict[str, Any] = {"last_token": last, "learned_diagonal": search.diagonal is None}
+    if merged:
+        return {"bias": tuple(merged_bias(layer, replace(inputs, **apart)) for layer in bias)}
+    return {"learned": bias.unbind(0), **apart}
+
+
+def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> dict[str, Any]:
+    """
+    A mask that is being pruned: the entries that are left, applied as a frozen mask would be. In training the logits
+    get the gradient of P of their entries.
+    """
+    search, num_keys, first_row = learned.search, inputs.num_keys, inputs.num_keys - inputs.num_queries
+    keep = search.expand(learned.kept.float(), num_keys, off=0.0, on=1.0)[:, None, :, first_row:] > 0
+    if inputs.causal:
+        keep = keep & causal_entries(inputs)
+    prepared = bias_and_live(keep, inputs, search.special_tokens, search.last_token, search.diagonal)
+    if not training:
+        return prepared
+    probs = torch.sigmoid(learned.alpha() / learned.temperature())
+    # Zeros with a gradient.
+    bias = search.expand(search.mask_constant * (probs - probs.detach()), num_keys, off=0.0, on=0.0)[:, None]
+    special = special_rows(inputs, search.special_tokens, search.last_token)
+    bias = set_entries(bias[..., first_row:, :], special, search.diagonal, on=0.0, off=0.0)
+    biases = tuple(fixed + zeros for fixed, zeros in zip(prepared["bias"], bias.unbind(0), strict=True))
+    return prepared | {"bias": biases}
+
+
+def thresholded_inputs(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """
+    The thresholded mask of a search. As in training, a query that keeps no key attends to all of them.
+    """
+    keep = mask.structure(inputs.num_keys).to(inputs.device)
+    keep = keep[:, None, :, inputs.num_keys - inputs.num_queries :]
+    special = special_rows(inputs, mask.special_tokens, mask.last_token)
+    keep = set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B or 1, H, n, m)
+    bias = torch.zeros(keep.shape, device=inputs.device).masked_fill_(~keep, -MAX_MASK_CONSTANT)
+    return {"bias": with_cuts(bias, inputs).unbind(0)}
