@@ -271,7 +271,9 @@ def check(case):
         with torch.no_grad():
             factors = dropout_factors(case, mask, padding, keep)
         again = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
-        assert all(map(torch.equal, results, again)), case
+        # With the same numbers dropped the same to rounding, with others nothing like it.
+        bound = 4 * torch.finfo(case.dtype).eps * max(values.double().norm() for values in results)
+        assert all((got - other).double().norm() <= bound for got, other in zip(results, again, strict=True)), case
     # PyTorch's own fused attention is not as exact as its formula.
     units = 16 if case.name == "sparse_sdpa" else 4
     assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)
