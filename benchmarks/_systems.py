@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from sparsebert import SparseMask
 from sparsebert.attention import choice
 from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
+from sparsebert.attention.capabilities import Request
 from sparsebert.attention.mask_inputs import MaskInputs
 
 from ._masks import build_mask, kept
@@ -53,10 +54,10 @@ class Case:
         return replace(self, **inputs, grad=self.grad[:1], keep=self.keep[:1], padding=padding)
 
     def request(self, gradients, dropout):
-        """The [`choice.Request`] of this case."""
+        """The [`Request`] of this case."""
         batch, num_heads, length, _ = self.query.shape
         device, padded = self.query.device.type, self.padding is not None
-        return choice.Request(
+        return Request(
             device, self.query.dtype, batch, num_heads, length, length, HEAD_SIZE, dropout, gradients, padded
         )
 

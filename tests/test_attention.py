@@ -28,7 +28,8 @@ from sparsebert import (
     sparse_dot_product_attention,
 )
 from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, CHOICES
-from sparsebert.attention.choice import WANTED, Request, refusal
+from sparsebert.attention.capabilities import WANTED, Request
+from sparsebert.attention.choice import refusal
 
 
 HEADS = 4

@@ -10,7 +10,8 @@ import torch
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention import choice
 from sparsebert.attention.backends import BACKENDS, CHOICES, logger
-from sparsebert.attention.choice import Request, _has_amx, by_measurement, by_table, check, measure
+from sparsebert.attention.capabilities import WANTED, Request
+from sparsebert.attention.choice import _has_amx, by_measurement, by_table, check, measure
 
 
 HEADS = 2
@@ -58,7 +59,7 @@ def test_auto_goes_round_what_cannot_run(fields):
     assert name == "sparse_sdpa" and reason.startswith("sparse_cpu cannot run: ")
 
 
-@pytest.mark.parametrize("need", choice.WANTED)
+@pytest.mark.parametrize("need", WANTED)
 def test_auto_serves_every_need(need):
     request = replace(REQUEST, needs=frozenset({need}))
     for mask in (mask_of(0.1), None):

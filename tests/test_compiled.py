@@ -5,7 +5,8 @@ import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS
-from sparsebert.attention.choice import Request, refusal
+from sparsebert.attention.capabilities import Request
+from sparsebert.attention.choice import refusal
 from sparsebert.masks import compiled as module
 from sparsebert.masks.compiled import base_table, compiled, remember
 

@@ -19,13 +19,8 @@ from sparsebert.data.tasks import TASKS
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.finetuning import check_arguments
 from sparsebert.training.finetuning_arguments import FinetuningArguments
-from sparsebert.training.single_run import (
-    MissingSplitError,
-    choose_splits,
-    prepare,
-    read_predictions,
-    run_once,
-)
+from sparsebert.training.single_run import read_predictions, run_once
+from sparsebert.training.task_data import MissingSplitError, choose_splits, prepare
 from sparsebert.training.task_models import load_model, mask_metrics
 
 

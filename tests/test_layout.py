@@ -33,18 +33,10 @@ def part_of(module):
     return Path(module.parts[0]).stem
 
 
-def nodes(tree):
-    """All nodes of a module but those of its imports for type checkers."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-            yield node
-            yield from nodes(node)
-
-
 def imports(module):
-    """Modules of the package that a module imports, wherever in it, as paths from the package."""
+    """Modules of the package that a module imports, also for type checkers alone, as paths from the package."""
     package = list(module.parts[:-1])
-    for node in nodes(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []

@@ -25,7 +25,8 @@ from sparsebert import (
     sparse_dot_product_attention,
 )
 from sparsebert.attention.backends import BACKENDS
-from sparsebert.attention.choice import Request, by_measurement, by_table, check, refusal
+from sparsebert.attention.capabilities import Request
+from sparsebert.attention.choice import by_measurement, by_table, check, refusal
 from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map
 from sparsebert.commands import main
 from sparsebert.training.trainer import SparseBertTrainer

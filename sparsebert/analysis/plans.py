@@ -9,6 +9,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..attention import choice
 from ..attention.backends import BACKENDS
+from ..attention.capabilities import Request
 from ..masks.compiled import base_table
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import live_tiles
@@ -128,7 +129,7 @@ def make_plan(
     choices = {}
     for phase, dropout in (("inference", 0.0), ("training", 0.0), ("training with dropout", 0.1)):
         shape = (1, mask.num_heads, length, length, head_size)
-        request = choice.Request(
+        request = Request(
             device_type, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
         )
         choices[phase] = choice.by_table(BACKENDS, mask, request)

@@ -6,7 +6,6 @@ request or raises. Only `sparse_auto` (by a table of measurements) and `sparse_m
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
 from . import choice, cpu, flex, triton
+from .capabilities import WANTED, Backend, Request
 from .eager import eager_attention
 from .mask_inputs import MaskInputs, prepare_bias
 from .probability_maps import PROBABILITY_MAPS
@@ -23,37 +23,11 @@ from .sdpa import sdpa_attention
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Backend:
-    """
-    One way to run attention under a mask.
-
-    Args:
-        function (`Callable`): `(query, key, value, inputs, scaling, dropout) -> (output, probabilities or None)`. The
-            query has shape `(B, H, n, d)`, the output `(B, n, H, d)`, the probabilities `(B, H, n, m)`; `inputs` are
-            the [`MaskInputs`] of one layer, and `dropout` is 0 in evaluation.
-        prepare (`Callable`): `(mask, inputs) -> dict`, called once per forward for all layers. Returns the fields of
-            [`MaskInputs`] that `function` reads of a frozen mask.
-        refuse (`Callable`, *optional*): `(request) -> str or None`, the reason why it cannot serve a [`Request`].
-        supports (`frozenset`, *optional*): What it can do beyond a frozen mask with padding, as keys of `WANTED`:
-            `"additive"` (the thresholded mask of a search, or a 4-D mask of the caller), `"learned"` (a mask that is
-            being learned), `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a
-            sliding window that differs by sequence).
-        probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
-    """
-
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    prepare: Callable[[SparseMask, MaskInputs], dict[str, Any]]
-    refuse: Callable[[choice.Request], str | None] = lambda request: None
-    supports: frozenset[str] = frozenset()
-    probability_maps: tuple[str, ...] = ("softmax",)
-
-
 BACKENDS: dict[str, Backend] = {
     "sparse_eager": Backend(
         eager_attention,
         prepare_bias,
-        supports=frozenset(choice.WANTED),
+        supports=frozenset(WANTED),
         probability_maps=tuple(PROBABILITY_MAPS),
     ),
     "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive", "learned", "window"})),
@@ -87,7 +61,7 @@ def check_backend(name: str, probability_map: str = "softmax") -> None:
 @torch.compiler.assume_constant_result
 def _choose(name, handle, fields):
     mask = None if handle is None else SparseMask.instances[handle]
-    request = choice.Request(*fields)
+    request = Request(*fields)
     if name in BACKENDS:
         choice.check(BACKENDS, name, request)
         return name

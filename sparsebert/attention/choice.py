@@ -4,8 +4,8 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -13,64 +13,17 @@ from transformers.utils import logging
 from ..masks.compiled import base_table
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import live_tiles
+from .capabilities import WANTED, Backend, Request
 from .mask_inputs import MaskInputs
-
-
-if TYPE_CHECKING:
-    from .backends import Backend
 
 
 logger = logging.get_logger(__name__)
 
-# What a request may need beyond a frozen mask with padding, in the words of an error message.
-WANTED = {
-    "gate": "mask_form 'multiplicative'",
-    "weights": "output_attentions=True",
-    "additive": "a mask that is not frozen, or a 4-D attention_mask",
-    "learned": "a mask that is being learned",
-    "window": "sliding windows around each sequence's last token (use special_tokens 'first' or 'none')",
-}
 TILE_SIZE = 64
 ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class Request:
-    """
-    The properties of one forward that decide which backends can serve it.
-
-    Args:
-        device (`str`): Type of the device, such as `"cpu"` or `"cuda"`.
-        dtype (`torch.dtype`): Dtype of query, key and value.
-        batch (`int`): Number of sequences.
-        num_heads (`int`): Number of heads.
-        num_queries (`int`): Number of queries per sequence.
-        num_keys (`int`): Number of keys per sequence.
-        head_size (`int`): Size of a head.
-        dropout (`float`): Probability of attention dropout, 0 in evaluation.
-        gradients (`bool`): Whether a backward pass may follow.
-        padded (`bool`): Whether there is padding.
-        causal (`bool`): Whether future keys are removed.
-        needs (`frozenset` of `str`): Keys of `WANTED`.
-        probability_map (`str`): A key of `PROBABILITY_MAPS`.
-    """
-
-    device: str
-    dtype: torch.dtype
-    batch: int
-    num_heads: int
-    num_queries: int
-    num_keys: int
-    head_size: int
-    dropout: float = 0.0
-    gradients: bool = False
-    padded: bool = False
-    causal: bool = False
-    needs: frozenset[str] = frozenset()
-    probability_map: str = "softmax"
-
-
-def refusal(backends: "Mapping[str, Backend]", name: str, request: Request) -> str | None:
+def refusal(backends: Mapping[str, Backend], name: str, request: Request) -> str | None:
     """The reason why backend `name` cannot serve `request`, or `None` if it can."""
     if lacking := request.needs - backends[name].supports:
         return f"it does not support {WANTED[min(lacking)]}"
@@ -79,7 +32,7 @@ def refusal(backends: "Mapping[str, Backend]", name: str, request: Request) -> s
     return backends[name].refuse(request)
 
 
-def check(backends: "Mapping[str, Backend]", name: str, request: Request) -> None:
+def check(backends: Mapping[str, Backend], name: str, request: Request) -> None:
     """
     Raises:
         ValueError: If backend `name` cannot serve `request`.
@@ -94,7 +47,7 @@ def _live_tiles(handle, length, causal):
     return live_tiles(base_table(SparseMask.instances[handle], length, causal)[0], TILE_SIZE)
 
 
-def by_table(backends: "Mapping[str, Backend]", mask: SparseMask | None, request: Request) -> tuple[str, str]:
+def by_table(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:
     """
     The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md), or the reference
     where nothing was measured.
@@ -176,7 +129,7 @@ def _on_cuda(mask, request):
 _MEASURED: dict[tuple[int | None, Request], tuple[str, str]] = {}
 
 
-def by_measurement(backends: "Mapping[str, Backend]", mask: SparseMask | None, request: Request) -> tuple[str, str]:
+def by_measurement(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:
     """
     The choice of `sparse_measure`: the fastest of all backends that can serve the request, measured once per mask and
     request. Arguments and result are those of [`by_table`].

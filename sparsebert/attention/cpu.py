@@ -23,7 +23,7 @@ from .mask_inputs import MaskInputs, compiled_length
 
 
 if TYPE_CHECKING:
-    from .choice import Request
+    from .capabilities import Request
 
 
 logger = logging.get_logger(__name__)

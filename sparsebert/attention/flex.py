@@ -18,7 +18,7 @@ from .mask_inputs import MaskInputs
 
 
 if TYPE_CHECKING:
-    from .choice import Request
+    from .capabilities import Request
 
 
 logger = logging.get_logger(__name__)

@@ -22,7 +22,7 @@ from .mask_inputs import MaskInputs
 
 
 if TYPE_CHECKING:
-    from .choice import Request
+    from .capabilities import Request
 
 
 HEAD_SIZES = (32, 64, 128)

@@ -17,7 +17,6 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 
 if TYPE_CHECKING:
     from ..attention.mask_inputs import MaskInputs
-    from .configuration_sparsebert import SparseBertConfig
 
 NUM_FILTERS = 16
 FILTER_LENGTH = 128
@@ -151,7 +150,7 @@ MIXERS: dict[str, type[nn.Module]] = {
 }
 
 
-def check_token_mixers(config: "SparseBertConfig") -> None:
+def check_token_mixers(config: PreTrainedConfig) -> None:
     """
     Check that the mixers of a configuration fit the model.
 

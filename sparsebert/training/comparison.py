@@ -12,7 +12,8 @@ import numpy as np
 
 from ..analysis.statistics import paired_bootstrap
 from ..data.tasks import TASKS
-from .single_run import TaskData, read_predictions
+from .single_run import read_predictions
+from .task_data import TaskData
 
 
 def run_folders(folder: str | os.PathLike) -> dict[int, Path]:

@@ -29,7 +29,8 @@ from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
-from .single_run import MissingSplitError, TaskData, prepare, run_once, training_arguments
+from .single_run import run_once, training_arguments
+from .task_data import MissingSplitError, TaskData, prepare
 from .task_models import check_model
 
 

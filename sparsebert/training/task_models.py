@@ -16,13 +16,13 @@ from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
+from .task_data import TaskData
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..masks.sparse_mask import SparseMask
-    from .single_run import TaskData
 
 # Fields that a SparseBERT model may change after pre-training.
 PROBABILITY_FIELDS = ("probability_map", "probability_map_kwargs")
@@ -72,7 +72,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         read_mask(options.mask)
 
 
-def load_model(data: "TaskData", config: dict[str, Any]) -> "PreTrainedModel":
+def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     """
     Load the model of a run with the head of its task: with its own mask, with another mask, or dense.
 
@@ -159,7 +159,7 @@ def input_sparsity(mask: "SparseMask", lengths: np.ndarray | list[int]) -> float
     return 1 - kept / (mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum()))
 
 
-def mask_metrics(model: "PreTrainedModel", data: "TaskData") -> dict[str, Any]:
+def mask_metrics(model: "PreTrainedModel", data: TaskData) -> dict[str, Any]:
     """Name of the model's mask, its sparsity at its own length, and its sparsity on the evaluated inputs."""
     sparse_attention = getattr(model.base_model, "sparse_attention", None)
     if sparse_attention is None:

@@ -1,0 +1,82 @@
+"""What a forward asks of a backend, and what a backend can do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..masks.sparse_mask import SparseMask
+from .mask_inputs import MaskInputs
+
+
+# What a request may need beyond a frozen mask with padding, in the words of an error message.
+WANTED = {
+    "gate": "mask_form 'multiplicative'",
+    "weights": "output_attentions=True",
+    "additive": "a mask that is not frozen, or a 4-D attention_mask",
+    "learned": "a mask that is being learned",
+    "window": "sliding windows around each sequence's last token (use special_tokens 'first' or 'none')",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    The properties of one forward that decide which backends can serve it.
+
+    Args:
+        device (`str`): Type of the device, such as `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`): Dtype of query, key and value.
+        batch (`int`): Number of sequences.
+        num_heads (`int`): Number of heads.
+        num_queries (`int`): Number of queries per sequence.
+        num_keys (`int`): Number of keys per sequence.
+        head_size (`int`): Size of a head.
+        dropout (`float`): Probability of attention dropout, 0 in evaluation.
+        gradients (`bool`): Whether a backward pass may follow.
+        padded (`bool`): Whether there is padding.
+        causal (`bool`): Whether future keys are removed.
+        needs (`frozenset` of `str`): Keys of `WANTED`.
+        probability_map (`str`): A key of `PROBABILITY_MAPS`.
+    """
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dropout: float = 0.0
+    gradients: bool = False
+    padded: bool = False
+    causal: bool = False
+    needs: frozenset[str] = frozenset()
+    probability_map: str = "softmax"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """
+    One way to run attention under a mask.
+
+    Args:
+        function (`Callable`): `(query, key, value, inputs, scaling, dropout) -> (output, probabilities or None)`. The
+            query has shape `(B, H, n, d)`, the output `(B, n, H, d)`, the probabilities `(B, H, n, m)`; `inputs` are
+            the [`MaskInputs`] of one layer, and `dropout` is 0 in evaluation.
+        prepare (`Callable`): `(mask, inputs) -> dict`, called once per forward for all layers. Returns the fields of
+            [`MaskInputs`] that `function` reads of a frozen mask.
+        refuse (`Callable`, *optional*): `(request) -> str or None`, the reason why it cannot serve a [`Request`].
+        supports (`frozenset`, *optional*): What it can do beyond a frozen mask with padding, as keys of `WANTED`:
+            `"additive"` (the thresholded mask of a search, or a 4-D mask of the caller), `"learned"` (a mask that is
+            being learned), `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a
+            sliding window that differs by sequence).
+        probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
+    """
+
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    prepare: Callable[[SparseMask, MaskInputs], dict[str, Any]]
+    refuse: Callable[[Request], str | None] = lambda request: None
+    supports: frozenset[str] = frozenset()
+    probability_maps: tuple[str, ...] = ("softmax",)
