@@ -1,7 +1,7 @@
 """
 Attention alone: every system on the same inputs, checked against float64 first, then timed in turns.
 
-    python -m benchmarks.attention            # the table of the README
+    python -m benchmarks.attention            # the table of docs/kernels.md
     python -m benchmarks.attention --sweep    # sparse_cpu against the best dense by density, for sparse_auto
 
 Letters: H heads, n length. A cell is a mask, a length and a phase: forward, training (forward and backward), or

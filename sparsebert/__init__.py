@@ -1,5 +1,7 @@
 """SparseBERT: a BERT that learns which attention positions it needs."""
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -38,9 +40,14 @@ from .models.modeling_sparsebert import (
 from .models.positions import extend_positions
 from .models.sparse_attention import SparseAttention
 from .models.token_mixers import MIXERS
+from .search.progressive_pruning import ProgressivePruning
+from .search.search_schedule import SearchSchedule
 from .search.searches import SEARCHES
 from .version import __version__
 
+
+if TYPE_CHECKING:
+    from .training.trainer import SparseBertTrainer
 
 AutoConfig.register("sparsebert", SparseBertConfig)
 for _auto, _model in (
@@ -56,14 +63,30 @@ for _auto, _model in (
 ):
     _auto.register(SparseBertConfig, _model)
 
+
+def __getattr__(name: str) -> Any:
+    # The Trainer of transformers brings in datasets and accelerate.
+    if name == "SparseBertTrainer":
+        from .training.trainer import SparseBertTrainer
+
+        return SparseBertTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "ARCHITECTURES",
     "MIXERS",
     "PATTERNS",
     "PROBABILITY_MAPS",
     "Plan",
+    "ProgressivePruning",
     "SEARCHES",
     "MaskFileError",
+    "SearchSchedule",
     "SparseAttention",
     "SparseBertConfig",
     "SparseBertForMaskedLM",
@@ -76,6 +99,7 @@ __all__ = [
     "SparseBertLMHeadModel",
     "SparseBertModel",
     "SparseBertPreTrainedModel",
+    "SparseBertTrainer",
     "SparseMask",
     "__version__",
     "attach",

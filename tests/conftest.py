@@ -52,6 +52,40 @@ def tiny_config():
     return make
 
 
+@pytest.fixture
+def assert_same_model():
+    """
+    `assert_same_model(got, want, **inputs)`: weights equal to the bit, outputs to rounding, since the order in which a
+    matrix product is summed may depend on how its operands are aligned, and weights from a file are as it has them.
+    """
+
+    def check(got, want, **inputs):
+        weights = got.state_dict()
+        assert weights.keys() == want.state_dict().keys()
+        assert all(torch.equal(weights[name], weight) for name, weight in want.state_dict().items())
+        with torch.no_grad():
+            outputs = [model(**inputs).to_tuple() for model in (got, want)]
+        torch.testing.assert_close(*([value for value in each if torch.is_tensor(value)] for each in outputs))
+
+    return check
+
+
+@pytest.fixture
+def assert_same_gradients():
+    """
+    `assert_same_gradients(got, want)`, by name: equal to rounding, relative to the largest entry of each, since small
+    ones are sums of terms that cancel.
+    """
+
+    def check(got, want):
+        assert got.keys() == want.keys()
+        for name, expected in want.items():
+            error, allowed = (got[name] - expected).abs().max().item(), 1e-5 * expected.abs().max().item() + 1e-7
+            assert error <= allowed, (name, error, allowed)
+
+    return check
+
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(94)), "yes"]
 
 

@@ -135,10 +135,7 @@ def test_dense_mask_is_the_stock_model(name, padded):
     attach(model, "dense", attn_implementation="sparse_eager")
     got = states(model, name, padded)
     rows = REAL if padded else torch.ones_like(REAL)
-    torch.testing.assert_close(got[rows], expected[rows], atol=1e-6, rtol=1e-6)
-    # Without a head of its own to change, the model computes what it did: bit for bit where its masks are added alike.
-    if name not in ("modernbert", "vit") and not padded:
-        assert torch.equal(got, expected)
+    torch.testing.assert_close(got[rows], expected[rows])
 
 
 @pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
@@ -231,7 +228,7 @@ def test_freezing_changes_nothing_in_evaluation(name):
 
 @pytest.mark.parametrize("mask", ["dam_s", "window"])
 @pytest.mark.parametrize("name", MODELS)
-def test_activation_checkpointing_changes_nothing(name, mask):
+def test_activation_checkpointing_changes_nothing(assert_same_gradients, name, mask):
     results = []
     for checkpointing in (False, True):
         model = attach(head_model(name, dropout=0.1), mask, mask_length=LENGTH).train()
@@ -244,7 +241,9 @@ def test_activation_checkpointing_changes_nothing(name, mask):
         loss.backward()
         gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
         results.append((loss.detach(), gradients))
-    torch.testing.assert_close(*results, atol=1e-7, rtol=1e-5)
+    (loss, expected), (other_loss, gradients) = results
+    torch.testing.assert_close(other_loss, loss)
+    assert_same_gradients(gradients, expected)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ def test_compiles_as_one_graph(name, padded):
 
 
 @pytest.mark.parametrize("name, model_of", [*((name, head_model) for name in MODELS), ("modernbert", base_model)])
-def test_frozen_model_saves_stock_files_and_loads(name, model_of, tmp_path):
+def test_frozen_model_saves_stock_files_and_loads(assert_same_model, name, model_of, tmp_path):
     stock = model_of(name)
     stock.save_pretrained(tmp_path / "stock")
     model = attach(copy.deepcopy(stock), "bigbird", mask_length=LENGTH, allow_empty_rows=True)
@@ -285,14 +284,14 @@ def test_frozen_model_saves_stock_files_and_loads(name, model_of, tmp_path):
     loaded = load(tmp_path / "sparse").eval()
     assert type(loaded).__name__ == type(stock).__name__ and isinstance(loaded, type(stock))
     assert loaded.sparse_attention.mask == model.sparse_attention.mask
+    assert_same_model(loaded, model.eval(), **inputs_of(name))
+    assert_same_model(again.eval(), stock.eval(), **inputs_of(name))
     with torch.no_grad():
-        outputs = [m.eval()(**inputs_of(name))[0] for m in (model, loaded, stock, again)]
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], outputs[3])
-    assert not torch.allclose(outputs[0], outputs[2], atol=1e-4)
+        assert not torch.allclose(model(**inputs_of(name))[0], stock(**inputs_of(name))[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert", "vit"])
-def test_search_survives_saving(name, tmp_path):
+def test_search_survives_saving(assert_same_model, name, tmp_path):
     model = attach(head_model(name), "dam_u", mask_length=LENGTH, share_layers=False, target_sparsity=0.5)
     with torch.no_grad():
         model.sparse_attention.mask_logits.normal_()
@@ -303,7 +302,7 @@ def test_search_survives_saving(name, tmp_path):
         assert attention.searching and attention.config.target_sparsity == 0.5
         assert torch.equal(attention.mask_logits, model.sparse_attention.mask_logits)
         assert type(loaded) is type(model)
-    assert torch.equal(load(tmp_path).eval()(**inputs_of(name))[0], model(**inputs_of(name))[0])
+    assert_same_model(load(tmp_path).eval(), model, **inputs_of(name))
     model.sparse_attention.config.allow_empty_rows = True
     model.freeze()
     model.save_pretrained(tmp_path)
@@ -345,17 +344,17 @@ def test_load_of_a_folder_without_a_mask(tmp_path):
 
 @pytest.mark.parametrize("model_of, mask", [(base_model, "window"), (head_model, "dam_s")], ids=["base", "head"])
 @pytest.mark.parametrize("name", MODELS)
-def test_detached_model_is_what_it_was(name, model_of, mask):
+def test_detached_model_is_what_it_was(assert_same_model, name, model_of, mask):
     model = model_of(name)
     inputs = inputs_of(name, padded=True)
-    expected, keys, before = model(**inputs)[0], list(model.state_dict()), _attributes(model)
+    stock, keys, before = copy.deepcopy(model), list(model.state_dict()), _attributes(model)
     attach(model, mask, mask_length=LENGTH)
-    assert not torch.equal(model(**inputs)[0], expected)
+    assert not torch.allclose(model(**inputs)[0], stock(**inputs)[0], atol=1e-4)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for attached in (model, *copies):
         assert attached.sparse_attention.searching == (mask == "dam_s")
         assert detach(attached) is attached
-        assert torch.equal(attached(**inputs)[0], expected)
+        assert_same_model(attached, stock, **inputs)
         assert list(attached.state_dict()) == keys and _attributes(attached) == before
         assert attached.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="nothing to detach"):
@@ -505,6 +504,8 @@ def trainer(model, folder, **arguments):
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
+        # The gradient of a key's bias is 0 but for rounding, which Adam would otherwise scale up to a whole step.
+        "adam_epsilon": 1e-4,
     } | arguments
     return transformers.Trainer(
         model, transformers.TrainingArguments(folder, learning_rate=0.01, **arguments), train_dataset=Sentences()

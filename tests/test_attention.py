@@ -304,7 +304,9 @@ def check(case):
         with torch.no_grad():
             factors = dropout_factors(case, mask, padding, keep)
         again = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
-        assert all(map(torch.equal, results, again)), case
+        # With the same numbers dropped the same to rounding, with others nothing like it.
+        bound = 4 * torch.finfo(case.dtype).eps * max(values.double().norm() for values in results)
+        assert all((got - other).double().norm() <= bound for got, other in zip(results, again, strict=True)), case
     # These are as exact as the formula; PyTorch's own fused attention, for one, is not.
     units = 4 if case.name in ("sparse_eager", "sparse_cpu", "sparse_triton", "sparse_flex") else 16
     assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)

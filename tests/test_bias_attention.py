@@ -109,6 +109,18 @@ def test_equals_the_formula_in_float64(case, dtype):
     results = with_gradients(lambda *leaves: bias_attention(*leaves, *rest), inputs, grad)
     plain = with_gradients(lambda *leaves: formula(*leaves, *rest), inputs, grad)
     truth = with_gradients(lambda *leaves: formula(*leaves, *rest), inputs, grad, torch.float64)
+    if padded:
+        # Where all is padding, scores are rounded to the unit of REMOVED: in float32 to 64, so that all keys weigh the
+        # same, and in float64 to 1.2e-7, which is also float32's eps.
+        nothing = ~padding.any(-1)
+        unit = torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps
+        for name in NAMES[:4]:
+            got, want = results[name][nothing], plain[name][nothing]
+            assert (got - want).abs().max() <= 8 * unit * max(1.0, want.abs().max().item()), name
+        results, plain, truth = (
+            {name: values if name == "bias" else values[~nothing] for name, values in tensors.items()}
+            for tensors in (results, plain, truth)
+        )
     assert_as_good_as_plain(results, plain, truth)
     if padded and has_last:
         # Neither a padded key nor a last token's row moves the bias.
@@ -153,7 +165,8 @@ def test_backward_sees_the_dropout_mask_of_forward(padded):
     )
     assert_as_good_as_plain(results, plain, truth)
     again = with_gradients(dropped, inputs, grad)
-    assert all(torch.equal(results[name], again[name]) for name in NAMES)
+    for name in NAMES:
+        torch.testing.assert_close(again[name], results[name])
 
 
 def test_gradients_under_dropout_agree_with_finite_differences():
@@ -183,7 +196,7 @@ def test_rate_and_mean_of_dropout(dropout):
         assert abs(both - dropout**2) <= 12 * deviation + 2**-16
     torch.manual_seed(1)
     first, second = (bias_attention(query, key, key, bias, dropout=dropout) for _ in range(2))
-    assert not torch.equal(first, second)
+    assert not torch.allclose(first, second, atol=1e-2)
 
 
 def test_blocks_do_not_depend_on_anything_but_their_size(monkeypatch):
@@ -309,13 +322,13 @@ def test_bfloat16_autocast(tiny_config, padded):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activation_checkpointing_changes_nothing(tiny_config, dropout):
+def test_activation_checkpointing_changes_nothing(tiny_config, assert_same_gradients, dropout):
     model = SparseBertForMaskedLM(tiny_config(search="dam_s", attention_probs_dropout_prob=dropout)).train()
     recomputed = copy.deepcopy(model)
     recomputed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids, mask = paddings()
     want, got = (trained(each, "sparse_sdpa", ids, mask) for each in (model, recomputed))
-    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert_same_gradients(got, want)
 
 
 def test_compiled_in_one_graph(tiny_config):

@@ -62,7 +62,8 @@ def test_model_cannot_see_the_future(pattern, kwargs, configuration):
     changed = sequences.clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % 8
     before, after = (model(ids)["logits"] for ids in (sequences, changed))
-    assert torch.equal(before[:, :9], after[:, :9]) and not torch.equal(before, after)
+    assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-2)
 
 
 def test_layers_run_through_their_own_pattern():
@@ -130,9 +131,9 @@ def test_copying_is_learned_where_it_can_be(tmp_path):
 def test_runs_are_repeatable(tmp_path):
     arguments = CopyingArguments(**SMALL, pattern="random", pattern_kwargs={"sparsity": 0.5})
     runs = [run_copying(arguments, tmp_path / str(i)) for i in range(2)]
-    assert runs[0]["loss"] == runs[1]["loss"]
+    assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], abs=1e-4)
     other = run_copying(dataclasses.replace(arguments, seed=1), tmp_path / "2")
-    assert other["loss"] != runs[0]["loss"]
+    assert other["loss"] != pytest.approx(runs[0]["loss"], abs=1e-3)
 
 
 def test_backends_agree():

@@ -4,6 +4,7 @@ import ast
 import configparser
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import sparsebert
 from sparsebert.commands import VERBS, main, parse
 
 
@@ -135,10 +137,16 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_are_python(page):
+def test_python_blocks_name_what_exists(page):
     for body in blocks(page, "python"):
-        if not body.startswith(">>>"):
-            ast.parse(body)
+        if body.startswith(">>>"):
+            continue  # run as doctests
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module.startswith("sparsebert"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names)
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "sparsebert":
+                assert hasattr(sparsebert, node.attr)
 
 
 def test_front_page_is_short():

@@ -25,7 +25,12 @@ def test_import_is_light():
 
 @pytest.mark.parametrize("name", sparsebert.__all__)
 def test_public_name_exists(name):
-    assert getattr(sparsebert, name) is not None
+    assert getattr(sparsebert, name) is not None and name in dir(sparsebert)
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="module 'sparsebert' has no attribute 'Trainer'"):
+        _ = sparsebert.Trainer
 
 
 def test_public_names_are_unique():

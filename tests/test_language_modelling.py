@@ -52,8 +52,8 @@ def test_no_future_leak(tiny_config, ids, pattern, configuration):
             changed = ids.clone()
             changed[:, start:] = (changed[:, start:] + 1) % 100
             after = model(changed).logits
-            assert torch.equal(before[:, :start], after[:, :start])
-            assert not torch.equal(before[:, start:], after[:, start:])
+            torch.testing.assert_close(before[:, :start], after[:, :start])
+            assert not torch.allclose(before[:, start:], after[:, start:], atol=1e-2)
 
 
 @pytest.mark.parametrize("pattern, configuration", SETTINGS)

@@ -131,8 +131,8 @@ def test_padding_contributes_nothing(tiny_config, name, layers):
     changed = torch.where(REAL, IDS, 7)
     with torch.no_grad():
         got = model(IDS, attention_mask=PADDING).logits
-        assert torch.equal(got[REAL], model(changed, attention_mask=PADDING).logits[REAL])
-        assert not torch.equal(got[REAL], model(changed).logits[REAL])
+        torch.testing.assert_close(got[REAL], model(changed, attention_mask=PADDING).logits[REAL])
+        assert not torch.allclose(got[REAL], model(changed).logits[REAL], atol=1e-2)
         if name != "bproj":
             for row, size in enumerate(SIZES):
                 alone = model(IDS[row : row + 1, :size]).logits[0]
@@ -141,7 +141,7 @@ def test_padding_contributes_nothing(tiny_config, name, layers):
 
 @EVERY_OTHER
 @pytest.mark.parametrize("fields", [{"pattern": "bigbird"}, {"search": "dam_s", "share_layers": False}], ids=str)
-def test_hybrids_train_and_reload(tiny_config, tmp_path, name, fields):
+def test_hybrids_train_and_reload(tiny_config, assert_same_model, tmp_path, name, fields):
     model = mixed(tiny_config, [name, "attention"], **fields).train()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -154,9 +154,7 @@ def test_hybrids_train_and_reload(tiny_config, tmp_path, name, fields):
     model.eval().save_pretrained(tmp_path)
     for loaded in (SparseBertForMaskedLM.from_pretrained(tmp_path), load(tmp_path)):
         assert loaded.config.token_mixers == [name, "attention"]
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        with torch.no_grad():
-            assert torch.equal(loaded(IDS, attention_mask=PADDING).logits, model(IDS, attention_mask=PADDING).logits)
+        assert_same_model(loaded, model, input_ids=IDS, attention_mask=PADDING)
 
 
 @EVERY_OTHER

@@ -90,7 +90,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("mask", ["dam_s", "dam_u", "bigbird"])
 @pytest.mark.parametrize("name", HEADS)
-def test_head_runs_trains_and_reloads_bitwise(tiny_config, tmp_path, name, mask):
+def test_head_runs_trains_and_reloads(tiny_config, assert_same_model, tmp_path, name, mask):
     fields = {"search": mask} if mask in SEARCHES else {"pattern": mask}
     model = head_class(name)(head_config(tiny_config, name, **fields))
     output = model.train()(**head_inputs(name), **HEADS[name])
@@ -106,15 +106,11 @@ def test_head_runs_trains_and_reloads_bitwise(tiny_config, tmp_path, name, mask)
     model.eval().save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
-    with torch.no_grad():
-        expected, got = model(**head_inputs(name)), loaded.eval()(**head_inputs(name))
-    assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(got), strict=True))
+    assert_same_model(loaded, model, **head_inputs(name))
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_frozen_search_reloads_bitwise_through_the_auto_classes(tiny_config, tmp_path, name):
+def test_frozen_search_reloads_through_the_auto_classes(tiny_config, assert_same_model, tmp_path, name):
     model = set_logits(head_class(name)(head_config(tiny_config, name, share_layers=False))).eval()
     inputs = head_inputs(name)
     with torch.no_grad():
@@ -132,14 +128,13 @@ def test_frozen_search_reloads_bitwise_through_the_auto_classes(tiny_config, tmp
     loaded = getattr(transformers, auto).from_pretrained(tmp_path).eval()
     assert type(loaded) is type(model)
     assert loaded.sparse_attention.mask == mask and not loaded.sparse_attention.searching
-    with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(loaded(**inputs)), strict=True))
+    assert_same_model(loaded, model, **inputs)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), ("sdpa", 1e-5)])
-def test_all_ones_mask_is_stock_bert(tiny_config, name, backend, tolerance, padded):
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_all_ones_mask_is_stock_bert(tiny_config, name, backend, padded):
     config = head_config(tiny_config, name, pattern="dense", attn_implementation=f"sparse_{backend}")
     model = head_class(name)(config).eval()
     stock_class = getattr(transformers, f"Bert{name}")
@@ -151,7 +146,7 @@ def test_all_ones_mask_is_stock_bert(tiny_config, name, backend, tolerance, padd
         for a, b in zip(tensors(model(**inputs)), tensors(stock(**inputs)), strict=True):
             if padded and b.shape[:2] == REAL.shape:
                 a, b = a[REAL], b[REAL]
-            torch.testing.assert_close(a, b, atol=tolerance, rtol=0.0)
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -170,11 +165,11 @@ def test_stock_checkpoint_loads_with_only_the_logits_missing(tiny_config, tmp_pa
     with torch.no_grad():
         outputs = (tensors(model(**head_inputs(name, False))) for model in (dense.eval(), stock))
         for a, b in zip(*outputs, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
+            torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend, tolerance", [("eager", 1e-6), ("sdpa", 1e-5)])
-def test_real_bert_loads_and_equals_stock(real_bert, backend, tolerance):
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_real_bert_loads_and_equals_stock(real_bert, backend):
     model, info = SparseBertModel.from_pretrained(
         real_bert, pattern="dense", attn_implementation=f"sparse_{backend}", output_loading_info=True
     )
@@ -185,7 +180,7 @@ def test_real_bert_loads_and_equals_stock(real_bert, backend, tolerance):
     padding = (torch.arange(16) < torch.tensor([16, 9])[:, None]).long()
     with torch.no_grad():
         states = [m(ids, attention_mask=padding).last_hidden_state[padding.bool()] for m in (model.eval(), stock)]
-    torch.testing.assert_close(*states, atol=tolerance, rtol=0.0)
+    torch.testing.assert_close(*states)
 
 
 def test_real_bert_lacks_only_the_logits(real_bert):
@@ -234,17 +229,16 @@ def checkpointed_gradients(model, checkpointing, passes, **kwargs):
 @pytest.mark.parametrize("passes", [1, 2], ids=["one forward", "two forwards, one backward"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("form", ["additive", "log"])
-def test_activation_checkpointing_changes_nothing(tiny_config, form, dropout, passes):
+def test_activation_checkpointing_changes_nothing(tiny_config, assert_same_gradients, form, dropout, passes):
     config = tiny_config(mask_form=form, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     model = SparseBertForMaskedLM(config).train()
     losses, expected = checkpointed_gradients(model, False, passes)
     if passes == 2:
-        assert losses[0] != losses[1]  # each forward drew its own mask
+        assert losses[0] != pytest.approx(losses[1], rel=1e-5)  # each forward drew its own mask
     again, grads = checkpointed_gradients(model, True, passes)
-    assert again == losses and grads.keys() == expected.keys()
+    assert again == pytest.approx(losses, rel=1e-6)
     assert any("mask_logits" in key for key in grads)
-    for key, grad in grads.items():
-        torch.testing.assert_close(grad, expected[key], atol=1e-7, rtol=1e-5, msg=key)
+    assert_same_gradients(grads, expected)
 
 
 @pytest.mark.parametrize("mask", ["dam_s", "dam_u", "soft", "window"])
@@ -309,8 +303,9 @@ def test_no_future_leak(tiny_config, backend, mask, train):
     for ids in (IDS, changed):
         torch.manual_seed(2)
         outputs.append(model(ids).logits)
-    assert torch.equal(outputs[0][:, :7], outputs[1][:, :7])
-    assert not torch.equal(outputs[0][:, 7:], outputs[1][:, 7:])
+    # To rounding, of which a key that shows through is a hundred times as much.
+    torch.testing.assert_close(outputs[0][:, :7], outputs[1][:, :7])
+    assert not torch.allclose(outputs[0][:, 7:], outputs[1][:, 7:], atol=1e-2)
 
 
 @pytest.mark.parametrize("phase", ["eval", "frozen"])
@@ -363,7 +358,7 @@ def test_encoder_decoder(tiny_config):
         a, b = IDS[:, :7], IDS[:, :7].clone()
         b[:, 5:] = 3
         logits = [model(input_ids=IDS, attention_mask=PADDING, decoder_input_ids=ids).logits for ids in (a, b)]
-    assert torch.equal(logits[0][:, :5], logits[1][:, :5])
+    torch.testing.assert_close(logits[0][:, :5], logits[1][:, :5])
 
 
 # Compilation
@@ -435,36 +430,35 @@ def test_compiled_model_follows_a_new_mask(tiny_config):
 # State
 
 
-def test_eval_leaves_the_generator_alone_and_repeats_bitwise(tiny_config):
+def test_eval_leaves_the_generator_alone_and_repeats(tiny_config):
     model = set_logits(SparseBertForMaskedLM(tiny_config(search="dam_u"))).eval()
     before = torch.get_rng_state()
     with torch.no_grad():
         first, second = (model(IDS, attention_mask=PADDING).logits for _ in range(2))
-    assert torch.equal(first, second)
+    torch.testing.assert_close(first, second)
     assert torch.equal(torch.get_rng_state(), before)
     model.train()
     with torch.no_grad():
-        assert not torch.equal(model(IDS).logits, model(IDS).logits)
+        assert not torch.allclose(model(IDS).logits, model(IDS).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
 @pytest.mark.parametrize("mask", ["dam_s", "window"])
-def test_copies_after_a_training_forward(tiny_config, mask, copied):
+def test_copies_after_a_training_forward(tiny_config, assert_same_model, mask, copied):
     model = SparseBertForMaskedLM(tiny_config(**{"search" if mask in SEARCHES else "pattern": mask})).train()
     loss = model(IDS, labels=IDS).loss
     twin = copied(model)
     loss.backward()
-    with torch.no_grad():
-        assert torch.equal(model.eval()(IDS).logits, twin.eval()(IDS).logits)
+    assert_same_model(twin.eval(), model.eval(), input_ids=IDS)
     assert twin.sparse_attention is not model.sparse_attention
     layer = twin.bert.encoder.layer[1].attention.self
     assert layer.sparse_attention is twin.sparse_attention
     if mask in SEARCHES:
         with torch.no_grad():
             twin.sparse_attention.mask_logits.fill_(-3.0)
-            assert not torch.equal(model(IDS).logits, twin(IDS).logits)
+            assert not torch.allclose(model(IDS).logits, twin(IDS).logits, atol=1e-4)
         twin.freeze()
         assert model.sparse_attention.searching
 

@@ -88,9 +88,8 @@ def test_errors(name, arguments, message):
 
 @pytest.mark.parametrize(("kind", "mask"), [("stock", False), ("window", True)])
 def test_command(checkpoints, tmp_path, capsys, kind, mask):
-    assert (
-        main(["lengthen", checkpoints[kind], "--length", "64", "--method", "tile", "--output_dir", str(tmp_path)]) == 0
-    )
+    command = ["lengthen", checkpoints[kind], "--length", "64", "--output_dir", str(tmp_path)]
+    assert main([*command, "--method", "tile"]) == 0
     model_class = SparseBertForMaskedLM if mask else transformers.BertForMaskedLM
     model = model_class.from_pretrained(tmp_path)
     assert model.config.max_position_embeddings == AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64

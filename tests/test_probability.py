@@ -295,8 +295,9 @@ def model_with(tiny_config, name, model_class=SparseBertForMaskedLM, **fields):
 
 @EVERY_OTHER
 @pytest.mark.parametrize("fields", [{"pattern": "bigbird"}, {"search": "dam_s"}, {"search": "soft"}], ids=str)
-def test_models_train_and_reload(tiny_config, tmp_path, name, fields):
-    model = model_with(tiny_config, name, **fields, attention_probs_dropout_prob=0.1).train()
+def test_models_train_and_reload(tiny_config, assert_same_model, tmp_path, name, fields):
+    fields = fields | {"attention_probs_dropout_prob": 0.1, "initializer_range": 0.3}  # where maps make a difference
+    model = model_with(tiny_config, name, **fields).train()
     model(IDS, attention_mask=PADDING, labels=IDS).loss.backward()
     grads = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
     assert all(grad.isfinite().all() for grad in grads.values())
@@ -307,11 +308,11 @@ def test_models_train_and_reload(tiny_config, tmp_path, name, fields):
     model.eval().save_pretrained(tmp_path)
     loaded = SparseBertForMaskedLM.from_pretrained(tmp_path)
     assert (loaded.config.probability_map, loaded.config.probability_map_kwargs) == (name, OTHERS[name])
+    inputs = {"input_ids": IDS, "attention_mask": PADDING}
+    assert_same_model(loaded, model, **inputs)
+    dense = SparseBertForMaskedLM.from_pretrained(tmp_path, probability_map="softmax")
     with torch.no_grad():
-        expected = model(IDS, attention_mask=PADDING).logits
-        assert torch.equal(loaded(IDS, attention_mask=PADDING).logits, expected)
-        dense = SparseBertForMaskedLM.from_pretrained(tmp_path, probability_map="softmax")
-        assert not torch.equal(dense(IDS, attention_mask=PADDING).logits, expected)
+        assert not torch.allclose(dense(**inputs).logits, model(**inputs).logits, atol=1e-2)
 
 
 @EVERY_OTHER
@@ -357,7 +358,7 @@ def test_a_decoder_sees_no_future_and_generates(tiny_config, name):
     changed = IDS.clone()
     changed[:, 6:] = 50
     with torch.no_grad():
-        assert torch.equal(model(IDS).logits[:, :6], model(changed).logits[:, :6])
+        torch.testing.assert_close(model(IDS).logits[:, :6], model(changed).logits[:, :6])
         options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
         cached, anew = (model.generate(IDS[:, :4], use_cache=use_cache, **options) for use_cache in (True, False))
     assert cached.shape == (2, 10) and torch.equal(cached, anew)
@@ -397,7 +398,7 @@ def test_learned_alpha_starts_as_entmax15(tiny_config):
 
 
 @pytest.mark.parametrize("fields", [{"pattern": "bigbird"}, {"search": "dam_s"}], ids=str)
-def test_learned_alpha_is_trained_per_layer_and_head_and_saved(tiny_config, tmp_path, fields):
+def test_learned_alpha_is_trained_per_layer_and_head_and_saved(tiny_config, assert_same_model, tmp_path, fields):
     model = model_with(tiny_config, "entmax", **fields, initializer_range=0.3, **LEARNED)
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(8, 1)]
     arguments = TrainingArguments(
@@ -417,13 +418,13 @@ def test_learned_alpha_is_trained_per_layer_and_head_and_saved(tiny_config, tmp_
     assert torch.equal(loaded.sparse_attention.probability_map.alpha(), alpha)
     low = SparseBertForMaskedLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     assert low.sparse_attention.probability_map.alpha_logits.dtype == torch.float32
+    assert_same_model(loaded, model, input_ids=IDS)
     with torch.no_grad():
-        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
         # Each head of each layer has its own alpha.
         other = copy.deepcopy(model)
         other.sparse_attention.probability_map.alpha_logits[1, 2] += 1.0
-        before, after = (m(IDS, output_attentions=True).attentions for m in (model, other))
-    changed = torch.stack([(a != b).flatten(2).any(-1).any(0) for a, b in zip(before, after, strict=True)])
+        before, after = (torch.stack(m(IDS, output_attentions=True).attentions) for m in (model, other))
+    changed = ((before - after).abs() > 1e-4).flatten(3).any(-1).any(1)
     assert changed.nonzero().tolist() == [[1, 2]]
 
 

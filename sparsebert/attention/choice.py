@@ -96,7 +96,7 @@ def _live_tiles(handle, length, causal):
 
 def by_table(backends: "Mapping[str, Backend]", mask: SparseMask | None, request: Request) -> tuple[str, str]:
     """
-    The choice of `sparse_auto`: the backend that was fastest in our measurements (README, Kernels), or the reference
+    The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md), or the reference
     where nothing was measured.
 
     Args:

@@ -1,5 +1,6 @@
 """Sliding windows: layers of a model in which a token attends to its neighbourhood only, in addition to the mask."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,9 @@ from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
 
 
-def local_inputs(inputs: MaskInputs, window: int, name: str, request: tuple[Any, ...], needs: set[str]) -> MaskInputs:
+def local_inputs(
+    inputs: MaskInputs, window: int, name: str, request: tuple[Any, ...], needs: Collection[str]
+) -> MaskInputs:
     """
     The mask inputs of the layers that have a sliding window.
 
@@ -17,7 +20,7 @@ def local_inputs(inputs: MaskInputs, window: int, name: str, request: tuple[Any,
         window (`int`): Largest distance between query and key.
         name (`str`): The model's attention implementation.
         request (`tuple`): The fields of [`Request`] from `device` to `causal`.
-        needs (`set` of `str`): Its field `needs`.
+        needs (`Collection[str]`): Its field `needs`.
 
     Returns:
         [`MaskInputs`]
@@ -35,7 +38,7 @@ def local_inputs(inputs: MaskInputs, window: int, name: str, request: tuple[Any,
     cut = None
     if mask.special_tokens == "first_last" and mask.last_token == "real" and inputs.padding is not None:
         # The last token differs by sequence, and in kernels it attends to and is attended by all.
-        needs, cut = needs | {"window"}, window
+        needs, cut = {*needs, "window"}, window
     else:
         mask = windowed(mask, window, inputs.num_keys)
     backend = choose_backend(name, mask, *request, frozenset(needs))

@@ -263,9 +263,11 @@ def requests(config: SparseBertConfig) -> dict[str, str | None]:
 
 def pattern_mask(config: SparseBertConfig) -> SparseMask:
     """The mask of a configuration with a pattern."""
+    name, length = config.pattern, config.mask_length
+    assert name is not None and length is not None
     mask = build_pattern(
-        config.pattern,
-        config.mask_length,
+        name,
+        length,
         config.num_attention_heads,
         num_layers=max(config.num_attention_layers, 1),
         seed=config.mask_seed,

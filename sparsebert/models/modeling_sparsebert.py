@@ -58,7 +58,8 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         sparse_attention = model.sparse_attention
         if sparse_attention.mask is None and not sparse_attention.searching:
-            mask = SparseMask.from_pretrained(pretrained_model_name_or_path, **hub_arguments)
+            source: Any = pretrained_model_name_or_path
+            mask = SparseMask.from_pretrained(source, **hub_arguments)
             sparse_attention.load_mask(mask, search=model.config.search)
         return loaded
 

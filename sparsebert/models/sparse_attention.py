@@ -336,12 +336,12 @@ class SparseAttention(nn.Module):
             return MaskInputs(name, num_queries, num_keys, device, mask, padding)
         shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
         request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
-        backend = choose_backend(name, mask, *request, wanted, config.probability_map)
+        backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         self._sample = None
         if learned is None:
-            prepared = BACKENDS[backend].prepare(mask, inputs)
+            prepared = BACKENDS[backend].prepare(self._frozen_mask(), inputs)
         elif sampling:
             prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")
         elif learned.search.pruning:
@@ -354,20 +354,20 @@ class SparseAttention(nn.Module):
         local = local_inputs(inputs, self.window, name, request, wanted)
         return replace(inputs, local=local, local_layers=self.local_layers)
 
-    def _wanted(self, needs: Collection[str], sampling: bool) -> frozenset[str]:
+    def _wanted(self, needs: Collection[str], sampling: bool) -> set[str]:
         """What the backend must be able to do: keys of `WANTED`."""
         wanted = set(needs)
         if self._weights_wanted:
             wanted.add("weights")
         if self.search is None:
-            return frozenset(wanted)
+            return wanted
         if not sampling or self.window is not None:
             wanted.add("additive")  # a window comes on top of the sampled mask
         if sampling:
             wanted.add("learned")
             if self.search.mask_form == "multiplicative":
                 wanted.add("gate")
-        return frozenset(wanted)
+        return wanted
 
     def _sampled(self, learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:
         search = learned.search

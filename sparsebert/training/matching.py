@@ -20,6 +20,8 @@ from transformers import DataCollatorForLanguageModeling
 from ..masks.patterns import build_pattern
 from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
+from ..models.sparse_attention import SparseAttention
+from ..search.mask_search import MaskSearch
 
 
 if TYPE_CHECKING:
@@ -129,7 +131,8 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     """
     sparse_attention = get_sparse_attention(model)
     config, implementation = sparse_attention.config, model.config._attn_implementation
-    length = config.mask_length
+    search, logits = _searched(sparse_attention)
+    length = search.length
     total = torch.zeros((), device=model.device)
     model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
     with torch.no_grad(), running_through(model, dense):
@@ -142,15 +145,21 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     model.set_attn_implementation(implementation)
     if config.share_layers:
         total = total.mean(0, keepdim=True)
-    search, logits = sparse_attention.search, sparse_attention.mask_logits
-    learned = (search.fixed == -1).to(logits.device)
-    index = search.index(length, logits.device)[learned]
+    learned_entries = (search.fixed == -1).to(logits.device)
+    index = search.index(search.length, logits.device)[learned_entries]
     counts = index.bincount(minlength=logits.shape[-1])
-    sums = torch.zeros_like(logits).index_add_(-1, index, total[..., learned])
+    sums = torch.zeros_like(logits).index_add_(-1, index, total[..., learned_entries])
     density = sums / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
-        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / config.mask_logit_scale)
+        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)
+
+
+def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.Parameter]:
+    """The rules and the logits of a search."""
+    if sparse_attention.search is None or sparse_attention.mask_logits is None:
+        raise ValueError("the mask of this model is frozen: there is no search to run")
+    return sparse_attention.search, sparse_attention.mask_logits
 
 
 def learn_mask(
@@ -184,16 +193,15 @@ def learn_mask(
         raise ValueError("the mask of this model is frozen: there is nothing to learn")
     model.eval().requires_grad_(False)
     sparse_attention.train()  # draws the mask that is learned
-    groups = [
-        {"params": [sparse_attention.mask_logits], "lr": learning_rate / sparse_attention.config.mask_logit_scale}
-    ]
+    search, logits = _searched(sparse_attention)
+    groups = [{"params": [logits], "lr": learning_rate / search.logit_scale}]
     norms: list[torch.nn.Parameter] = []
     if train_norms:
         modules = (module for module in model.base_model.modules() if "Norm" in type(module).__name__)
         norms = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         groups.append({"params": norms, "lr": learning_rate / 100})
     originals = [parameter.detach().clone() for parameter in norms]
-    for parameter in (sparse_attention.mask_logits, *norms):
+    for parameter in (logits, *norms):
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.1))

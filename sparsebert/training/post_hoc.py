@@ -131,7 +131,8 @@ def search_post_hoc(
     rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
     seconds = {"prepare": time.perf_counter() - start}
 
-    model = model_class_of(config).from_pretrained(options.model).to(device).eval()
+    model: Any = model_class_of(config).from_pretrained(options.model)
+    model = model.to(device).eval()
     # Until its weights change, the model itself serves as the dense one.
     teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
     _attach(model, options, fields)
@@ -222,7 +223,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     check_architecture(config.model_type)
     if config.model_type == "vit":
         raise ValueError(f"{options.model} reads images: this search is for text encoders")
-    if carries_mask(options.model):
+    if carries_mask(str(options.model)):
         raise ValueError(f"{options.model} already has a mask: the search starts from a dense model")
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")

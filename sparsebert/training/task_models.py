@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from ..attention.backends import ATTENTION_NAMES, check_backend
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
-from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, read_mask
+from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, get_sparse_attention, read_mask
 from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
@@ -48,13 +48,14 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
             f"max_length {max_length} is more than the {positions} positions of {options.model}: "
             f"--max_length must be at most {positions}"
         )
-    if options.mask is None and not carries_mask(options.model):
+    if options.mask is None and not carries_mask(str(options.model)):
         if options.attn_implementation in ATTENTION_NAMES:
             raise ValueError(
                 f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
                 "give it one with --mask, or leave the field out"
             )
-        meaningful, why = (), "there is no mask"
+        meaningful: tuple[str, ...] = ()
+        why = "there is no mask"
     else:
         check_architecture(model.model_type)
         probability_map = str(config.get("probability_map") or getattr(model, "probability_map", "softmax"))
@@ -90,20 +91,21 @@ def load_model(data: "TaskData", config: dict[str, Any]) -> "PreTrainedModel":
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"
-    if options.mask is None and not carries_mask(options.model):
+    if options.mask is None and not carries_mask(str(options.model)):
         arguments["attn_implementation"] = options.attn_implementation
         model = model_class.from_pretrained(options.model, **arguments)
     else:
         if options.mask is None:
-            model = load(options.model, model_class, attn_implementation=backend, **arguments, **fields)
+            model = load(str(options.model), model_class, attn_implementation=backend, **arguments, **fields)
         else:
             model = _with_mask(options, model_class, arguments, backend, fields)
-        if model.sparse_attention.searching:
+        mask = get_sparse_attention(model).mask
+        if mask is None:
             raise ValueError(
                 f"the mask of {options.model} is still being searched: freeze it first, or choose another with --mask"
             )
         longest = max(int(lengths.max()) for lengths in data.lengths.values())
-        model.sparse_attention.mask.structure(longest)  # raises if the mask does not cover it
+        mask.structure(longest)  # raises if the mask does not cover it
     if len(data.tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -119,12 +121,13 @@ def _with_mask(
     fields: dict[str, Any],
 ) -> "PreTrainedModel":
     """Load the model with the mask of the options in place of its own."""
-    pattern = options.mask in PATTERNS
+    name = str(options.mask)
+    pattern = name in PATTERNS
     if pattern:
         fields = {"mask_length": options.max_length} | fields
     sparse = AutoConfig.from_pretrained(str(options.model)).model_type == SparseBertConfig.model_type
     if sparse and pattern:
-        arguments |= {"pattern": options.mask, "attn_implementation": backend}
+        arguments |= {"pattern": name, "attn_implementation": backend}
         return model_class.from_pretrained(options.model, **arguments, **fields)
     if sparse:
         arguments |= {"pattern": "dense", "attn_implementation": backend}  # until the mask is set
@@ -132,11 +135,11 @@ def _with_mask(
     model = model_class.from_pretrained(options.model, **arguments)
     try:
         if sparse:
-            model.set_mask(with_changes(read_mask(options.mask), **fields))
+            model.set_mask(with_changes(read_mask(name), **fields))
             return model
-        return attach(model, options.mask, attn_implementation=backend, **fields)
+        return attach(model, name, attn_implementation=backend, **fields)
     except ValueError as error:
-        raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
+        raise ValueError(f"mask {name} does not fit {options.model}: {error}") from error
 
 
 def _labels(label: Any) -> dict[str, Any]:
