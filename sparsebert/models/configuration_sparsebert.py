@@ -87,8 +87,8 @@ class SparseBertConfig(BertConfig):
             with a target. Source: SparseBERT (arXiv 2102.12871), Eq. 4-6.
         mask_constant (`float`, *optional*): How much the additive form lowers the score of a removed entry: c, in (0,
             1e4]. Defaults to 1e4, or to 10 for `"soft"`.
-        mask_logit_scale (`float`, *optional*, defaults to 10.0): How much faster the logits of the mask move than weights
-            of the same learning rate: alpha is the stored logit times this.
+        mask_logit_scale (`float`, *optional*, defaults to 10.0): How much faster the logits of the mask move than
+            weights of the same learning rate: alpha is the stored logit times this.
         temperature (`float`, *optional*, defaults to 1.0): How soft the mask is at the start of the search: tau of the
             (Gumbel-)sigmoid, in (0, 1e3].
         temperature_end (`float`, *optional*): How soft the mask is at the end of the search: tau, in (0, 1e3].
