@@ -1,8 +1,8 @@
 """Probability maps: as functions of scores, as the attention of a model, as fields of a configuration."""
 
 import copy
-import json
 import inspect
+import json
 import math
 import re
 import sys
