@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import json
 import math
 import re
@@ -37,23 +38,29 @@ from sparsebert.training.trainer import SparseBertTrainer
 VALUES = {"topk": {"k": 3}, "sparsegen_lin": {"lam": 0.3}, "entmax": {"alpha": 1.3}}
 
 
-def sample(row, key):
-    """A value of a parameter of any map: its default, or the first number that its check accepts at every length."""
-    default = inspect.signature(row.function).parameters[key].default
-    for value in (1, 0.5, 2, 0, -1) if default is inspect.Parameter.empty else (default,):
+def sample(row):
+    """Values of the parameters of any map: defaults and numbers that its checks accept and that do not give softmax."""
+    fields, accepted = inspect.signature(row.function).parameters, []
+    scores = torch.linspace(-1, 2, 40)
+    choices = [
+        [value for value in (fields[key].default, 1, 0.5, 2, 0.7, 0, -1) if value is not inspect.Parameter.empty]
+        for key in row.parameters
+    ]
+    for values in itertools.product(*choices):
+        parameters = dict(zip(row.parameters, values, strict=True))
         try:
             for length in (1, 4, 40):
-                row.check({key: value}, length)
-        except ValueError:
+                row.check(parameters, length)
+            accepted.append(parameters)
+            if not torch.allclose(row(scores, **parameters), torch.softmax(scores, -1)):
+                return parameters
+        except (ValueError, TypeError, RuntimeError):  # out of range, of another type, or entmax is missing
             continue
-        return value
-    raise ValueError(f"VALUES lacks {key!r} of the map {row.function.__name__}, and no usual number passes its check")
+    assert accepted, f"VALUES lacks {row.function.__name__}: its checks refuse all usual numbers"
+    return accepted[0]
 
 
-MAPS = {
-    name: VALUES.get(name) or {key: sample(row, key) for key in row.parameters}
-    for name, row in PROBABILITY_MAPS.items()
-}
+MAPS = {name: VALUES[name] if name in VALUES else sample(row) for name, row in PROBABILITY_MAPS.items()}
 OTHERS = {name: parameters for name, parameters in MAPS.items() if name != "softmax"}
 EVERY = pytest.mark.parametrize("name", MAPS)
 EVERY_OTHER = pytest.mark.parametrize("name", OTHERS)
