@@ -39,7 +39,7 @@ VALUES = {"topk": {"k": 3}, "sparsegen_lin": {"lam": 0.3}, "entmax": {"alpha": 1
 
 
 def sample(row):
-    """Values of the parameters of any map: defaults and numbers that its checks accept and that do not give softmax."""
+    """Values of the parameters of any map: defaults or numbers that its checks accept, other than those of softmax."""
     fields, accepted = inspect.signature(row.function).parameters, []
     scores = torch.linspace(-1, 2, 40)
     choices = [
