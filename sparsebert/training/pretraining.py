@@ -23,6 +23,7 @@ from ..models.token_mixers import fixed_length
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
+from .divergence import check_weights
 from .resuming import check_checkpoint
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
@@ -127,6 +128,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         model_class = SparseBertLMHeadModel
     if data.base_model:
         model = model_class.from_pretrained(data.base_model, **recipe["model"])
+        check_weights(model, f"base_model {data.base_model}")
     else:
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
@@ -162,7 +164,8 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     )
     collator: Callable = causal_collator
     if not causal:
-        collator = pretraining_collator(tokenizer, data.mlm_probability, pad_to_multiple_of=data.max_length)
+        masking_seed = training.seed if training.data_seed is None else training.data_seed
+        collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
 
     trainer = SparseBertTrainer(
         model,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Fields that define a search. A run cannot resume from a checkpoint in which one of them differs.
 MODE_FIELDS = (
     "search", "pattern", "target_sparsity", "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
-    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "mask_length",
+    "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "share_noise", "mask_length",
     "symmetric", "share_layers", "special_tokens", "diagonal", "probability_map", "probability_map_kwargs",
     "token_mixers",
 )  # fmt: skip
