@@ -2,9 +2,11 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +131,83 @@ def test_four_kills_of_each_form(text, tmp_path, form):
     pretrain(resumed(recipe, tmp_path / "killed"))
     pretrain(recipe_of(text, tmp_path / "whole", FORMS[form]))
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def stopped(text, tmp_path_factory):
+    """A recipe, and a checkpoint of its second step."""
+    folder = tmp_path_factory.mktemp("stopped")
+    recipe = recipe_of(text, folder, FORMS["dam_s"], max_steps=3)
+    pretrain(recipe)
+    return recipe, folder / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "shown"),
+    [
+        ("data", "max_length", 16, "data.max_length: 32 -> 16"),
+        ("data", "mlm_probability", 0.2, "data.mlm_probability: 0.15 -> 0.2"),
+        ("data", "search_end", 0.5, "data.search_end: 1.0 -> 0.5"),
+        ("data", "nsp", True, "data.nsp: False -> True"),
+        ("model", "hidden_dropout_prob", 0.2, "model.hidden_dropout_prob: 0.1 -> 0.2"),
+        ("model", "mask_constant", 5.0, "model.mask_constant: None -> 5.0"),
+        ("model", "sparsity_weight", 1e-3, "model.sparsity_weight: 0.0001 -> 0.001"),
+        ("training", "seed", 1, "training.seed: 42 -> 1"),
+        ("training", "per_device_train_batch_size", 8, "training.per_device_train_batch_size: 16 -> 8"),
+        ("training", "learning_rate", 0.1, "training.learning_rate: 0.01 -> 0.1"),
+        ("training", "max_steps", 30, "training.max_steps: 3 -> 30"),
+    ],
+)
+def test_another_recipe_is_refused(stopped, tmp_path, section, name, value, shown):
+    """Before the text is read, with what changed."""
+    recipe, checkpoint = stopped
+    training = recipe["training"] | {"resume_from_checkpoint": str(checkpoint), "output_dir": str(tmp_path / "new")}
+    changed = recipe | {"training": training}
+    changed[section] = changed[section] | {name: value}
+    with pytest.raises(ValueError, match="cannot resume with another recipe") as error:
+        pretrain(changed)
+    assert str(error.value).splitlines()[1:] == [f"  {shown}"]
+    assert not any((tmp_path / "new").glob("*"))
+
+
+def test_another_text_is_refused(stopped, tmp_path):
+    """The same name with other contents."""
+    recipe, checkpoint = stopped
+    path = Path(recipe["data"]["text"])
+    before = path.read_text()
+    training = recipe["training"] | {"resume_from_checkpoint": str(checkpoint), "output_dir": str(tmp_path / "new")}
+    try:
+        path.write_text(before.replace("word7", "word8"))
+        with pytest.raises(ValueError, match=r"inputs.checksum of the rows: \d+ -> \d+"):
+            pretrain(recipe | {"training": training})
+        path.write_text(before)
+        with pytest.raises(ValueError, match="data.text: .* -> .*/other.txt"):
+            pretrain(recipe | {"training": training, "data": recipe["data"] | {"text": f"{path.parent}/other.txt"}})
+    finally:
+        path.write_text(before)
+
+
+def test_what_may_change(stopped, tmp_path):
+    recipe, checkpoint = stopped
+    changed = {"logging_steps": 2, "save_steps": 5, "per_device_eval_batch_size": 2, "dataloader_num_workers": 1}
+    changed |= {"resume_from_checkpoint": str(checkpoint), "output_dir": str(tmp_path / "new")}
+    data = recipe["data"] | {"max_validation_tokens": 1000}
+    metrics = pretrain(recipe | {"training": recipe["training"] | changed, "data": data})
+    assert metrics["steps"] == 3
+
+
+def test_checkpoint_without_a_recipe_is_not_compared(stopped, tmp_path, caplog):
+    """It can be resumed from, and what comes after has the record."""
+    recipe, checkpoint = stopped
+    old = shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+    state = json.loads((old / "trainer_state.json").read_text())
+    record = state["stateful_callbacks"].pop("RecipeRecord")
+    (old / "trainer_state.json").write_text(json.dumps(state))
+    new = {"resume_from_checkpoint": str(old), "output_dir": str(tmp_path / "new")}
+    pretrain(recipe | {"training": recipe["training"] | new})
+    assert "does not say by which recipe" in caplog.text
+    later = json.loads((tmp_path / "new/checkpoint-3/trainer_state.json").read_text())
+    assert later["stateful_callbacks"]["RecipeRecord"] == record
 
 
 def test_workers_and_prefetching_do_not_change_the_batches(word_tokenizer, tmp_path):

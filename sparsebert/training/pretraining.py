@@ -24,7 +24,7 @@ from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .divergence import check_weights
-from .resuming import check_checkpoint
+from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
 
@@ -145,6 +145,9 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         pruning.check(model)
     if training.resume_from_checkpoint:
         check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
+    record = recipe_record(data, model.config, training)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
 
     def documents(split: str) -> "Iterator[list[str]]":
         if data.validation is None:
@@ -162,6 +165,9 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
         for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
     )
+    record["inputs"] |= rows_record(train_set)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
     collator: Callable = causal_collator
     if not causal:
         masking_seed = training.seed if training.data_seed is None else training.data_seed
@@ -176,7 +182,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         processing_class=tokenizer,
         compute_metrics=causal_metrics if causal else pretraining_metrics,
         preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
-        callbacks=[schedule] if pruning is None else [schedule, pruning],
+        callbacks=[RecipeRecord(record), schedule, *([] if pruning is None else [pruning])],
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
