@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except REFUSED as error:
         print(f"sparsebert {verb}: {error}".replace("  ", " "), file=sys.stderr)
         return 2
-    except OSError as error:
+    except (OSError, FloatingPointError) as error:
         print(f"sparsebert {verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

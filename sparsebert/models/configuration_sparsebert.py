@@ -93,6 +93,8 @@ class SparseBertConfig(BertConfig):
             a target.
         noise_scale (`float`, *optional*): Factor of the Gumbel noise, at least 0. Defaults to 1, or to 0 for `"soft"`
             and with a target.
+        share_noise (`bool`, *optional*, defaults to `False`): Whether the processes of a distributed training share
+            the Gumbel noise, and so one sample of the mask. By default each draws its own: more samples in a step.
         hard (`bool`, *optional*): Whether samples are rounded to 0 and 1 (straight-through). Defaults to `True`, or to
             `False` for `"soft"` and with a target.
         symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry.
@@ -154,6 +156,7 @@ class SparseBertConfig(BertConfig):
     temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
     temperature_end: float | int | None = validated_field(_between(0, 1e3, low_open=True), default=None)
     noise_scale: float | int | None = validated_field(_between(0, 1e3), default=None)
+    share_noise: bool = False
     hard: bool | None = None
     symmetric: bool = True
     share_layers: bool = True
@@ -323,6 +326,7 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
         logit_scale=config.mask_logit_scale,
         hard=search.stochastic and (sampled if config.hard is None else config.hard),
         noise_scale=float(sampled) if config.noise_scale is None else config.noise_scale,
+        share_noise=config.share_noise,
         temperature=config.temperature,
         temperature_end=config.temperature_end or (ANNEALED_TEMPERATURE if annealed else config.temperature),
         initial_decay=decay,

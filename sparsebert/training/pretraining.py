@@ -23,7 +23,8 @@ from ..models.token_mixers import fixed_length
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
-from .resuming import check_checkpoint
+from .divergence import check_weights
+from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
 
@@ -127,6 +128,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         model_class = SparseBertLMHeadModel
     if data.base_model:
         model = model_class.from_pretrained(data.base_model, **recipe["model"])
+        check_weights(model, f"base_model {data.base_model}")
     else:
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
@@ -143,6 +145,9 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         pruning.check(model)
     if training.resume_from_checkpoint:
         check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
+    record = recipe_record(data, model.config, training)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
 
     def documents(split: str) -> "Iterator[list[str]]":
         if data.validation is None:
@@ -160,9 +165,13 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
         for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
     )
+    record["inputs"] |= rows_record(train_set)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
     collator: Callable = causal_collator
     if not causal:
-        collator = pretraining_collator(tokenizer, data.mlm_probability, pad_to_multiple_of=data.max_length)
+        masking_seed = training.seed if training.data_seed is None else training.data_seed
+        collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
 
     trainer = SparseBertTrainer(
         model,
@@ -173,7 +182,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         processing_class=tokenizer,
         compute_metrics=causal_metrics if causal else pretraining_metrics,
         preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
-        callbacks=[schedule] if pruning is None else [schedule, pruning],
+        callbacks=[RecipeRecord(record), schedule, *([] if pruning is None else [pruning])],
     )
     trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
