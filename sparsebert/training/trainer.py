@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
+from .checkpoint_manifests import whole_checkpoint
 from .resuming import check_checkpoint
 
 
@@ -28,6 +30,7 @@ class SparseBertTrainer(Trainer):
     - the logs show the sparsity of the mask being learned, and the number of its rows that keep nothing;
     - the loss is averaged over accumulated batches, whatever the model;
     - a run only resumes from a checkpoint of the same search;
+    - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
     - evaluation keeps the order of the examples, masks the same tokens every time, and does not change the random
       state of the training.
     """
@@ -54,6 +57,17 @@ class SparseBertTrainer(Trainer):
             mask = SparseMask.from_pretrained(resume_from_checkpoint)
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _save_checkpoint(self, model, trial):
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        folder = Path(self._get_output_dir(trial))
+        try:
+            with whole_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
