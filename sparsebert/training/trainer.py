@@ -58,6 +58,12 @@ class SparseBertTrainer(Trainer):
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # resumed at the end: the stock Trainer would do one step more
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _save_checkpoint(self, model, trial):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         folder = Path(self._get_output_dir(trial))
