@@ -195,6 +195,14 @@ def test_damaged_recipe_says_what_is_wrong(recipe, text, said):
         load_recipe([recipe(text)], SECTIONS)
 
 
+@pytest.mark.parametrize(
+    "words, value", [(["3"], 3), (["[3]"], [3]), (["3", "5"], [3, 5]), (["null"], None)], ids=lambda value: str(value)
+)
+def test_a_number_stays_one_where_a_list_may_stand(words, value):
+    section = dataclasses.make_dataclass("Runs", [("seeds", int | list | None, 1)])
+    assert load_recipe(["--seeds", *words], {"runs": section}) == {"runs": {"seeds": value}}
+
+
 def test_value_that_is_not_yaml(recipe):
     with pytest.raises(ValueError, match="text"):
         load_recipe([recipe(""), "--text", "[a.txt"], SECTIONS)

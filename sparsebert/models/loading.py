@@ -93,9 +93,10 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
     name = (config.architectures or ["AutoModel"])[0]
-    if not hasattr(module, name):
-        raise ValueError(f"architectures: {name!r} is not a class of {module.__name__}: give the class as model_class")
-    return getattr(module, name)
+    found = getattr(module, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and (name == "AutoModel" or issubclass(found, PreTrainedModel))):
+        raise ValueError(f"architectures: {name!r} is not a model of {module.__name__}: give the class as model_class")
+    return found
 
 
 def _searching_class(model_class, config, fields):

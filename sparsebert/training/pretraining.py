@@ -15,8 +15,7 @@ from ..attention.backends import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from ..data.tokenization import check_tokenizer, train_tokenizer
-from ..files import check_output_dir, write_metrics
-from ..masks.sparse_mask import SparseMask
+from ..files import locked_output, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ..models.token_mixers import fixed_length
@@ -25,6 +24,9 @@ from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .divergence import check_weights
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
+from .run_checks import check_pretraining, check_served, check_training, read_given_mask
+from .run_folders import resume_from, run_folder
+from .stopping import StopOnSignal
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
 
@@ -62,7 +64,9 @@ class PretrainingArguments:
             the mask by a schedule during training.
         attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
         pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
-        overwrite (`bool`): Accept a non-empty output folder.
+        resume (`bool`): Go on from the newest complete checkpoint in the output folder, if there is one.
+        allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
+        overwrite (`bool`): Replace what is in the output folder, once the new run is finished.
     """
 
     text: str | list = "builtin"
@@ -81,8 +85,16 @@ class PretrainingArguments:
     pruning: dict | None = None
     attn_implementation: str = "sparse_auto"
     pictures: bool = True
+    resume: bool = False
+    allow_partial_resume: bool = False
     overwrite: bool = False
 
+
+# What a run writes, apart from the configuration, the tokenizer, checkpoints and logs.
+_WRITTEN = (
+    *("model*.safetensors*", "mask*.safetensors", "mask_config.json", "metrics.json", "heads.png", "mean_probs.png"),
+    "offset_profile.png",
+)
 
 SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
 
@@ -103,12 +115,29 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
+    data = PretrainingArguments(**recipe["data"])
+    check_training(recipe["training"])
+    training = TrainingArguments(**recipe["training"])
+    model = dict(recipe["model"])
+    check_pretraining(data, model)
+    if model.get("pattern") is not None:
+        model.setdefault("mask_seed", training.seed)
+    output = Path(str(training.output_dir))
+    resume = resume_from(data.resume, training.resume_from_checkpoint)
+    with (
+        locked_output(output) as unfinished,
+        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished, _WRITTEN) as place,
+    ):
+        # Whatever the recipe says of signals, they save a checkpoint.
+        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], "enable_jit_checkpoint": False}
+        return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})
+
+
+def _pretrain(recipe):
     start = time.perf_counter()
     data = PretrainingArguments(**recipe["data"])
     training = TrainingArguments(**recipe["training"])
     output = Path(str(training.output_dir))
-    check_backend(data.attn_implementation)
-    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
     pruning = ProgressivePruning.from_settings(data.pruning)
     for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
         if pruning is not None and getattr(data, name) != unset:
@@ -132,7 +161,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     else:
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
-        model.set_mask(SparseMask.from_pretrained(data.mask))
+        model.set_mask(read_given_mask(data.mask))
     check_backend(data.attn_implementation, model.config.probability_map)
     model.set_attn_implementation(data.attn_implementation)
     if fixed_length(model.config) not in (None, data.max_length):
@@ -143,6 +172,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     sparse_attention = model.sparse_attention
     if pruning is not None:
         pruning.check(model)
+    check_served(model, training, data.max_length)
     if training.resume_from_checkpoint:
         check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
     record = recipe_record(data, model.config, training)
@@ -184,7 +214,8 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
         callbacks=[RecipeRecord(record), schedule, *([] if pruning is None else [pruning])],
     )
-    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
+    with StopOnSignal(trainer):
+        trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
     output.mkdir(parents=True, exist_ok=True)
     metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
@@ -205,6 +236,8 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     names = ("lm_loss", "perplexity") if causal else ("mlm_loss", "mlm_accuracy")
     metrics |= {name: evaluation[f"eval_{name}"] for name in names}
     metrics["nsp_accuracy"] = evaluation.get("eval_nsp_accuracy")
+    if model.config.pattern is not None:
+        metrics["mask_seed"] = model.config.mask_seed
     metrics["steps"] = trainer.state.global_step
     metrics["num_parameters"] = model.num_parameters()
     metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length

@@ -11,11 +11,13 @@ import torch
 from accelerate.utils import DistributedType
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
+from .checkpoint_manifests import whole_checkpoint
 from .divergence import check_weights, diverged
 from .resuming import check_checkpoint
 
@@ -55,6 +57,7 @@ class SparseBertTrainer(Trainer):
     - the logs show the sparsity of the mask being learned, and the number of its rows that keep nothing;
     - the loss is averaged over accumulated batches, whatever the model;
     - a run only resumes from a checkpoint of the same search;
+    - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
     - evaluation keeps the order of the examples, masks the same tokens every time, and does not change the random
       state of the training.
 
@@ -193,6 +196,23 @@ class SparseBertTrainer(Trainer):
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluation_collator():
             return super().get_test_dataloader(*args, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # resumed at the end: the stock Trainer would do one step more
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        folder = Path(self._get_output_dir(trial))
+        try:
+            with whole_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
