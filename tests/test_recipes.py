@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig
-from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
 
 

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
+from sparsebert.training.checkpoint_manifests import MANIFEST_NAME
 from sparsebert.training.pretraining import pretrain
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -181,8 +182,9 @@ def test_another_text_is_refused(stopped, tmp_path):
         with pytest.raises(ValueError, match=r"inputs.checksum of the rows: \d+ -> \d+"):
             pretrain(recipe | {"training": training})
         path.write_text(before)
+        shutil.copy(path, tmp_path / "other.txt")
         with pytest.raises(ValueError, match="data.text: .* -> .*/other.txt"):
-            pretrain(recipe | {"training": training, "data": recipe["data"] | {"text": f"{path.parent}/other.txt"}})
+            pretrain(recipe | {"training": training, "data": recipe["data"] | {"text": str(tmp_path / "other.txt")}})
     finally:
         path.write_text(before)
 
@@ -203,8 +205,9 @@ def test_checkpoint_without_a_recipe_is_not_compared(stopped, tmp_path, caplog):
     state = json.loads((old / "trainer_state.json").read_text())
     record = state["stateful_callbacks"].pop("RecipeRecord")
     (old / "trainer_state.json").write_text(json.dumps(state))
+    (old / MANIFEST_NAME).unlink()
     new = {"resume_from_checkpoint": str(old), "output_dir": str(tmp_path / "new")}
-    pretrain(recipe | {"training": recipe["training"] | new})
+    pretrain(recipe | {"training": recipe["training"] | new, "data": recipe["data"] | {"allow_partial_resume": True}})
     assert "does not say by which recipe" in caplog.text
     later = json.loads((tmp_path / "new/checkpoint-3/trainer_state.json").read_text())
     assert later["stateful_callbacks"]["RecipeRecord"] == record

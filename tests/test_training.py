@@ -343,11 +343,11 @@ def test_nan_stops_within_one_step(tiny_config, tmp_path, name, what, message, c
 
 
 def test_nan_in_the_base_weights_ends_the_command(tiny_config, tmp_path, capsys):
-    """Before the text is read, which does not exist here."""
     model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
     model.get_parameter(QUERY).data[0, 0] = torch.inf
     model.save_pretrained(tmp_path / "base")
-    flags = {"text": "missing.txt", "base_model": tmp_path / "base", "nsp": "false", "max_length": LENGTH}
+    (tmp_path / "text.txt").write_text("Some words stand here.\n")
+    flags = {"text": tmp_path / "text.txt", "base_model": tmp_path / "base", "nsp": "false", "max_length": LENGTH}
     flags["output_dir"] = tmp_path / "out"
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     assert main(["pretrain", *words, "--use_cpu"]) == 1

@@ -23,7 +23,7 @@ from .checkpoint_manifests import is_damaged
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from .pretraining import PretrainingArguments
+    from .pretraining_arguments import PretrainingArguments
 
 _NUMBER = (int, float)
 # Bounds of `TrainingArguments`, which has few itself: low, high and kind.
