@@ -226,15 +226,15 @@ def real_bert():
     return folders[0]
 
 
-@pytest.fixture
-def pretraining_flags(word_tokenizer, tmp_path):
+@pytest.fixture(scope="session")
+def pretraining_flags(word_tokenizer, tmp_path_factory):
     """`pretraining_flags(output, *flags)`: words of `sparsebert pretrain` for six steps of a tiny model on a file."""
-    rng = random.Random(3)
+    rng, root = random.Random(3), tmp_path_factory.mktemp("pretraining")
     documents = ["\n".join(_sentence(rng) for _ in range(8)) for _ in range(30)]
-    (tmp_path / "text.txt").write_text("\n\n".join(documents))
-    word_tokenizer.save_pretrained(tmp_path / "words")
+    (root / "text.txt").write_text("\n\n".join(documents))
+    word_tokenizer.save_pretrained(root / "words")
     fields = {
-        **{"text": tmp_path / "text.txt", "validation": tmp_path / "text.txt", "tokenizer": tmp_path / "words"},
+        **{"text": root / "text.txt", "validation": root / "text.txt", "tokenizer": root / "words"},
         **{"nsp": False, "max_length": 16, "max_validation_tokens": 320, "pictures": False, "max_steps": 6},
         **{"per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
         **{"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, "mask_length": 16},
