@@ -229,13 +229,12 @@ def real_bert():
 @pytest.fixture(scope="session")
 def pretraining_flags(word_tokenizer, tmp_path_factory):
     """`pretraining_flags(output, *flags)`: words of `sparsebert pretrain` for six steps of a tiny model on a file."""
-    rng = random.Random(3)
+    rng, root = random.Random(3), tmp_path_factory.mktemp("pretraining")
     documents = ["\n".join(_sentence(rng) for _ in range(8)) for _ in range(30)]
-    folder = tmp_path_factory.mktemp("pretraining")
-    (folder / "text.txt").write_text("\n\n".join(documents))
-    word_tokenizer.save_pretrained(folder / "words")
+    (root / "text.txt").write_text("\n\n".join(documents))
+    word_tokenizer.save_pretrained(root / "words")
     fields = {
-        **{"text": folder / "text.txt", "validation": folder / "text.txt", "tokenizer": folder / "words"},
+        **{"text": root / "text.txt", "validation": root / "text.txt", "tokenizer": root / "words"},
         **{"nsp": False, "max_length": 16, "max_validation_tokens": 320, "pictures": False, "max_steps": 6},
         **{"per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
         **{"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, "mask_length": 16},

@@ -89,7 +89,14 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
         return _finetune(recipe, options, output, seeds, grid, several)
 
 
-def _finetune(recipe, options, output, seeds, grid, several):
+def _finetune(
+    recipe: dict[str, dict[str, Any]],
+    options: FinetuningArguments,
+    output: Path,
+    seeds: list[int],
+    grid: dict[str, list],
+    several: bool,
+) -> Path:
     # Everything that can be wrong with the data of a task is found before the first task is trained on.
     tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
     baselines = {}

@@ -79,7 +79,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})
 
 
-def _pretrain(recipe):
+def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     start = time.perf_counter()
     data = PretrainingArguments(**recipe["data"])
     training = TrainingArguments(**recipe["training"])

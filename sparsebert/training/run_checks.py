@@ -23,8 +23,6 @@ from .checkpoint_manifests import is_damaged
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from .pretraining_arguments import PretrainingArguments
-
 _NUMBER = (int, float)
 # Bounds of `TrainingArguments`, which has few itself: low, high and kind.
 _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
@@ -125,9 +123,13 @@ def read_given_mask(name: str) -> SparseMask:
         raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error
 
 
-def check_pretraining(data: "PretrainingArguments", model: dict[str, Any]) -> None:
+def check_pretraining(data: Any, model: dict[str, Any]) -> None:
     """
-    Check the sections `data` and `model` of a pre-training recipe.
+    Check a pre-training recipe.
+
+    Args:
+        data ([`PretrainingArguments`]): Section `data`.
+        model (`dict`): Section `model`.
 
     Raises:
         ValueError: If a field is out of its range, or fields exclude each other.

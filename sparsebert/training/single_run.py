@@ -78,7 +78,9 @@ def run_once(
         return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder)
 
 
-def _run(data, model, training, output_dir):
+def _run(
+    data: TaskData, model: dict[str, Any], training: dict[str, Any], output_dir: str | os.PathLike
+) -> dict[str, Any]:
     start = time.perf_counter()
     task, options, output = data.task, data.options, Path(output_dir)
     arguments = training_arguments(training, output, task.settings)
