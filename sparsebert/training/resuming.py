@@ -36,11 +36,12 @@ MAY_CHANGE = {
     "data": ("max_validation_tokens", "attn_implementation", "pictures", "overwrite", "resume", "allow_partial_"),
     "model": ("transformers_version", "_name_or_path", "architectures", "dtype"),
     "training": (
-        "output_dir", "resume_from_checkpoint", "do_", "bf16_full_", "fp16_full_", "eval_", "per_device_eval_",
-        "batch_eval_", "prediction_", "include_", "metric_", "greater_", "load_best_", "log_", "logging_", "report_to", "run_name",
-        "project", "trackio_", "disable_tqdm", "skip_memory_", "save_", "enable_jit_checkpoint", "restore_callback_", "push_to_",
-        "hub_", "dataloader_num_", "dataloader_pin_", "dataloader_pers", "dataloader_pre", "dataloader_multi",
-        "ddp_", "local_rank", "use_cpu", "debug", "torch_compile", "torch_empty_", "activation_", "gradient_check",
+        "output_dir", "resume_from_checkpoint", "do_", "bf16_full_", "fp16_full_", "eval_",
+        "per_device_eval_", "batch_eval_", "prediction_", "include_", "metric_", "greater_", "load_best_",
+        "log_", "logging_", "report_to", "run_name", "project", "trackio_", "disable_tqdm", "skip_memory_",
+        "save_", "enable_jit_checkpoint", "restore_callback_", "push_to_", "hub_", "dataloader_num_",
+        "dataloader_pin_", "dataloader_pers", "dataloader_pre", "dataloader_multi", "ddp_", "local_rank",
+        "use_cpu", "debug", "torch_compile", "torch_empty_", "activation_", "gradient_check",
         "full_determinism", "liger_", "use_liger_", "use_cache",
     ),
 }  # fmt: skip
