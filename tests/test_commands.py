@@ -221,3 +221,40 @@ def test_theory_as_json(capsys):
     assert [case["name"] for case in content] == ["window", "star"]
     assert main(["theory", "--maps", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+def test_analyze_and_report_of_a_run(tmp_path, capsys):
+    run, output = tmp_path / "run", tmp_path / "out"
+    sparsebert.build_pattern("window", 32, 2).save_pretrained(run)
+    assert main(["analyze", str(run), "--output_dir", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "diagonal" in printed and f"written: {output / 'importance.json'}" in printed
+    assert main(["analyze", str(run), "--output_dir", str(output)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["analyze", str(run), "--output_dir", str(output), "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((output / "importance.json").read_text())
+    positions = {"diagonal": 0.5}
+    metrics = {"sparsity": 0.9, "positions": positions, "mlm_loss": 5.0, "mlm_accuracy": 0.1, "seconds": 1.0}
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    (run / "heads.png").write_bytes(b"")
+    assert main(["report", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "90.0 %" in printed and f"picture: {run / 'heads.png'}" in printed
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {str(run): metrics}
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["window", "--parameters", "{window_size"], "is not YAML"),
+        (["--all", "--parameters", "{window_size: 3}"], "--parameters goes with the name of a pattern"),
+        (["--maps", "--mappings"], "exclude each other"),
+        (["window", "--length", "1"], "--length must be at least 2"),
+        (["window", "--figure", "x.png"], "--figure goes with --mappings"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_theory_refuses(arguments, said, capsys):
+    assert main(["theory", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -12,7 +12,7 @@ import sparsebert
 
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = ("datasets", "deepspeed", "evaluate", "matplotlib", "numba", "tensorboard")
+OPTIONAL = ("datasets", "deepspeed", "evaluate", "matplotlib", "sklearn", "tensorboard")
 
 
 def test_import_is_light():

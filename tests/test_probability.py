@@ -206,7 +206,9 @@ def test_functions_check_their_parameters(name, bad):
 
 
 def test_the_multiplicative_form_is_for_softmax(tiny_config):
-    with pytest.raises(StrictDataclassClassValidationError, match="'multiplicative' is defined for softmax.*'topk'"):
+    with pytest.raises(
+        StrictDataclassClassValidationError, match="'multiplicative' needs the probability_map 'softmax', got 'topk'"
+    ):
         tiny_config(mask_form="multiplicative", probability_map="topk", probability_map_kwargs={"k": 3})
 
 

@@ -66,6 +66,23 @@ def test_freezing_selects_once(tiny_config, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("fields", [{"search": "soft"}, {"search": "dam_s", "target_sparsity": 0.5}], ids=str)
+def test_a_compiled_search_needs_one_graph(fields, tiny_config):
+    """However far the search is, and with forwards that are not compiled in between."""
+    torch._dynamo.reset()
+    model = SparseBertForMaskedLM(tiny_config(**fields)).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        model.sparse_attention.set_progress(step / 3)
+        losses = []
+        for forward in (compiled, model):
+            torch.manual_seed(step)
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                losses.append(forward(IDS, labels=IDS).loss)
+        torch.testing.assert_close(*losses)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("how", ["freeze", "set_mask"])
 def test_a_frozen_mask_owns_how_it_is_used(how, tiny_config):
     """What the configuration asked for is a request, which the mask answers."""

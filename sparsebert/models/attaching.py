@@ -232,8 +232,8 @@ def make_sparse_attention(
     The [`SparseAttention`] for a model, not registered yet.
 
     Args:
-        model (`PreTrainedModel`): The model, which has windows or shared layers, or not.
-        description ([`SparseBertConfig`]): What the mask is like, from [`describe`] or the model's own.
+        model (`PreTrainedModel`): The model, which says whether its layers are shared or have sliding windows.
+        description ([`SparseBertConfig`]): The model's own configuration, or that of [`describe`].
         mask ([`SparseMask`], *optional*): The frozen mask, if there is one already.
     """
     window, local_layers = sliding_window(model.config)
