@@ -59,6 +59,7 @@ def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
     """
     if mask_or_search in SEARCHES:
         refused = ("search", "pattern", "frozen", "pruned", "pattern_kwargs", "head_configuration", "mask_seed")
+        refused += ("search_progress",)
         return tuple(name for name in OWN_FIELDS if name not in (*refused, *MODEL_FIELDS))
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 
@@ -177,6 +178,7 @@ class SparseModelMixin(_ModelBase):
         arguments are those of `PreTrainedModel.save_pretrained`.
         """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
+        self.sparse_attention.record_progress()
         super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process:
             self._save_mask(Path(save_directory))
