@@ -38,8 +38,9 @@ Model = TypeVar("Model", bound=nn.Module)
 SEARCH_CONFIG_NAME = "search_config.json"
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
-# Fields of the configuration: how a fixed mask is used; what defines one by its pattern; what a stock model cannot
-# have; all that BERT's configuration does not have.
+# Fields of the configuration: how far a search is; how a fixed mask is used; what defines one by its pattern; what a
+# stock model cannot have; all that BERT's configuration does not have.
+STATE_FIELDS = ("frozen", "pruned", "search_progress")
 MASK_FIELDS = (*REQUESTS, "allow_empty_rows")
 PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
 MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
@@ -58,8 +59,7 @@ def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
         mask_or_search (`str`, *optional*): A key of `PATTERNS` or `SEARCHES`. Anything else is a given mask.
     """
     if mask_or_search in SEARCHES:
-        refused = ("search", "pattern", "frozen", "pruned", "pattern_kwargs", "head_configuration", "mask_seed")
-        refused += ("search_progress",)
+        refused = ("search", "pattern", *STATE_FIELDS, "pattern_kwargs", "head_configuration", "mask_seed")
         return tuple(name for name in OWN_FIELDS if name not in (*refused, *MODEL_FIELDS))
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 
