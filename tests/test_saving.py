@@ -8,7 +8,7 @@ import torch
 from conftest import TINY
 from transformers import BertConfig, BertModel
 
-from sparsebert import SEARCHES, SparseBertConfig, SparseBertModel, attach, load
+from sparsebert import SEARCHES, MaskFileError, SparseBertConfig, SparseBertModel, SparseMask, attach, load
 from sparsebert.analysis.runs import read_run
 from sparsebert.models.configuration_sparsebert import MASK_FORMS
 
@@ -68,3 +68,43 @@ def test_new_search_starts_from_nothing(tmp_path):
     frozen.freeze()
     frozen.save_pretrained(tmp_path)
     assert SparseBertModel.from_pretrained(tmp_path).config.search_progress is None
+
+
+STATE_FILES = {"mask_config.json", "mask.safetensors", "search_config.json", "mask_probs.safetensors"}
+FROZEN = {"mask_config.json", "mask.safetensors"}
+
+
+def model_in_state(attached, search):
+    """A model and the files that its state has."""
+    if search:
+        return searching_model(attached, "dam_s"), {"search_config.json"} if attached else set()
+    model = searching_model(attached, "dam_u")
+    model.freeze(sparsity=0.3)
+    return model, FROZEN
+
+
+@pytest.mark.parametrize("second", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("first", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_folder_holds_one_state_of_a_mask(tmp_path, first, second):
+    model_in_state(*first)[0].save_pretrained(tmp_path)
+    if second[1]:
+        (tmp_path / "mask_probs.safetensors").touch()
+    model, files = model_in_state(*second)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} & STATE_FILES == files
+    loaded = load(tmp_path).sparse_attention
+    assert loaded.searching == model.sparse_attention.searching and loaded.mask == model.sparse_attention.mask
+    if second[1]:
+        with pytest.raises(MaskFileError, match="no such file"):
+            SparseMask.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["frozen over search", "search over frozen"])
+def test_interrupted_save_does_not_pass_for_the_old_state(tmp_path, monkeypatch, second):
+    model_in_state(True, not second)[0].save_pretrained(tmp_path)
+    model, _ = model_in_state(True, second)
+    monkeypatch.setattr(type(model), "_save_mask", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
+        load(tmp_path)

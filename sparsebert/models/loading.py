@@ -15,8 +15,9 @@ from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError
 from ..masks.sparse_mask import SparseMask
 from . import modeling_sparsebert
 from .architectures import check_architecture, describe
-from .attaching import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sparse_attention, put_on, register
+from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
 from .configuration_sparsebert import SparseBertConfig
+from .saving import SEARCH_CONFIG_NAME
 
 
 def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | None:

@@ -18,8 +18,9 @@ from transformers import (
 
 from ..masks.mask_files import HUB_ARGUMENTS
 from ..masks.sparse_mask import SparseMask
-from .attaching import SparseModelMixin, make_sparse_attention, register
+from .attaching import make_sparse_attention, register
 from .configuration_sparsebert import SparseBertConfig
+from .saving import SparseModelMixin
 from .token_mixers import put_mixers
 
 
