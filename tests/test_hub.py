@@ -1,5 +1,6 @@
 """Masks and models through a Hub: a real client, in a process of its own, against a local server."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,24 @@ for kind in ("own", "attached"):
 """
 
 
+UNREACHABLE = """
+import time
+from sparsebert import SparseBertModel, SparseMask, attach, load
+from sparsebert.analysis.runs import read_run
+
+for call in (SparseMask.from_pretrained, SparseBertModel.from_pretrained, load, read_run):
+    began = time.perf_counter()
+    try:
+        call("user/absent")
+    except OSError as error:
+        seconds = time.perf_counter() - began
+        assert seconds < 2, seconds
+        print(error)
+    else:
+        raise AssertionError("the call succeeded")
+"""
+
+
 @pytest.fixture(scope="module")
 def hub():
     with HubServer() as server:
@@ -200,3 +219,28 @@ def test_repository_holds_one_state_of_a_mask(hub, run_client, tmp_path):
     for kind, search in (("own", set()), ("attached", {"search_config.json"})):
         commits = hub.repos[f"user/turns_{kind}"].commits
         assert [files & state for files in commits] == [frozen, search, frozen, search]
+
+
+@pytest.mark.parametrize("offline", ["0", "1"], ids=["no connection", "offline mode"])
+def test_without_a_connection(tmp_path, offline):
+    """At once, with the name of the file and what would fetch it."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": offline,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-c", UNREACHABLE]
+    result = subprocess.run(
+        command,
+        env=environment | {"NO_PROXY": "127.0.0.1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    mask, *models = result.stdout.splitlines()
+    assert "user/absent: mask_config.json is not in the cache" in mask
+    assert mask.endswith("hf download user/absent mask_config.json mask.safetensors")
+    assert len(models) == 3
+    for message in models:
+        assert "user/absent: config.json" in message and message.endswith("hf download user/absent")

@@ -22,6 +22,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
 from ..files import write_metrics
+from ..hub import check_available
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
@@ -161,6 +162,10 @@ def read_run(source: str | os.PathLike) -> Run:
         OSError: If the Hub has no such repository.
     """
     source = str(source)
+    try:
+        check_available(source, CONFIG_NAME, MASK_CONFIG_NAME)
+    except HFValidationError as error:
+        raise ValueError(f"{source}: no such folder, and not a Hub id") from error
     config = _read_config(source)
     if _is_searching(source, config):
         searching = _read_search(source, config)

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 
 from ..files import replace_files
+from ..hub import check_available
 from ..version import __version__
 
 
@@ -125,6 +126,7 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
     Raises:
         TypeError: If an argument is unknown.
         MaskFileError: If a file was given, a name that is neither a folder nor a Hub id, or a subfolder outside of it.
+        OSError: If the Hub has no such files, or they are not in the cache and it cannot be reached.
     """
     unknown = set(kwargs) - set(HUB_ARGUMENTS)
     if unknown:
@@ -140,11 +142,12 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
             "pickled files are never read"
         )
     name = str(pretrained_model_name_or_path)
+    found = []
     try:
-        return (
-            Path(hf_hub_download(name, MASK_CONFIG_NAME, **kwargs)),
-            Path(hf_hub_download(name, MASK_WEIGHTS_NAME, **kwargs)),
-        )
+        for filename in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME):
+            check_available(name, filename, fetch=f"{MASK_CONFIG_NAME} {MASK_WEIGHTS_NAME}", **kwargs)
+            found.append(Path(hf_hub_download(name, filename, **kwargs)))
+        return found[0], found[1]
     except HFValidationError as error:
         raise MaskFileError(f"{name}: neither an existing folder nor a valid Hub id") from error
 
