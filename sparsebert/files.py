@@ -5,9 +5,10 @@ import io
 import json
 import lzma
 import os
+import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -107,6 +108,43 @@ def _owner(mark):
         return "another process"
 
 
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """
+    Write files whole or not at all. All are written beside their places and reach the disk before the first takes its
+    place. What was there stays if anything fails, and nothing else is left behind.
+
+    Args:
+        contents (`dict[Path, bytes]`): Content of each file, in the order in which they take their places. Folders
+            must exist. A link at one of the paths is replaced, not followed.
+    """
+    written: dict[Path, Path] = {}
+    try:
+        for path, content in contents.items():
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            with open(temporary, "xb") as file:  # fails if the name exists, be it as a link
+                written[temporary] = path
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, path in written.items():
+            os.replace(temporary, path)
+    finally:
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
+    for folder in {path.parent for path in contents}:
+        _sync_folder(folder)
+
+
+def _sync_folder(folder):
+    """Have the names in a folder reach the disk, on systems that can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     """
     Write metrics as JSON, with floats rounded to 6 significant digits. An interrupted write leaves no partial file.
@@ -121,9 +159,7 @@ def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     text = json.dumps(_rounded(metrics), indent=2) + "\n"
     state = PartialState()
     if state.is_main_process:
-        temporary = Path(f"{path}.tmp")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        replace_files({Path(path): text.encode()})
     state.wait_for_everyone()
     return json.loads(text)
 

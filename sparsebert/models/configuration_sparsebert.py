@@ -12,6 +12,7 @@ from ..attention.mask_inputs import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice
 from ..masks.expansion import LENGTH_POLICIES, default_length_policy
+from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
@@ -120,6 +121,8 @@ class SparseBertConfig(BertConfig):
             grow.
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search after which it has reached the
             target.
+        search_progress (`float`, *optional*): Fraction of the search that was done when the model was saved, in
+            [0, 1]. Saving sets it; `None` is the end.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
@@ -169,7 +172,8 @@ class SparseBertConfig(BertConfig):
     initial_sparsity: float | int | None = validated_field(_between(0, 1, high_open=True), default=None)
     sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
     sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
-    mask_length: int | None = validated_field(_between(1, 2**20), default=None)
+    search_progress: float | int | None = validated_field(_between(0, 1), default=None)
+    mask_length: int | None = validated_field(_between(1, MAX_MASK_LENGTH), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
     probability_map: str = validated_field(_choice(tuple(PROBABILITY_MAPS)), default="softmax")
     probability_map_kwargs: dict | None = None
@@ -200,7 +204,7 @@ class SparseBertConfig(BertConfig):
         if own.get("search") or own.get("pattern"):
             # A new search or pattern replaces all that the checkpoint says about its mask.
             replaced = ("search", "pattern", "pattern_kwargs", "head_configuration", "special_tokens", "mask_constant")
-            own = dict.fromkeys((*replaced, *REQUESTS)) | {"frozen": False, "pruned": False} | own
+            own = dict.fromkeys((*replaced, "search_progress", *REQUESTS)) | {"frozen": False, "pruned": False} | own
         if own.get("probability_map"):
             own = {"probability_map_kwargs": None} | own
         return super().from_dict({**config_dict, **own}, **kwargs)

@@ -87,7 +87,7 @@ class LearnedMask:
         if not search.hard:
             width = torch.maximum(width, torch.as_tensor(self.temperature()))
         width = width.clamp(min=_SMALLEST_WIDTH).to(alpha.device)
-        if search.target_sparsity is None:
+        if search.target_sparsity is None or search.pruning:  # what has been pruned has alpha = -inf
             return alpha, width
         counts = search.counts_on(alpha.device)
         budget = (1 - self.current_sparsity().to(alpha.device)) * search.length**2 - search.num_fixed

@@ -17,8 +17,8 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
-from ..models.attaching import SEARCH_CONFIG_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.saving import SEARCH_CONFIG_NAME
 from ..search.progressive_pruning import stored_settings
 
 
