@@ -86,18 +86,20 @@ class SparseBertConfig(BertConfig):
             `softmax(S - c (1 - M))`, `"log"` for `softmax(S + log M)`, `"multiplicative"` for `M softmax(S)`, which is
             not normalized (the frozen mask always is) and meant for study. Defaults to `"additive"`, or to `"log"`
             with a target. Source: SparseBERT (arXiv 2102.12871), Eq. 4-6.
-        mask_constant (`float`, *optional*): c, in (0, 1e4]. Defaults to 1e4, or to 10 for `"soft"`.
-        mask_logit_scale (`float`, *optional*, defaults to 10.0): The logits alpha are the stored ones times this. With
-            the learning rate of the weights, they move faster by this factor.
-        temperature (`float`, *optional*, defaults to 1.0): tau > 0 of the Gumbel-sigmoid.
-        temperature_end (`float`, *optional*): tau at the end of the search. Defaults to `temperature`, or to 0.1 with
-            a target.
-        noise_scale (`float`, *optional*): Factor of the Gumbel noise, at least 0. Defaults to 1, or to 0 for `"soft"`
-            and with a target.
+        mask_constant (`float`, *optional*): How much the additive form lowers the score of a removed entry: c, in (0,
+            1e4]. Defaults to 1e4, or to 10 for `"soft"`.
+        mask_logit_scale (`float`, *optional*, defaults to 10.0): How much faster the logits of the mask move than
+            weights of the same learning rate: alpha is the stored logit times this.
+        temperature (`float`, *optional*, defaults to 1.0): How soft the mask is at the start of the search: tau of the
+            (Gumbel-)sigmoid, in (0, 1e3].
+        temperature_end (`float`, *optional*): How soft the mask is at the end of the search: tau, in (0, 1e3].
+            Defaults to `temperature`, or to 0.1 with a target.
+        noise_scale (`float`, *optional*): How much random noise the samples of the mask have: factor of the Gumbel
+            noise, at least 0. Defaults to 1, or to 0 for `"soft"` and with a target.
         share_noise (`bool`, *optional*, defaults to `False`): Whether the processes of a distributed training share
             the Gumbel noise, and so one sample of the mask. By default each draws its own: more samples in a step.
-        hard (`bool`, *optional*): Whether samples are rounded to 0 and 1 (straight-through). Defaults to `True`, or to
-            `False` for `"soft"` and with a target.
+        hard (`bool`, *optional*): Whether the mask is used rounded to 0 or 1 in the search: straight-through samples.
+            Defaults to `True`, or to `False` for `"soft"` and with a target.
         symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry.
         share_layers (`bool`, *optional*, defaults to `True`): Whether all layers share one mask per head.
         diagonal (`str`, *optional*): Self-attention of every token, special tokens included: `"keep"` turns it on,
@@ -112,11 +114,11 @@ class SparseBertConfig(BertConfig):
             of the mask. Not used with a target.
         target_sparsity (`float`, *optional*): Fraction of entries to remove in every head, in (0, 1). The search is
             then annealed instead of penalized: it uses P itself instead of samples, with a temperature that falls.
-        initial_decay (`float`, *optional*): d >= 0. The odds of keeping an entry start proportional to
-            `max(distance, 1)^-d`, with the distance in tokens (`"dam_b"`: tiles). Defaults to 0, where all are alike,
-            or to 3 with a target, where a search that starts local learns much faster.
-        initial_sparsity (`float`, *optional*): Sparsity that a search with a target starts from, in [0, 1). Defaults
-            to the target; 0 is a dense warm-up.
+        initial_decay (`float`, *optional*): How local a search starts: the odds of keeping an entry are proportional
+            to `max(distance, 1)^-d`, d in [0, 100], with the distance in tokens (`"dam_b"`: tiles). Defaults to 0,
+            where all are alike, or to 3 with a target, where a search that starts local learns much faster.
+        initial_sparsity (`float`, *optional*): Sparsity at the start of a search with a target: in [0, 1), 0 is a
+            dense warm-up. Defaults to the target.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search after which sparsity starts to
             grow.
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search after which it has reached the
