@@ -81,7 +81,7 @@ def _backends():
     for name, row in BACKENDS.items():
         extra = "; ".join(text for key, text in WANTED.items() if key in row.supports)
         maps = "all" if set(row.probability_maps) == set(sparsebert.PROBABILITY_MAPS) else row.probability_maps
-        yield f"`{name}`", _first_sentence(inspect.getmodule(row.function).__doc__), extra, maps
+        yield f"`{name}`", _first_sentence(row.function.__doc__), extra, maps
     for name, function in CHOICES.items():
         text = _first_sentence(function.__doc__).split(": ", 1)[-1]
         yield f"`{name}`", f"Chooses one of these: {text}", "whatever one of them can do", "all"

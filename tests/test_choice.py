@@ -101,15 +101,27 @@ def test_auto_never_chooses_what_refuses(device, dtype, length, padded, dropout)
         assert choice.refusal(BACKENDS, name, request) is None and reason
 
 
-def test_errors_name_what_can_run():
+@pytest.mark.parametrize(
+    "name, fields, reason",
+    [
+        (
+            "sparse_cpu",
+            {"dtype": torch.float64},
+            "dtype must be one of torch.float32, torch.bfloat16, torch.float16, got torch.float64",
+        ),
+        ("sparse_sdpa", {"needs": frozenset({"weights"})}, "it does not support output_attentions=True"),
+    ],
+)
+def test_errors_name_what_can_run(name, fields, reason):
+    request = replace(REQUEST, **fields)
+    able = [other for other in BACKENDS if choice.refusal(BACKENDS, other, request) is None]
+    assert "sparse_eager" in able and name not in able
     with pytest.raises(ValueError) as error:
-        check(BACKENDS, "sparse_cpu", replace(REQUEST, dtype=torch.float64))
-    assert str(error.value) == (
-        "sparse_cpu cannot run here: dtype must be one of torch.float32, torch.bfloat16, torch.float16, got "
-        "torch.float64. Use sparse_eager, sparse_sdpa or sparse_auto"
-    )
-    with pytest.raises(ValueError, match="does not support output_attentions=True. Use sparse_eager or sparse_auto$"):
-        check(BACKENDS, "sparse_sdpa", replace(REQUEST, needs=frozenset({"weights"})))
+        check(BACKENDS, name, request)
+    assert str(error.value) == f"{name} cannot run here: {reason}. Use {', '.join(able)} or sparse_auto"
+
+
+def test_flex_refuses_gradients():
     with pytest.raises(ValueError, match="sparse_flex cannot run here: it has no gradients"):
         check(BACKENDS, "sparse_flex", replace(REQUEST, gradients=True))
     check(BACKENDS, "sparse_flex", REQUEST)

@@ -1,6 +1,8 @@
 """Probability maps: as functions of scores, as the attention of a model, as fields of a configuration."""
 
 import copy
+import inspect
+import itertools
 import json
 import math
 import re
@@ -32,9 +34,33 @@ from sparsebert.commands import main
 from sparsebert.training.trainer import SparseBertTrainer
 
 
-# A value of every parameter, for scores of size 1.
-VALUES = {"k": 3, "lam": 0.3, "alpha": 1.3}
-MAPS = {name: {key: VALUES[key] for key in row.parameters} for name, row in PROBABILITY_MAPS.items()}
+# By map, a value of every parameter, for scores of size 1.
+VALUES = {"topk": {"k": 3}, "sparsegen_lin": {"lam": 0.3}, "entmax": {"alpha": 1.3}}
+
+
+def sample(row):
+    """Values of the parameters of any map: defaults or numbers that its checks accept, other than those of softmax."""
+    fields, accepted = inspect.signature(row.function).parameters, []
+    scores = torch.linspace(-1, 2, 40)
+    choices = [
+        [value for value in (fields[key].default, 1, 0.5, 2, 0.7, 0, -1) if value is not inspect.Parameter.empty]
+        for key in row.parameters
+    ]
+    for values in itertools.product(*choices):
+        parameters = dict(zip(row.parameters, values, strict=True))
+        try:
+            for length in (1, 4, 40):
+                row.check(parameters, length)
+            accepted.append(parameters)
+            if not torch.allclose(row(scores, **parameters), torch.softmax(scores, -1)):
+                return parameters
+        except (ValueError, TypeError, RuntimeError):  # out of range, of another type, or entmax is missing
+            continue
+    assert accepted, f"VALUES lacks {row.function.__name__}: its checks refuse all usual numbers"
+    return accepted[0]
+
+
+MAPS = {name: VALUES[name] if name in VALUES else sample(row) for name, row in PROBABILITY_MAPS.items()}
 OTHERS = {name: parameters for name, parameters in MAPS.items() if name != "softmax"}
 EVERY = pytest.mark.parametrize("name", MAPS)
 EVERY_OTHER = pytest.mark.parametrize("name", OTHERS)
@@ -166,7 +192,7 @@ def test_entmax_in_float32(alpha):
 @pytest.mark.parametrize(
     "name, parameters, said",
     [
-        ("softmx", {}, "'softmax', 'topk'.*'softmx'"),
+        ("softmx", {}, "'softmax'.*'topk'.*'softmx'"),
         ("topk", {}, "'topk' needs the parameter 'k'"),
         ("topk", {"k": 0}, "k of topk must be a whole number from 1 to the 40 keys, got 0"),
         ("topk", {"k": 41}, "from 1 to the 40 keys, got 41"),

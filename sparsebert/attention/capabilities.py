@@ -64,7 +64,8 @@ class Backend:
     Args:
         function (`Callable`): `(query, key, value, inputs, scaling, dropout) -> (output, probabilities or None)`. The
             query has shape `(B, H, n, d)`, the output `(B, n, H, d)`, the probabilities `(B, H, n, m)`; `inputs` are
-            the [`MaskInputs`] of one layer, and `dropout` is 0 in evaluation.
+            the [`MaskInputs`] of one layer, and `dropout` is 0 in evaluation. The output is contiguous. The first
+            sentence of the docstring describes the backend in the table of the documentation.
         prepare (`Callable`): `(mask, inputs) -> dict`, called once per forward for all layers. Returns the fields of
             [`MaskInputs`] that `function` reads of a frozen mask.
         refuse (`Callable`, *optional*): `(request) -> str or None`, the reason why it cannot serve a [`Request`].

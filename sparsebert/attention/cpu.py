@@ -171,7 +171,10 @@ def csr_backend(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the live entries. See [`Backend`] for the shapes; returns no probabilities."""
+    """
+    A C++ operator on CPU that only visits the live entries of the mask. See [`Backend`] for the shapes; returns no
+    probabilities.
+    """
     mask = inputs.sparse_mask
     assert mask is not None
     seed = (

@@ -15,7 +15,7 @@ def eager_attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention with the whole score matrix in memory. See [`Backend`] for the shapes.
+    The reference in plain PyTorch, with the whole score matrix in memory. See [`Backend`] for the shapes.
 
     Mask and softmax are computed in float32 (float64 for float64 inputs), whatever the autocast dtype.
     """

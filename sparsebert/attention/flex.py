@@ -251,7 +251,10 @@ def flex_backend(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """Attention under a block mask. See [`Backend`] for the shapes; returns no probabilities."""
+    """
+    PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout. See [`Backend`] for the
+    shapes; returns no probabilities.
+    """
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
     return block_attention(query, key, value, inputs.compiled[0], scaling), None

@@ -14,7 +14,10 @@ def sdpa_attention(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """`scaled_dot_product_attention` under a bias. See [`Backend`] for the shapes; returns no probabilities."""
+    """
+    PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned. See
+    [`Backend`] for the shapes; returns no probabilities.
+    """
     if inputs.learned[0] is not None:
         # PyTorch's attention would take its slow path and keep the gradient of the bias for every sequence.
         output = bias_attention(

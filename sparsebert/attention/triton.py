@@ -408,7 +408,10 @@ def triton_backend(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """Attention through tiles. See [`Backend`] for the shapes; returns no probabilities."""
+    """
+    Triton kernels on the tile form of the mask, on CUDA devices, or on any device in Triton's interpreter. See
+    [`Backend`] for the shapes; returns no probabilities.
+    """
     mask = inputs.sparse_mask
     assert mask is not None
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=query.device) if dropout else None
