@@ -5,6 +5,7 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -59,8 +60,19 @@ def _command_of(verb, arguments):
     return importlib.import_module(f".{verb}", __package__).command(arguments)
 
 
+# How the errors of strict dataclasses begin, and what a user needs of it.
+_PREFIXES = {
+    r"Class validation error for validator '\w+': \w+: ": "",
+    r"Validation error for field '(\w+)': ValueError: ": r"\1 ",
+    r"Validation error for field '\w+': \w+: ": "",
+}
+
+
 def _say(verb, error, code):
-    print(" ".join(f"sparsebert {verb}: {error}".split()), file=sys.stderr)
+    text = " ".join(f"sparsebert {verb}: {error}".split())
+    for prefix, needed in _PREFIXES.items():
+        text = re.sub(prefix, needed, text)
+    print(text, file=sys.stderr)
     return code
 
 
