@@ -239,7 +239,11 @@ def _run_grid(
     for values in itertools.product(*grid.values()):
         settings = dict(zip(grid, values, strict=True))
         folder = output / ",".join(f"{name}={value}" for name, value in settings.items())
-        run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
+        try:
+            run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
+        except FloatingPointError as error:
+            logger.warning(f"{folder}: {error}")
+            run = {"score": math.nan}
         cells.append({"settings": settings, "folder": folder.name, "score": run["score"]})
         first_runs[folder.name] = run
         # Only the best cell keeps its weights: those of a whole grid would fill a disk.
