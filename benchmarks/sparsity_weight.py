@@ -20,7 +20,7 @@ from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.tokenization import train_tokenizer
-from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
 from sparsebert.training.trainer import SparseBertTrainer
 

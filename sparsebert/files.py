@@ -5,19 +5,26 @@ import io
 import json
 import lzma
 import os
+import secrets
+import socket
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 
 
 # The function that opens a compressed file, by the file's suffix.
 COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 # What reading a damaged compressed file raises.
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+# In an output folder: the lock of the process that writes there, and who that is. The second file stays behind if the
+# run does not finish.
+LOCK_NAME = ".lock"
+UNFINISHED_NAME = "unfinished.json"
 
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
@@ -25,8 +32,117 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
     Raises:
         FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
     """
-    if not (overwrite or resume) and Path(path).is_dir() and any(Path(path).iterdir()):
+    if not (overwrite or resume) and not is_empty(path):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
+
+
+def is_empty(path: str | os.PathLike) -> bool:
+    """Whether there is no such folder, or nothing in it but what [`locked_output`] leaves."""
+    folder = Path(path)
+    return not folder.exists() or all(entry.name in (LOCK_NAME, UNFINISHED_NAME) for entry in folder.iterdir())
+
+
+@contextmanager
+def locked_output(path: str | os.PathLike) -> Iterator[bool]:
+    """
+    Context manager that keeps an output folder for this run: another one that asks for it is refused. Until the block
+    ends without an error, a file `unfinished.json` in the folder says whose run it is.
+
+    Args:
+        path (`str` or `os.PathLike`): The folder. It is created; if nothing was written to it, it is removed again.
+
+    Returns:
+        `bool`: Whether the folder was left by a run that did not finish.
+    Raises:
+        FileExistsError: If another run has the folder. The message names its process and host.
+    """
+    folder, state = Path(path), PartialState()
+    mark = folder / UNFINISHED_NAME
+    unfinished = mark.is_file()
+    left = mark.read_bytes() if unfinished else None
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        yield unfinished
+        return
+    created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FileExistsError(f"output_dir {folder} is in use by {_owner(mark)}: choose another, or wait") from None
+    owner = {"pid": os.getpid(), "host": socket.gethostname()}
+    before = _entries(folder)
+    try:
+        mark.write_text(json.dumps(owner) + "\n", encoding="utf-8")
+        yield unfinished
+    except BaseException as error:
+        if _entries(folder) == before:  # it was refused
+            mark.unlink(missing_ok=True) if left is None else mark.write_bytes(left)
+        elif str(error):
+            with suppress(OSError):  # a full disk must not hide the error
+                mark.write_text(json.dumps(owner | {"stopped": str(error)}) + "\n", encoding="utf-8")
+        raise
+    else:
+        mark.unlink(missing_ok=True)
+    finally:
+        (folder / LOCK_NAME).unlink(missing_ok=True)  # while it is held: nobody else can have it
+        lock.release()
+        for parent in created:
+            if any(parent.iterdir()):
+                break
+            parent.rmdir()
+
+
+def _entries(folder):
+    """What is in an output folder, with the times of its changes, without lock and mark."""
+    found = [entry for entry in folder.iterdir() if entry.name not in (LOCK_NAME, UNFINISHED_NAME)]
+    return {entry.name: entry.stat().st_mtime_ns for entry in found}
+
+
+def _owner(mark):
+    try:
+        owner = json.loads(mark.read_text(encoding="utf-8"))
+        return f"process {owner['pid']} on {owner['host']}"
+    except (OSError, ValueError, TypeError, KeyError):  # it has just begun
+        return "another process"
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """
+    Write files whole or not at all. All are written beside their places and reach the disk before the first takes its
+    place. What was there stays if anything fails, and nothing else is left behind.
+
+    Args:
+        contents (`dict[Path, bytes]`): Content of each file, in the order in which they take their places. Folders
+            must exist. A link at one of the paths is replaced, not followed.
+    """
+    written: dict[Path, Path] = {}
+    try:
+        for path, content in contents.items():
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            with open(temporary, "xb") as file:  # fails if the name exists, be it as a link
+                written[temporary] = path
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, path in written.items():
+            os.replace(temporary, path)
+    finally:
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
+    for folder in {path.parent for path in contents}:
+        _sync_folder(folder)
+
+
+def _sync_folder(folder):
+    """Have the names in a folder reach the disk, on systems that can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
@@ -43,9 +159,7 @@ def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     text = json.dumps(_rounded(metrics), indent=2) + "\n"
     state = PartialState()
     if state.is_main_process:
-        temporary = Path(f"{path}.tmp")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        replace_files({Path(path): text.encode()})
     state.wait_for_everyone()
     return json.loads(text)
 
@@ -62,6 +176,15 @@ def open_binary(path: str | os.PathLike) -> IO[bytes]:
     """Open a file for reading, decompressed if its name ends in `.gz` or `.xz`."""
     opener = COMPRESSIONS.get(Path(path).suffix, open)
     return opener(path, "rb")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: JSON may write half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

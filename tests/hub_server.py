@@ -25,11 +25,15 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".model")
 
 @dataclass
 class Repo:
-    """Newest commit of a repository. `files`: path -> sha256 of its content; `lfs`: paths that came through LFS."""
+    """
+    Newest commit of a repository. `files`: path -> sha256 of its content; `lfs`: paths that came through LFS;
+    `commits`: the names of the files after each commit.
+    """
 
     sha: str
     files: dict = field(default_factory=dict)
     lfs: set = field(default_factory=set)
+    commits: list = field(default_factory=list)
 
 
 class HubServer:
@@ -184,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 return self._error(400, f"Cannot commit {operation['key']} {path}")
         sha = hashlib.sha1((repo.sha + json.dumps(files, sort_keys=True)).encode()).hexdigest()
-        hub.repos[name] = Repo(sha, files, lfs)
+        hub.repos[name] = Repo(sha, files, lfs, [*repo.commits, set(files)])
         self._json({"success": True, "commitOid": sha, "commitUrl": f"{hub.url}/{name}/commit/{sha}"})
 
     def _info(self, body, repo, name):

@@ -20,7 +20,7 @@ from sparsebert import SparseBertConfig
 from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.masks.tiles import live_tiles
-from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
 
 

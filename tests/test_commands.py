@@ -147,6 +147,8 @@ def test_words_and_lists(arguments, section, field, value):
         (["prune", "run", "--mask", "dense"], "unknown field '--mask'"),
         (["plan", "a", "b"], "source takes one value, got 'a', 'b'"),
         (["reproduce", "copyng"], "unknown experiment 'copyng'; did you mean 'copying'"),
+        (["pretrain", "small", "--pattern", "windw"], "sparsebert pretrain: pattern must be one of"),
+        (["pretrain", "small", "--pattern", "star", "--search", "soft"], "pretrain: pattern 'star' and search 'soft'"),
         (["report"], "--runs is needed"),
         (["lengthen", "DIR"], "--length is needed"),
         (["theory"], "expected names of patterns"),

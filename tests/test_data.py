@@ -337,13 +337,63 @@ class TestCollator:
         masked = (batch["input_ids"] == tokenizer.mask_token_id)[chosen].float().mean()
         assert abs(masked - 0.8) < 0.05
 
-    def test_masking_is_dynamic_and_can_be_seeded(self, tokenizer):
+    def test_masking_without_a_seed_is_dynamic(self, tokenizer):
         rows = pretraining_dataset(make_documents(20), tokenizer, 64)
         examples = [rows[index] for index in range(8)]
+        collator = pretraining_collator(tokenizer)
+        assert not collator(examples)["labels"].equal(collator(examples)["labels"])
+
+    @pytest.mark.parametrize("nsp", [False, True], ids=["packed", "pairs"])
+    def test_masking_is_a_function_of_seed_epoch_and_example(self, tokenizer, nsp):
+        """In any order, batch, padding and process, without the global generator."""
+        import torch
+
+        rows = pretraining_dataset(make_documents(40), tokenizer, 64, nsp)
+        examples = [rows[index] for index in range(12)]
+
+        def masked(epoch, order, seed=1, size=12, pad=None):
+            collator = pretraining_collator(tokenizer, pad_to_multiple_of=pad, seed=seed)
+            collator.set_epoch(epoch)
+            found = {}
+            for start in range(0, 12, size):
+                chosen = order[start : start + size]
+                batch = collator([dict(examples[index]) for index in chosen])
+                for index, ids, labels in zip(chosen, batch["input_ids"], batch["labels"], strict=True):
+                    length = len(examples[index]["input_ids"])
+                    assert (labels[length:] == -100).all()
+                    found[index] = ids[:length].tolist(), labels[:length].tolist()
+            return [found[index] for index in range(12)]
+
+        state = torch.get_rng_state()
+        first = masked(0, range(12))
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.rand(5)
+        assert masked(0, range(12)[::-1], size=5, pad=128) == first
+        others = [masked(1, range(12)), masked(0, range(12), seed=2), masked(2, range(12))]
+        assert all(other[index] != first[index] for other in others for index in range(12))
         collator = pretraining_collator(tokenizer, seed=1)
-        first, second = collator(examples), collator(examples)
-        assert not first["labels"].equal(second["labels"])
-        assert pretraining_collator(tokenizer, seed=1)(examples)["labels"].equal(first["labels"])
+        evaluation = collator.for_evaluation()
+        before = evaluation(examples)["labels"]
+        collator.set_epoch(5)
+        assert evaluation(examples)["labels"].equal(before) and not collator(examples)["labels"].equal(before)
+
+    def test_seeded_masking_has_the_shares_of_the_host(self, tokenizer):
+        import torch
+
+        rows = pretraining_dataset(make_documents(300), tokenizer, 64)
+        examples = [rows[index] for index in range(len(rows))]
+        batch = pretraining_collator(tokenizer, 0.3, seed=0)(examples)
+        ids = torch.tensor([row["input_ids"] for row in examples])
+        chosen, changed = batch["labels"] != -100, batch["input_ids"] != ids
+        assert not chosen[:, [0, -1]].any() and not (changed & ~chosen).any()
+        assert torch.equal(batch["labels"][chosen], ids[chosen])
+        count = chosen.sum().item()
+        assert count / (ids > 4).sum().item() == pytest.approx(0.3, abs=0.01)
+        masked = (batch["input_ids"] == tokenizer.mask_token_id) & chosen
+        assert masked.sum().item() / count == pytest.approx(0.8, abs=0.015)
+        assert (chosen & ~changed).sum().item() / count == pytest.approx(0.1, abs=0.015)
+        words = batch["input_ids"][chosen & changed & ~masked]
+        assert words.min() < 20 and words.max() > len(tokenizer) - 20 and len(words.unique()) > 100
 
     def test_bad_arguments(self, tokenizer):
         for share in (0, 1, -0.1):

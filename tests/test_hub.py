@@ -1,5 +1,6 @@
 """Masks and models through a Hub: a real client, in a process of its own, against a local server."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,52 @@ except MaskFileError as error:
 """
 
 
+PUSH_ONE_OVER_THE_OTHER = """
+import sys
+from huggingface_hub import snapshot_download
+from transformers import DistilBertConfig, DistilBertModel
+from sparsebert import SparseBertConfig, SparseBertModel, attach, load
+
+sizes = {"vocab_size": 10, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
+own = {"hidden_size": 32, "intermediate_size": 8}
+
+def model_of(kind, name):
+    if kind == "own":
+        return SparseBertModel(SparseBertConfig(**sizes, **own, **{"search" if name == "dam_s" else "pattern": name}))
+    stock = DistilBertConfig(vocab_size=10, dim=32, n_layers=1, n_heads=4, hidden_dim=8, max_position_embeddings=32)
+    return attach(DistilBertModel(stock), name, mask_length=32)
+
+for kind in ("own", "attached"):
+    for index, name in enumerate(("window", "dam_s", "bigbird", "dam_s")):
+        model = model_of(kind, name)
+        if index == 2:
+            model.save_pretrained(f"{sys.argv[1]}/{kind}{index}", push_to_hub=True, repo_id=f"user/turns_{kind}")
+        else:
+            model.push_to_hub(f"user/turns_{kind}")
+        loaded = load(f"user/turns_{kind}")
+        assert loaded.sparse_attention.searching == (name == "dam_s"), (kind, name)
+        assert loaded.sparse_attention.mask == model.sparse_attention.mask
+"""
+
+
+UNREACHABLE = """
+import time
+from sparsebert import SparseBertModel, SparseMask, attach, load
+from sparsebert.analysis.runs import read_run
+
+for call in (SparseMask.from_pretrained, SparseBertModel.from_pretrained, load, read_run):
+    began = time.perf_counter()
+    try:
+        call("user/absent")
+    except OSError as error:
+        seconds = time.perf_counter() - began
+        assert seconds < 2, seconds
+        print(error)
+    else:
+        raise AssertionError("the call succeeded")
+"""
+
+
 @pytest.fixture(scope="module")
 def hub():
     with HubServer() as server:
@@ -162,3 +209,38 @@ def test_frozen_models_round_trip(hub, run_client, tmp_path):
 
 def test_attached_models(run_client):
     assert "user/dense: there is no mask_config.json" in run_client(ATTACHED_MODELS)
+
+
+def test_repository_holds_one_state_of_a_mask(hub, run_client, tmp_path):
+    """A search pushed over a frozen mask, a mask over a search: each in one commit."""
+    run_client(PUSH_ONE_OVER_THE_OTHER, tmp_path)
+    state = {"mask_config.json", "mask.safetensors", "search_config.json"}
+    frozen = {"mask_config.json", "mask.safetensors"}
+    for kind, search in (("own", set()), ("attached", {"search_config.json"})):
+        commits = hub.repos[f"user/turns_{kind}"].commits
+        assert [files & state for files in commits] == [frozen, search, frozen, search]
+
+
+@pytest.mark.parametrize("offline", ["0", "1"], ids=["no connection", "offline mode"])
+def test_without_a_connection(tmp_path, offline):
+    """At once, with the name of the file and what would fetch it."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": offline,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-c", UNREACHABLE]
+    result = subprocess.run(
+        command,
+        env=environment | {"NO_PROXY": "127.0.0.1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    mask, *models = result.stdout.splitlines()
+    assert "user/absent: mask_config.json is not in the cache" in mask
+    assert mask.endswith("hf download user/absent mask_config.json mask.safetensors")
+    assert len(models) == 3
+    for message in models:
+        assert "user/absent: config.json" in message and message.endswith("hf download user/absent")

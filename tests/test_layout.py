@@ -13,7 +13,7 @@ PACKAGE = Path(sparsebert.__file__).parent
 # Each part may import those before it; parts on one line do not import each other.
 FLOORS = (
     ("version",),
-    ("checks", "files"),
+    ("checks", "files", "hub"),
     ("masks", "data"),
     ("attention",),
     ("search",),

@@ -7,7 +7,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import TrainingArguments
 
 from sparsebert import SparseBertConfig
-from sparsebert.training.pretraining import PretrainingArguments
+from sparsebert.training.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
 
 
@@ -193,6 +193,14 @@ def test_wrong_model_value_names_its_field(recipe):
 def test_damaged_recipe_says_what_is_wrong(recipe, text, said):
     with pytest.raises(ValueError, match=said):
         load_recipe([recipe(text)], SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "words, value", [(["3"], 3), (["[3]"], [3]), (["3", "5"], [3, 5]), (["null"], None)], ids=lambda value: str(value)
+)
+def test_a_number_stays_one_where_a_list_may_stand(words, value):
+    section = dataclasses.make_dataclass("Runs", [("seeds", int | list | None, 1)])
+    assert load_recipe(["--seeds", *words], {"runs": section}) == {"runs": {"seeds": value}}
 
 
 def test_value_that_is_not_yaml(recipe):

@@ -158,6 +158,24 @@ def test_empty_rows():
     assert mask.replace(special_tokens="first").without_diagonal().num_empty_rows(1) == 6
 
 
+@pytest.mark.parametrize("diagonal", [None, True, False])
+@pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
+@pytest.mark.parametrize("form", FORMS)
+def test_counts_are_those_of_the_table(form, special_tokens, diagonal):
+    """Density and empty rows, which are counted without making the table."""
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 2, 3, 4, 5, 8, 9, 11):
+        for density in (0.0, 0.15, 0.5, 1.0):
+            for num_parameters in {1, (length + 1) // 2, length} if form == "offsets" else {0}:
+                shape = {"offsets": (num_parameters,), "blocks": (-(-length // 4),), "table": (length, length)}[form]
+                keep = torch.rand(2, 3, *shape, generator=generator) < density
+                block_size = 4 if form == "blocks" else None
+                mask = SparseMask(keep, length, form, block_size, special_tokens, diagonal=diagonal)
+                table = mask.to_table()
+                assert mask.density == table.sum().item() / table.numel()
+                assert mask.num_empty_rows() == (~table.any(-1)).sum().item()
+
+
 def test_equality():
     mask = make_mask("table")
     assert mask == make_mask("table")

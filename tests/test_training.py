@@ -2,13 +2,16 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
 
-from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity
+from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity, sparsity_loss
+from sparsebert.commands import main
 from sparsebert.files import check_output_dir, write_metrics
 from sparsebert.search.search_schedule import SearchSchedule
 from sparsebert.training.trainer import SparseBertTrainer, pretraining_metrics, reduce_logits
@@ -214,6 +217,162 @@ def test_loss_falls_and_the_mask_becomes_sparse(tiny_config, tmp_path):
     second = make_trainer(model, tmp_path, rows(8), max_steps=10, learning_rate=5e-3)
     second.train()
     assert history(second, "loss")[-1] < history(second, "loss")[0] and not history(second, "sparsity")
+
+
+# The penalty
+
+
+def one_update(config, folder, weight, **arguments):
+    """The change of every weight in one step of SGD, and the logged norm of the gradient."""
+    torch.manual_seed(0)
+    model = SparseBertForMaskedLM(config(search="dam_s", mask_length=LENGTH, sparsity_weight=weight))
+    trainer = make_trainer(model, folder, max_steps=1, optim="sgd", learning_rate=1.0, **arguments)
+    start = weights(model)
+    torch.manual_seed(1)
+    trainer.train()
+    return {name: value - start[name] for name, value in weights(model).items()}, history(trainer, "grad_norm")
+
+
+def test_update_of_the_weights_does_not_depend_on_the_penalty(tiny_config, tmp_path):
+    """Clipped together, the penalty's gradient leaves a hundredth of the update of the weights."""
+    logits = "bert.sparse_attention.mask_logits"
+    (small, norm), (large, other) = (one_update(tiny_config, tmp_path, weight) for weight in (0.0, 10.0))
+    assert norm == other
+    assert not torch.equal(small.pop(logits), large[logits])
+    assert large.pop(logits).norm() == pytest.approx(1.0, rel=1e-3)  # max_grad_norm
+    assert all(torch.equal(update, large[name]) for name, update in small.items())
+    total = torch.stack([update.norm() for update in small.values()]).norm()
+    assert total == pytest.approx(min(norm[0], 1.0), rel=1e-3)
+
+
+def smoothed(output, labels, num_items_in_batch=None):
+    """A loss outside the model, summed over the batches of a step as the Trainer asks."""
+    logits = output.logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.1)
+    return loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("outside", ["smoother", "function"])
+def test_loss_outside_the_model_contains_the_penalty(tiny_config, tmp_path, outside, accumulation, caplog):
+    losses, options = [], {"label_smoothing_factor": 0.1} if outside == "smoother" else {}
+    options |= {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    for weight in (0.0, 1.0):
+        torch.manual_seed(0)
+        config = tiny_config(search="soft", mask_length=LENGTH, sparsity_weight=weight)
+        trainer = make_trainer(SparseBertForMaskedLM(config), tmp_path, max_steps=1, **options)
+        trainer.compute_loss_func = smoothed if outside == "function" else None
+        penalty = weight * trainer.model.sparse_attention.mask_probs().sum().item()
+        trainer.train()
+        losses.append(history(trainer, "loss")[0] - penalty)
+    assert penalty > 100 and losses[1] == pytest.approx(losses[0], abs=0.01)
+    assert "without the penalty" not in caplog.text
+
+
+def test_loss_without_the_penalty_is_warned_of_once(tiny_config, tmp_path, caplog):
+    logging.warning_once.cache_clear()
+    ids = torch.randint(5, 100, (2, LENGTH))
+    for fields, train, warned in (
+        ({"sparsity_weight": 0.0}, True, 0),
+        ({"target_sparsity": 0.5}, True, 0),
+        ({"pattern": "window", "search": None}, True, 0),
+        ({}, False, 0),
+        ({}, True, 1),
+    ):
+        model = SparseBertForMaskedLM(tiny_config(**{"search": "dam_s", "mask_length": LENGTH} | fields)).train(train)
+        for _ in range(2):
+            model(ids).logits.logsumexp(-1).mean().backward()
+        assert caplog.text.count("without the penalty") == warned, fields
+    model(ids, labels=ids).loss.backward()
+    (model(ids).logits.mean() + sparsity_loss(model)).backward()
+    assert caplog.text.count("without the penalty") == 1
+    logging.warning_once.cache_clear()
+    stock = make_trainer(model, tmp_path, trainer_class=Trainer, label_smoothing_factor=0.1)
+    stock.train()
+    assert caplog.text.count("without the penalty") == 2
+
+
+# Numbers that are not finite
+
+
+class Breaker(TrainerCallback):
+    """Spoils a tensor of the model once two steps are done: its weight, or its gradient."""
+
+    def __init__(self, name, what):
+        self.name, self.what = name, what
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        weight = model.get_parameter(self.name)
+        if state.global_step == 2 and self.what == "weight":
+            weight.data.view(-1)[3] = torch.nan
+        if state.global_step == 2 and self.what == "gradient":
+            weight.register_hook(lambda gradient: gradient.index_fill(-1, torch.tensor([1]), torch.nan))
+
+
+LOGITS, QUERY = "bert.sparse_attention.mask_logits", "bert.encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(
+    ("name", "what", "message"),
+    [
+        (QUERY, "weight", f"the loss is nan, {QUERY} is not finite"),
+        (QUERY, "gradient", f"the first gradient that is not finite is that of {QUERY}"),
+        (LOGITS, "weight", f"{LOGITS} is not finite"),
+        (LOGITS, "gradient", f"the first gradient that is not finite is that of {LOGITS}"),
+    ],
+    ids=["weight", "gradient", "P", "gradient of P"],
+)
+def test_nan_stops_within_one_step(tiny_config, tmp_path, name, what, message, clip):
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
+    arguments = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "max_grad_norm": clip}
+    trainer = make_trainer(model, tmp_path, callbacks=[Breaker(name, what)], **arguments)
+    with pytest.raises(FloatingPointError, match=re.escape(message)) as error:
+        trainer.train()
+    assert "step 3: " in str(error.value) and str(tmp_path / "checkpoint-2") in str(error.value)
+    assert trainer.state.global_step == 2 and len(history(trainer, "loss")) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    reloaded = SparseBertForMaskedLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert all(weight.isfinite().all() for weight in reloaded.parameters())
+    if what == "weight":
+        with pytest.raises(FloatingPointError, match=f"not saved after step 2: {name} is not finite"):
+            trainer.save_model()
+        with pytest.raises(FloatingPointError, match=f"the model to train: {name} is not finite"):
+            make_trainer(model, tmp_path / "again").train()
+        assert not any((tmp_path / "again").iterdir())
+
+
+def test_nan_in_the_base_weights_ends_the_command(tiny_config, tmp_path, capsys):
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
+    model.get_parameter(QUERY).data[0, 0] = torch.inf
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("Some words stand here.\n")
+    flags = {"text": tmp_path / "text.txt", "base_model": tmp_path / "base", "nsp": "false", "max_length": LENGTH}
+    flags["output_dir"] = tmp_path / "out"
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    assert main(["pretrain", *words, "--use_cpu"]) == 1
+    assert f"base_model {tmp_path / 'base'}: {QUERY} is not finite" in capsys.readouterr().err
+    assert not any((tmp_path / "out").glob("*"))
+
+
+def test_infinite_loss_and_last_step(tiny_config, tmp_path):
+    """Weights that the last update spoils are seen before anything is frozen or saved."""
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
+    trainer = make_trainer(model, tmp_path, max_steps=1, learning_rate=1e38, optim="sgd", max_grad_norm=0.0)
+    trainer.model.bert.embeddings.word_embeddings.weight.data *= 1e10
+    with pytest.raises(FloatingPointError, match="is not finite"):
+        trainer.train()
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_mask_is_frozen_from_nan(tiny_config, tmp_path):
+    """Neither by a call, nor by a schedule, which else goes on when a mask is refused."""
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
+    model.sparse_attention.mask_logits.data[0, 1, 2] = torch.nan
+    for freeze in (model.freeze, lambda: SearchSchedule().freeze(model.sparse_attention)):
+        with pytest.raises(FloatingPointError, match="mask_logits.*NaN"):
+            freeze()
+    assert model.sparse_attention.searching
 
 
 # Evaluation

@@ -5,6 +5,7 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -59,6 +60,22 @@ def _command_of(verb, arguments):
     return importlib.import_module(f".{verb}", __package__).command(arguments)
 
 
+# How the errors of strict dataclasses begin, and what a user needs of it.
+_PREFIXES = {
+    r"Class validation error for validator '\w+': \w+: ": "",
+    r"Validation error for field '(\w+)': ValueError: ": r"\1 ",
+    r"Validation error for field '\w+': \w+: ": "",
+}
+
+
+def _say(verb, error, code):
+    text = " ".join(f"sparsebert {verb}: {error}".split())
+    for prefix, needed in _PREFIXES.items():
+        text = re.sub(prefix, needed, text)
+    print(text, file=sys.stderr)
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run a command line.
@@ -67,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (`Sequence[str]`, *optional*): What follows the program's name; by default that of this process.
 
     Returns:
-        `int`: 0, or 2 if what was asked for is wrong, or 1 if it failed on the way.
+        `int`: 0, or 2 if what was asked for is wrong, or 1 if it failed on the way, or 143 or 130 if a signal stopped
+        it.
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
     verb = arguments[0] if arguments else ""
@@ -92,12 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results = command.run(values)
             results.show(as_json)
     except REFUSED as error:
-        print(f"sparsebert {verb}: {error}".replace("  ", " "), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"sparsebert {verb}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"sparsebert {verb}: interrupted", file=sys.stderr)
-        return 130
+        return _say(verb, error, 2)
+    except RecursionError:
+        return _say(verb, "what was given is nested too deeply", 2)
+    except (OSError, FloatingPointError) as error:
+        return _say(verb, error, 1)
+    except KeyboardInterrupt as error:
+        return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))
     return 0

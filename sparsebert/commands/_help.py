@@ -55,7 +55,7 @@ def overview(verbs: dict[str, str]) -> str:
     lines += [f"  {verb:<11} {summary}" for verb, summary in verbs.items()]
     lines += ["", "sparsebert VERB --help     what a verb does, examples, its fields"]
     lines += ["sparsebert VERB --help-all every field explained", "sparsebert --version", ""]
-    lines += ["Exit codes: 0 done, 1 failed while running, 2 wrong command line, recipe or input."]
+    lines += ["Exit codes: 0 done, 1 failed while running, 2 wrong command line, recipe or input, 130 or 143 stopped."]
     return "\n".join(lines)
 
 

@@ -22,8 +22,8 @@ def command(words):
             "demo_dam_s",
             "search --text FILE --validation FILE2 --target_sparsity 0.9 --output_dir DIR",
         ),
-        # What freezing and pruning set.
-        excluded={"model": ("frozen", "pruned")},
+        # What freezing, pruning and saving set.
+        excluded={"model": ("frozen", "pruned", "search_progress")},
     )
 
 

@@ -7,6 +7,7 @@ each mask. Writes a folder per mask, `pruning.json`, and with `--finetune` the r
 same command again goes on where it stopped.
 """
 
+from ..files import locked_output
 from ..training.finetuning import SECTIONS
 from ..training.recipes import load_recipe
 from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_table
@@ -37,5 +38,6 @@ def run(values):
         recipe = {section: recipe[section] | values[section] for section in SECTIONS}
     elif given:
         raise ValueError(f"{given} is about fine-tuning, which needs --finetune RECIPE")
-    result = prune_run(options, recipe)
+    with locked_output(str(options.output_dir)):
+        result = prune_run(options, recipe)
     return Results(result, [pruning_table(result)], [f"written to {options.output_dir}"])

@@ -1,7 +1,7 @@
 """
 A table or figure of the papers, run cell by cell beside the published numbers.
 
-Cells that are finished are not run again; one that was interrupted begins anew. After each cell it writes
+Cells that are finished are not run again; an interrupted one starts over. After each cell it writes
 EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to
 `output`.
 """

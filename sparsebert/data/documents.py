@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from ..checks import check_choice, check_range
-from ..files import COMPRESSIONS, DECOMPRESSION_ERRORS, open_binary
+from ..files import COMPRESSIONS, DECOMPRESSION_ERRORS, is_unicode, open_binary
 
 
 logger = logging.get_logger(__name__)
@@ -171,9 +171,13 @@ def _jsonl_documents(file: Path) -> Iterator[list[str]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{file}:{number}: not a JSON object ({error})") from error
+        except RecursionError:
+            raise ValueError(f"{file}:{number}: nested too deeply") from None
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             found = f"fields {sorted(row)}" if isinstance(row, dict) else type(row).__name__
             raise ValueError(f'{file}:{number}: expected a JSON object with a string field "text", got {found}')
+        if not row["text"].isascii() and not is_unicode(row["text"]):
+            raise ValueError(f"{file}:{number}: the text has half of a surrogate pair, which is no character")
         yield _paragraphs(row["text"])
 
 

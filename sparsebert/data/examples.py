@@ -1,13 +1,18 @@
 """Pre-training examples for masked-language modelling and next-sentence prediction, and their collators."""
 
+import copy
 import re
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
+from transformers import DataCollatorForLanguageModeling
+from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 from transformers.utils import logging
 
 from ..checks import check_range
@@ -16,8 +21,7 @@ from .tokenization import check_tokenizer
 
 if TYPE_CHECKING:
     import datasets
-    import torch
-    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.get_logger(__name__)
 
@@ -266,16 +270,80 @@ def _rows(*columns: array) -> list[np.ndarray]:
     return [np.frombuffer(column, dtype=np.dtype(column.typecode)) for column in columns]
 
 
+class ReproducibleCollator(DataCollatorForLanguageModeling):
+    """
+    The collator of transformers for masked-language modelling, with a masking that is a function of seed, epoch and
+    example: the same in whatever order, process or batch an example comes.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the rows.
+        probability (`float`): Fraction of the tokens to predict.
+        seed (`int`): Seed of the masking.
+        pad_to_multiple_of (`int`, *optional*): Pad batches to a multiple of this length.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        probability: float,
+        seed: int,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        super().__init__(tokenizer, mlm_probability=probability, pad_to_multiple_of=pad_to_multiple_of)
+        self._probability = probability
+        self._key = seed % 2**64 << 64
+        # Shared, so that workers that live longer than an epoch see it change.
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, before its first batch is asked for. [`SparseBertTrainer`] does so itself."""
+        self._epoch.fill_(epoch)
+
+    def for_evaluation(self) -> "ReproducibleCollator":
+        """A collator that masks an example the same way in all epochs."""
+        other = copy.copy(self)
+        other._epoch = torch.tensor(-1)
+        return other
+
+    def torch_call(self, examples: list[Any]) -> dict[str, Any]:
+        batch = dict(
+            pad_without_fast_tokenizer_warning(
+                self.tokenizer, examples, return_tensors="pt", pad_to_multiple_of=self.pad_to_multiple_of
+            )
+        )
+        ids = batch["input_ids"]
+        special = batch.pop("special_tokens_mask", None)
+        if special is None:
+            special = torch.isin(ids, torch.tensor(self.tokenizer.all_special_ids))
+        draws = np.zeros((3, *ids.shape), dtype=np.float32)
+        # Of evaluations, whose epoch is -1, this makes 0.
+        stream, from_left = int(self._epoch) + 1, self.tokenizer.padding_side == "right"
+        for row, example in enumerate(examples):
+            tokens = array("i", example["input_ids"])
+            # A generator per example, which draws no more for padding.
+            key = self._key + (stream << 32) + zlib.crc32(tokens)
+            generator = np.random.Generator(np.random.Philox(key=key))
+            begin = 0 if from_left else ids.shape[1] - len(tokens)
+            draws[:, row, begin : begin + len(tokens)] = generator.random((3, len(tokens)), dtype=np.float32)
+        chosen, replaced, words = torch.from_numpy(draws).unbind()
+        predicted = (chosen < self._probability) & ~special.bool()
+        batch["labels"] = ids.masked_fill(~predicted, -100)
+        batch["input_ids"] = torch.where(predicted & (replaced < 0.8), self.tokenizer.mask_token_id, ids)
+        random = predicted & (replaced >= 0.8) & (replaced < 0.9)
+        batch["input_ids"][random] = (words[random] * len(self.tokenizer)).long()
+        return batch
+
+
 def pretraining_collator(
     tokenizer: "PreTrainedTokenizerBase",
     mlm_probability: float = 0.15,
     pad_to_multiple_of: int | None = None,
     seed: int | None = None,
-) -> "DataCollatorForLanguageModeling":
+) -> DataCollatorForLanguageModeling:
     """
     Return the collator for the rows of [`pretraining_dataset`].
 
-    It pads the rows and chooses the tokens to predict anew each time: 80 % of them become `[MASK]`, 10 % a random
+    It pads the rows and chooses the tokens to predict anew in each epoch: 80 % of them become `[MASK]`, 10 % a random
     token, and 10 % stay.
 
     Args:
@@ -286,7 +354,9 @@ def pretraining_collator(
         pad_to_multiple_of (`int`, *optional*):
             Pad batches to a multiple of this length. With the `max_length` of the rows, all batches have one shape.
         seed (`int`, *optional*):
-            Seed of the masking. By default the masking uses torch's global generator, which `Trainer` seeds.
+            Seed of the masking, which is then a function of seed, epoch and example: see [`ReproducibleCollator`],
+            whose `set_epoch` a Trainer other than [`SparseBertTrainer`] must call in every epoch. By default the
+            masking uses torch's global generator, and a run that is resumed sees other batches.
 
     Returns:
         [`~transformers.DataCollatorForLanguageModeling`]: A collator that returns `input_ids`, `token_type_ids`,
@@ -296,17 +366,17 @@ def pretraining_collator(
     Raises:
         ValueError: If the tokenizer has no mask or padding token, or `mlm_probability` is out of range.
     """
-    from transformers import DataCollatorForLanguageModeling
-
     check_tokenizer(tokenizer, len(tokenizer))
     if not 0 < mlm_probability < 1:
         raise ValueError(f"mlm_probability must be greater than 0 and less than 1, got {mlm_probability}")
+    if seed is not None:
+        return ReproducibleCollator(tokenizer, mlm_probability, seed, pad_to_multiple_of)
     return DataCollatorForLanguageModeling(
-        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of, seed=seed
+        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of
     )
 
 
-def causal_collator(rows: "list[dict]") -> "dict[str, torch.Tensor]":
+def causal_collator(rows: list[dict]) -> dict[str, torch.Tensor]:
     """
     Collate packed rows of [`pretraining_dataset`] to predict the next token.
 
@@ -317,8 +387,6 @@ def causal_collator(rows: "list[dict]") -> "dict[str, torch.Tensor]":
         `dict`: `input_ids` and `labels` of shape `(batch_size, sequence_length)`. The last token of a row, a `[SEP]`
         that its position gives away, is not predicted (-100). The model shifts the labels.
     """
-    import torch
-
     input_ids = torch.tensor([row["input_ids"] for row in rows])
     labels = input_ids.clone()
     labels[:, -1] = -100

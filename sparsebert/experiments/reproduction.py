@@ -7,7 +7,6 @@ beside the paper's figures to .md and, with the extra `viz`, the plot to .png.
 
 import fnmatch
 import json
-import os
 import platform
 import shutil
 import time
@@ -24,6 +23,7 @@ from transformers.utils import logging
 from ..analysis.charts import plot_lines
 from ..analysis.tables import Table
 from ..checks import nearest
+from ..files import replace_files
 from ..version import __version__
 from . import EXPERIMENTS
 from .experiment import Experiment
@@ -191,8 +191,8 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
         # Another process may have added cells.
         finished = read_results(path, {}) | {cell: made}
         content = {"experiment": name, "scale": options.scale, "cells": finished}
-        _write(path, json.dumps(content, indent=1) + "\n")
-        _write(folder / FINISHED_NAME, json.dumps(made, indent=1) + "\n")
+        replace_files({path: (json.dumps(content, indent=1) + "\n").encode()})
+        replace_files({folder / FINISHED_NAME: (json.dumps(made, indent=1) + "\n").encode()})
         _write_report(experiment, options.scale, finished, path)
     return _write_report(experiment, options.scale, finished, path)
 
@@ -263,16 +263,9 @@ def _text(form, value):
     return "" if value is None else form.format(value)
 
 
-def _write(path, text):
-    """Write the whole file or nothing."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def _write_report(experiment, scale, finished, path):
     found = experiment_tables(experiment, scale, finished)
-    _write(path.with_suffix(".md"), "\n".join(table.markdown() for table in found))
+    replace_files({path.with_suffix(".md"): "\n".join(table.markdown() for table in found).encode()})
     if find_spec("matplotlib"):
         x, y, line = experiment.plot
         lines = {}

@@ -117,3 +117,60 @@ def expand(
         is_new = torch.arange(length, device=values.device) >= mask_length
         table = table.masked_fill(is_new[:, None] | is_new, on)
     return table
+
+
+def num_kept(
+    keep: torch.Tensor, form: str, length: int, block_size: int | None, num_special: int, diagonal: bool | None
+) -> int:
+    """
+    Number of entries that a mask keeps at its own length, without making its table.
+
+    Args:
+        keep (`torch.Tensor` of shape `(L, H, K)` or `(L, H, n, n)`): Bool, the parameters.
+        form (`str`): One of `FORMS`.
+        length (`int`): n.
+        block_size (`int`, *optional*): B, required for form `"blocks"`.
+        num_special (`int`): Number of special tokens, the first and, if it is 2, the last.
+        diagonal (`bool`, *optional*): Whether all diagonal entries are on or off. `None` leaves them unchanged.
+    """
+    start, end = min(num_special, 1), max(length - (num_special == 2), min(num_special, 1))
+    inner = end - start  # tokens that are not special; the entries between them are up to the parameters
+    if form == "table":
+        square = keep[..., start:end, start:end]
+        on_diagonal = int(square.diagonal(dim1=-2, dim2=-1).sum())
+        off_diagonal = int(square.sum()) - on_diagonal
+    else:
+        # The tokens of each block, and the pairs of tokens whose blocks are some number of blocks apart.
+        sizes = (torch.arange(start, end) // (block_size or 1)).bincount(minlength=keep.shape[-1]).double()
+        spectrum = torch.fft.rfft(sizes, 2 * len(sizes))
+        pairs = torch.fft.irfft(spectrum.abs() ** 2, 2 * len(sizes))[: keep.shape[-1]].round()
+        pairs[1:] *= 2
+        pairs[0] -= inner
+        off_diagonal = round((keep.double() @ pairs).sum().item())
+        on_diagonal = int(keep[..., 0].sum()) * inner
+    heads = keep.shape[0] * keep.shape[1]
+    total = off_diagonal + heads * (length**2 - inner**2)
+    if diagonal is None:
+        return total + on_diagonal
+    return total + heads * (inner if diagonal else inner - length)
+
+
+def num_empty_rows(
+    keep: torch.Tensor, length: int, block_size: int | None, special: bool, diagonal: bool | None
+) -> int:
+    """
+    Number of (layer, head, query) rows of a Toeplitz mask that keep no key, without making its table. `special` says
+    whether there is a special token; the other arguments are those of [`num_kept`].
+    """
+    heads = keep.shape[0] * keep.shape[1]
+    if special or diagonal:
+        return heads if length == 1 and diagonal is False else 0
+    blocks = torch.arange(length) // (block_size or 1)
+    farthest = torch.maximum(blocks, blocks[-1] - blocks)  # number of blocks between a query and its farthest key
+    distances = torch.arange(keep.shape[-1]).expand_as(keep).masked_fill(~keep, length)
+    nearest = distances[..., 1:].amin(-1, keepdim=True) if keep.shape[-1] > 1 else length
+    empty = farthest < nearest  # as far as other blocks go
+    own = keep[..., :1]
+    if diagonal is False:
+        own = own & (blocks.bincount()[blocks] > 1)  # it has company in its own block
+    return int((empty & ~own).sum())

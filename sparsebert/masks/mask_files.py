@@ -4,19 +4,22 @@ The files of a mask: `mask_config.json` describes it, `mask.safetensors` holds o
 Letters: L layers (1 when shared), H heads, n length, K parameters of a Toeplitz form.
 """
 
+import hashlib
 import json
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from ..files import replace_files
+from ..hub import check_available
 from ..version import __version__
 
 
@@ -28,9 +31,50 @@ MASK_FORMAT_VERSION = 1
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
+# No real mask is larger: a description that is gets refused before anything is allocated for it.
+MAX_MASK_LENGTH = 2**16
+MAX_LAYERS = MAX_HEADS = 1024
+MAX_ENTRIES = 2**34
+MAX_CONFIG_BYTES = 2**20
+# A weights file is its bits, and before them a header.
+MAX_HEADER_BYTES = 2**16
+# The stored sparsity is rounded to 6 digits, and may have been computed in single precision.
+SPARSITY_TOLERANCE = 2e-6
+# Fields that say where a mask comes from, each a name or nothing.
+PROVENANCE = ("search", "pattern", "base_model", "base_model_revision")
+
 
 class MaskFileError(ValueError):
     """A mask file is missing, damaged or of the wrong kind."""
+
+
+def check_sizes(description: dict[str, Any]) -> None:
+    """
+    Args:
+        description (`dict`): What [`SparseMask.description`] returns.
+
+    Raises:
+        ValueError: If a size is not an integer, or larger than that of any real mask.
+    """
+    bounds = {"num_layers": MAX_LAYERS, "num_heads": MAX_HEADS, "length": MAX_MASK_LENGTH}
+    bounds |= dict.fromkeys(("num_parameters", "block_size"), MAX_MASK_LENGTH)
+    for name, most in bounds.items():
+        size = description[name]
+        if (name, size) != ("block_size", None) and not (type(size) is int and 0 < size <= most):
+            raise ValueError(f"sizes must be positive integers, {name} at most {most}, got {size!r}")
+    entries = description["num_layers"] * description["num_heads"] * description["length"] ** 2
+    if entries > MAX_ENTRIES:
+        raise ValueError(f"a mask may have {MAX_ENTRIES} entries over its layers and heads, got {entries}")
+
+
+def check_subfolder(subfolder: str | None) -> None:
+    """
+    Raises:
+        MaskFileError: If a subfolder may lie outside of its folder or repository.
+    """
+    for path in (PurePosixPath(subfolder or ""), PureWindowsPath(subfolder or "")):
+        if path.anchor or ".." in path.parts:
+            raise MaskFileError(f"subfolder must lie inside the folder or repository, got {subfolder!r}")
 
 
 def write_mask_files(
@@ -40,26 +84,33 @@ def write_mask_files(
     Write both files of a mask, creating the folder if needed.
 
     Args:
-        folder (`Path`): Folder to write to. Files already there stay complete until both new ones are.
+        folder (`Path`): Folder to write to. Those already there stay until both new ones are on disk. A
+            reader tells a pair of which only one was replaced.
         keep (`torch.Tensor` of shape `(L, H, K)` or `(L, H, n, n)`): Bool, the parameters.
         description (`dict`): The mask's other fields, as returned by [`SparseMask.description`].
-        sparsity (`float`): Fraction of entries removed, stored for the reader's information.
+        sparsity (`float`): Fraction of entries removed, checked on reading.
         metadata (`dict`): Further fields to store.
+
+    Raises:
+        ValueError: If the mask is larger than what is read back, see [`check_sizes`].
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    check_sizes(description)
+    bits = torch.from_numpy(np.packbits(keep.flatten().numpy()))
+    weights = safetensors.torch.save({"keep": bits})
     config = {
         **metadata,
         "format_version": MASK_FORMAT_VERSION,
         "library_version": __version__,
         **description,
         "sparsity": round(sparsity, 6),
+        "weights_sha256": hashlib.sha256(weights).hexdigest(),
     }
-    bits = torch.from_numpy(np.packbits(keep.flatten().numpy()))
-    temporary = {name: folder / f"{name}.tmp" for name in (MASK_WEIGHTS_NAME, MASK_CONFIG_NAME)}
-    save_file({"keep": bits}, temporary[MASK_WEIGHTS_NAME])
-    temporary[MASK_CONFIG_NAME].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name, path in temporary.items():
-        os.replace(path, folder / name)
+    content = (json.dumps(config, indent=2) + "\n").encode()
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ValueError(f"the metadata of a mask may have {MAX_CONFIG_BYTES} bytes, got {len(content)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    # The description first: one with a hash never passes with other weights, as an older one without might.
+    replace_files({folder / MASK_CONFIG_NAME: content, folder / MASK_WEIGHTS_NAME: weights})
 
 
 def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> tuple[Path, Path]:
@@ -74,11 +125,13 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
         `tuple` of `Path`: The description and the weights. In a folder they may be missing.
     Raises:
         TypeError: If an argument is unknown.
-        MaskFileError: If a file was given, or a name that is neither a folder nor a Hub id.
+        MaskFileError: If a file was given, a name that is neither a folder nor a Hub id, or a subfolder outside of it.
+        OSError: If the Hub has no such files, or they are not in the cache and it cannot be reached.
     """
     unknown = set(kwargs) - set(HUB_ARGUMENTS)
     if unknown:
         raise TypeError(f"unknown arguments {sorted(unknown)}; allowed: {', '.join(HUB_ARGUMENTS)}")
+    check_subfolder(kwargs.get("subfolder"))
     source = Path(pretrained_model_name_or_path)
     if source.is_dir():
         folder = source / (kwargs.get("subfolder") or "")
@@ -89,58 +142,91 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
             "pickled files are never read"
         )
     name = str(pretrained_model_name_or_path)
+    found = []
     try:
-        return (
-            Path(hf_hub_download(name, MASK_CONFIG_NAME, **kwargs)),
-            Path(hf_hub_download(name, MASK_WEIGHTS_NAME, **kwargs)),
-        )
+        for filename in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME):
+            check_available(name, filename, fetch=f"{MASK_CONFIG_NAME} {MASK_WEIGHTS_NAME}", **kwargs)
+            found.append(Path(hf_hub_download(name, filename, **kwargs)))
+        return found[0], found[1]
     except HFValidationError as error:
         raise MaskFileError(f"{name}: neither an existing folder nor a valid Hub id") from error
 
 
-def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor, dict[str, Any], float | None]:
     """
-    Read both files of a mask. Nothing is unpickled.
+    Read both files of a mask. Nothing is unpickled, and nothing is allocated for sizes that no mask has.
 
     Returns:
-        `tuple`: The parameters, bool of shape `(L, H, K)` or `(L, H, n, n)`, and the other arguments of
-        [`SparseMask`], of which only the sizes have been checked.
+        `tuple`: The parameters, bool of shape `(L, H, K)` or `(L, H, n, n)`, the other arguments of [`SparseMask`], of
+        which only the sizes have been checked, and the sparsity, `None` if it was not stored.
     Raises:
-        MaskFileError: If a file is missing, damaged, pickled, or of another format version.
+        MaskFileError: If a file is missing, damaged, pickled, too large or of another format version, or the two do
+            not belong together.
     """
-    for path in (config_path, weights_path):
-        if not path.is_file():
-            raise MaskFileError(f"{path}: no such file")
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8"))
         version = config.pop("format_version")
         if version != MASK_FORMAT_VERSION:
             raise MaskFileError(
                 f"{config_path}: format_version must be {MASK_FORMAT_VERSION}, got {version!r}; update sparsebert"
             )
-        shape = [config.pop("num_layers"), config.pop("num_heads"), config.pop("num_parameters")]
-        fields = {name: config.pop(name) for name in ("length", "form", "block_size", "special_tokens")}
-        fields |= {name: config.pop(name) for name in ("last_token", "diagonal", "length_policy")}
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
+        fields = {name: config.pop(name) for name in ("num_layers", "num_heads", "num_parameters", "length", "form")}
+        fields |= {name: config.pop(name) for name in ("block_size", "special_tokens", "last_token")}
+        fields |= {name: config.pop(name) for name in ("diagonal", "length_policy")}
+        config.pop("library_version", None)
+        sparsity, sha256 = config.pop("sparsity", None), config.pop("weights_sha256", None)
+    except MaskFileError:
+        raise
+    # Numbers of thousands of digits are a ValueError, deep nesting is a RecursionError.
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise MaskFileError(f"{config_path}: not a mask description ({error!r})") from error
-    if not all(isinstance(size, int) and 0 < size < 2**20 for size in (*shape, fields["length"])):
-        raise MaskFileError(
-            f"{config_path}: sizes must be positive integers below 2^20, got num_layers, num_heads and "
-            f"num_parameters {shape}, length {fields['length']}"
-        )
+    try:
+        check_sizes(fields)
+    except ValueError as error:
+        raise MaskFileError(f"{config_path}: {error}") from error
+    for name in PROVENANCE:
+        if not isinstance(config.get(name), str | None):
+            raise MaskFileError(f"{config_path}: {name} must be a name or null, got {config[name]!r}")
+    if sparsity is not None and not (type(sparsity) in (int, float) and 0 <= sparsity <= 1):
+        raise MaskFileError(f"{config_path}: sparsity must be a number from 0 to 1, got {sparsity!r}")
+    shape = [fields.pop(name) for name in ("num_layers", "num_heads", "num_parameters")]
     if fields["form"] == "table":
         shape.append(shape[-1])
-    for name in ("library_version", "sparsity"):
-        config.pop(name, None)
-    try:
-        bits = load_file(weights_path).get("keep")
-    except (SafetensorError, OSError) as error:
-        raise MaskFileError(
-            f"{weights_path}: damaged or not a safetensors file ({error}); write or download it again"
-        ) from error
     num_bits = math.prod(shape)
-    if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or len(bits) != -(-num_bits // 8):
+    num_bytes = -(-num_bits // 8)
+    weights = _read(weights_path, num_bytes + MAX_HEADER_BYTES)
+    bits = _read_bits(weights, weights_path)
+    if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or len(bits) != num_bytes:
         got = "nothing" if bits is None else f"{bits.dtype} {tuple(bits.shape)}"
-        raise MaskFileError(f"{weights_path}: expected {-(-num_bits // 8)} bytes for shape {shape}, got {got}")
+        raise MaskFileError(f"{weights_path}: expected {num_bytes} bytes for shape {shape}, got {got}")
+    if sha256 is not None and sha256 != hashlib.sha256(weights).hexdigest():
+        raise MaskFileError(
+            f"{weights_path}: not the file that {MASK_CONFIG_NAME} was written with (weights_sha256): saving was "
+            "interrupted, or one of the two was changed; write or download both again"
+        )
     keep = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).bool().view(shape)
-    return keep, fields | {"metadata": config}
+    return keep, fields | {"metadata": config}, sparsity
+
+
+def _read(path, limit):
+    """The content of a file, which may not have more than `limit` bytes."""
+    try:
+        if not path.is_file():
+            raise MaskFileError(f"{path}: no such file")
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise MaskFileError(f"{path}: cannot be read ({error})") from error
+    if len(content) > limit:
+        raise MaskFileError(f"{path}: too large, expected at most {limit} bytes")
+    return content
+
+
+def _read_bits(weights, path):
+    try:
+        return safetensors.torch.load(weights).get("keep")
+    # Types that torch does not have are a KeyError or ValueError.
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise MaskFileError(
+            f"{path}: damaged or not a safetensors file ({error}); write or download it again"
+        ) from error

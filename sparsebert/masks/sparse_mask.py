@@ -20,8 +20,8 @@ import torch
 from transformers.utils import PushToHubMixin
 
 from ..checks import check_choice, check_range
-from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand
-from .mask_files import MaskFileError, find_mask_files, read_mask_files, write_mask_files
+from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
+from .mask_files import SPARSITY_TOLERANCE, MaskFileError, find_mask_files, read_mask_files, write_mask_files
 
 
 # A configuration's `diagonal` to that of a SparseMask.
@@ -142,7 +142,7 @@ class SparseMask(PushToHubMixin):
         self.block_size = block_size
         self.special_tokens = special_tokens
         self.last_token = last_token
-        self.diagonal = diagonal
+        self.diagonal = None if diagonal is None else bool(diagonal)
         self.length_policy = length_policy
         self.metadata = dict(metadata or {})
         self._register()
@@ -244,7 +244,9 @@ class SparseMask(PushToHubMixin):
     @cached_property
     def density(self) -> float:
         """Fraction of entries kept at the mask's own length, averaged over heads and layers."""
-        return self.to_table().float().mean().item()
+        special = SPECIAL_TOKENS.index(self.special_tokens)
+        kept = num_kept(self.keep, self.form, self.length, self.block_size, special, self.diagonal)
+        return kept / (self.num_layers * self.num_heads * self.length**2)
 
     @property
     def sparsity(self) -> float:
@@ -253,6 +255,9 @@ class SparseMask(PushToHubMixin):
 
     def num_empty_rows(self, length: int | None = None) -> int:
         """Number of (layer, head, query) rows that keep no key."""
+        if length in (None, self.length) and self.form != "table":
+            special = self.special_tokens != "none"
+            return num_empty_rows(self.keep, self.length, self.block_size, special, self.diagonal)
         return int((~self.to_table(length).any(-1)).sum())
 
     def check_rows(self) -> None:
@@ -318,8 +323,18 @@ class SparseMask(PushToHubMixin):
             MaskFileError: If a file is missing, damaged, pickled, or of another format version.
         """
         config_path, weights_path = find_mask_files(pretrained_model_name_or_path, **kwargs)
-        keep, fields = read_mask_files(config_path, weights_path)
+        keep, fields, sparsity = read_mask_files(config_path, weights_path)
         try:
-            return cls(keep, **fields)
+            mask = cls(keep, **fields)
         except (ValueError, TypeError) as error:
             raise MaskFileError(f"{config_path}: {error}") from error
+        described = mask.description()
+        for name in sorted(fields.keys() & described.keys()):
+            if (type(fields[name]), fields[name]) != (type(described[name]), described[name]):
+                raise MaskFileError(f"{config_path}: {name} must be {described[name]!r}, got {fields[name]!r}")
+        if sparsity is not None and not abs(mask.sparsity - sparsity) <= SPARSITY_TOLERANCE:
+            raise MaskFileError(
+                f"{config_path}: the sparsity is described as {sparsity!r}, but {weights_path.name} has "
+                f"{mask.sparsity:.6f}: one of the two is damaged; write or download both again"
+            )
+        return mask

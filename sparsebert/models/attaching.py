@@ -1,53 +1,39 @@
 """Attaching a mask to a model, and detaching it: one module, one reference per layer, two hooks."""
 
 import inspect
-import json
 import operator
-from dataclasses import fields as dataclass_fields
-from functools import cache, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import BertConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.backends import check_backend
 from ..checks import nearest
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, input_shape, sliding_window
 from .configuration_sparsebert import REQUESTS, SparseBertConfig
+from .saving import OWN_FIELDS, AttachedModel, attached_class, get_sparse_attention, without_adapters
 from .sparse_attention import SparseAttention
 
-
-if TYPE_CHECKING:
-    _ModelBase = PreTrainedModel
-else:
-    _ModelBase = object
 
 logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-SEARCH_CONFIG_NAME = "search_config.json"
-HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
-
-# Fields of the configuration: how a fixed mask is used; what defines one by its pattern; what a stock model cannot
-# have; all that BERT's configuration does not have.
+# Fields of the configuration: how far a search is; how a fixed mask is used; what defines one by its pattern; what a
+# stock model cannot have.
+STATE_FIELDS = ("frozen", "pruned", "search_progress")
 MASK_FIELDS = (*REQUESTS, "allow_empty_rows")
 PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
 MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
-OWN_FIELDS = tuple(
-    field.name
-    for field in dataclass_fields(SparseBertConfig)
-    if field.name not in {field.name for field in dataclass_fields(BertConfig)}
-)
 
 
 def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
@@ -58,7 +44,7 @@ def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
         mask_or_search (`str`, *optional*): A key of `PATTERNS` or `SEARCHES`. Anything else is a given mask.
     """
     if mask_or_search in SEARCHES:
-        refused = ("search", "pattern", "frozen", "pruned", "pattern_kwargs", "head_configuration", "mask_seed")
+        refused = ("search", "pattern", *STATE_FIELDS, "pattern_kwargs", "head_configuration", "mask_seed")
         return tuple(name for name in OWN_FIELDS if name not in (*refused, *MODEL_FIELDS))
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 
@@ -118,111 +104,6 @@ def _add_sparsity_loss(model, args, kwargs, output):
     elif output.get("loss") is not None:
         output["loss"] = output["loss"] + sparse_attention.sparsity_loss()
     return output
-
-
-def _without_adapters(model: Any) -> Any:
-    """The model inside a PEFT model."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def get_sparse_attention(model: nn.Module) -> SparseAttention:
-    """
-    The [`SparseAttention`] of a base model or head.
-
-    Raises:
-        ValueError: If the model carries no mask.
-    """
-    inner = _without_adapters(model)
-    sparse_attention = inner.base_model._modules.get("sparse_attention")
-    if sparse_attention is None:
-        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
-    return sparse_attention
-
-
-class SparseModelMixin(_ModelBase):
-    """
-    What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
-    `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
-    """
-
-    # Otherwise Trainer assumes that the model divides the loss by the number of accumulation steps itself.
-    accepts_loss_kwargs = False
-
-    @property
-    def sparse_attention(self) -> SparseAttention:
-        """The [`SparseAttention`] of the base model."""
-        return get_sparse_attention(self)
-
-    def set_mask(self, mask: SparseMask) -> None:
-        """Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]."""
-        self.sparse_attention.set_mask(mask)
-
-    def freeze(
-        self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
-    ) -> SparseMask:
-        """End the search and return the [`SparseMask`], see [`SparseAttention.freeze`]."""
-        return self.sparse_attention.freeze(threshold, sparsity, metadata)
-
-    def save_pretrained(
-        self,
-        save_directory: str | PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Save the model as transformers does, and the frozen mask as `mask_config.json` and `mask.safetensors`. The
-        arguments are those of `PreTrainedModel.save_pretrained`.
-        """
-        hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
-        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
-        if is_main_process:
-            self._save_mask(Path(save_directory))
-        if push_to_hub:
-            # Not within the save above, which uploads only what it has written itself, without the mask.
-            hub.setdefault("repo_id", Path(save_directory).name)
-            self.push_to_hub(**hub, token=kwargs.get("token"))
-
-    def _save_mask(self, folder):
-        if self.sparse_attention.mask is not None:
-            self.sparse_attention.mask.save_pretrained(folder)
-
-
-class AttachedModel(SparseModelMixin):
-    """
-    A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
-    the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
-    and `search_config.json` says what is searched.
-    """
-
-    stock_class: type[PreTrainedModel]
-
-    def __reduce__(self) -> tuple:
-        return _new_attached, (self.stock_class,), self.__dict__
-
-    def _save_mask(self, folder):
-        super()._save_mask(folder)
-        sparse_attention = self.sparse_attention
-        path = folder / SEARCH_CONFIG_NAME
-        # A folder holds a mask or a search: files of an earlier save would contradict this one.
-        for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME) if sparse_attention.searching else (SEARCH_CONFIG_NAME,):
-            (folder / name).unlink(missing_ok=True)
-        if sparse_attention.searching:
-            fields = {name: getattr(sparse_attention.config, name) for name in OWN_FIELDS}
-            path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-@cache
-def attached_class(stock_class: type[PreTrainedModel]) -> type[AttachedModel]:
-    """The class of an attached `stock_class`."""
-    names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(stock_class.__name__, (AttachedModel, stock_class), names | {"stock_class": stock_class})
-
-
-def _new_attached(stock_class):
-    return object.__new__(attached_class(stock_class))
 
 
 def make_sparse_attention(
@@ -320,7 +201,7 @@ def attach(
         ValueError: If the architecture is not supported, the model carries a mask already, the mask does not fit it,
             or a field is wrong or has no meaning here. The model is unchanged then.
     """
-    inner = _without_adapters(model)
+    inner = without_adapters(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"attach needs a model of transformers, got {type(inner).__name__}")
     if "sparse_attention" in inner.base_model._modules:
@@ -388,7 +269,7 @@ def detach(model: Model) -> Model:
     Raises:
         ValueError: If no mask was attached to it.
     """
-    inner = _without_adapters(model)
+    inner = without_adapters(model)
     if not isinstance(inner, AttachedModel):
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: there is nothing to detach")
     attached: Any = inner

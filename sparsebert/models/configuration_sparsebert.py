@@ -12,6 +12,7 @@ from ..attention.mask_inputs import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice
 from ..masks.expansion import LENGTH_POLICIES, default_length_policy
+from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
@@ -95,6 +96,8 @@ class SparseBertConfig(BertConfig):
             Defaults to `temperature`, or to 0.1 with a target.
         noise_scale (`float`, *optional*): How much random noise the samples of the mask have: factor of the Gumbel
             noise, at least 0. Defaults to 1, or to 0 for `"soft"` and with a target.
+        share_noise (`bool`, *optional*, defaults to `False`): Whether the processes of a distributed training share
+            the Gumbel noise, and so one sample of the mask. By default each draws its own: more samples in a step.
         hard (`bool`, *optional*): Whether the mask is used rounded to 0 or 1 in the search: straight-through samples.
             Defaults to `True`, or to `False` for `"soft"` and with a target.
         symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry.
@@ -120,6 +123,8 @@ class SparseBertConfig(BertConfig):
             grow.
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search after which it has reached the
             target.
+        search_progress (`float`, *optional*): Fraction of the search that was done when the model was saved, in
+            [0, 1]. Saving sets it; `None` is the end.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
@@ -156,6 +161,7 @@ class SparseBertConfig(BertConfig):
     temperature: float | int = validated_field(_between(0, 1e3, low_open=True), default=1.0)
     temperature_end: float | int | None = validated_field(_between(0, 1e3, low_open=True), default=None)
     noise_scale: float | int | None = validated_field(_between(0, 1e3), default=None)
+    share_noise: bool = False
     hard: bool | None = None
     symmetric: bool = True
     share_layers: bool = True
@@ -168,7 +174,8 @@ class SparseBertConfig(BertConfig):
     initial_sparsity: float | int | None = validated_field(_between(0, 1, high_open=True), default=None)
     sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
     sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
-    mask_length: int | None = validated_field(_between(1, 2**20), default=None)
+    search_progress: float | int | None = validated_field(_between(0, 1), default=None)
+    mask_length: int | None = validated_field(_between(1, MAX_MASK_LENGTH), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
     probability_map: str = validated_field(_choice(tuple(PROBABILITY_MAPS)), default="softmax")
     probability_map_kwargs: dict | None = None
@@ -199,7 +206,7 @@ class SparseBertConfig(BertConfig):
         if own.get("search") or own.get("pattern"):
             # A new search or pattern replaces all that the checkpoint says about its mask.
             replaced = ("search", "pattern", "pattern_kwargs", "head_configuration", "special_tokens", "mask_constant")
-            own = dict.fromkeys((*replaced, *REQUESTS)) | {"frozen": False, "pruned": False} | own
+            own = dict.fromkeys((*replaced, "search_progress", *REQUESTS)) | {"frozen": False, "pruned": False} | own
         if own.get("probability_map"):
             own = {"probability_map_kwargs": None} | own
         return super().from_dict({**config_dict, **own}, **kwargs)
@@ -325,6 +332,7 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
         logit_scale=config.mask_logit_scale,
         hard=search.stochastic and (sampled if config.hard is None else config.hard),
         noise_scale=float(sampled) if config.noise_scale is None else config.noise_scale,
+        share_noise=config.share_noise,
         temperature=config.temperature,
         temperature_end=config.temperature_end or (ANNEALED_TEMPERATURE if annealed else config.temperature),
         initial_decay=decay,

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils import CONFIG_NAME, cached_file
 
 from ..attention.backends import check_backend
-from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError
+from ..hub import check_available
+from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, check_subfolder
 from ..masks.sparse_mask import SparseMask
 from . import modeling_sparsebert
 from .architectures import check_architecture, describe
-from .attaching import MASK_FIELDS, SEARCH_CONFIG_NAME, become_attached, make_sparse_attention, put_on, register
+from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
 from .configuration_sparsebert import SparseBertConfig
+from .saving import SEARCH_CONFIG_NAME
 
 
 def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | None:
@@ -26,6 +28,7 @@ def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | 
 
 def carries_mask(source: str | PathLike, **hub_arguments: Any) -> bool:
     """Whether a folder or Hub repository holds a model with a mask, frozen or still being searched."""
+    check_available(source, CONFIG_NAME, **hub_arguments)
     if AutoConfig.from_pretrained(source, **hub_arguments).model_type == SparseBertConfig.model_type:
         return True
     names = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
@@ -44,13 +47,15 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
 
     Raises:
         MaskFileError: If there is a model but no mask.
-        OSError: If there is no such folder or repository.
+        OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
         ValueError: If the class that was saved is not one of transformers, or as for [`attach`].
     """
     source = pretrained_model_name_or_path
     if str(source).startswith(("/", ".", "~")) and not Path(source).is_dir():
         raise FileNotFoundError(f"there is no folder {source}")
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    check_subfolder(hub_arguments.get("subfolder"))
+    check_available(source, CONFIG_NAME, **hub_arguments)
     config = AutoConfig.from_pretrained(source, **hub_arguments)
     model_class = model_class or model_class_of(config)
     if isinstance(config, SparseBertConfig):
@@ -93,9 +98,10 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
     name = (config.architectures or ["AutoModel"])[0]
-    if not hasattr(module, name):
-        raise ValueError(f"architectures: {name!r} is not a class of {module.__name__}: give the class as model_class")
-    return getattr(module, name)
+    found = getattr(module, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and (name == "AutoModel" or issubclass(found, PreTrainedModel))):
+        raise ValueError(f"architectures: {name!r} is not a model of {module.__name__}: give the class as model_class")
+    return found
 
 
 def _searching_class(model_class, config, fields):

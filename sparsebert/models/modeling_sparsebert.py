@@ -15,11 +15,14 @@ from transformers import (
     BertModel,
     BertPreTrainedModel,
 )
+from transformers.utils import CONFIG_NAME
 
-from ..masks.mask_files import HUB_ARGUMENTS
+from ..hub import check_available
+from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder
 from ..masks.sparse_mask import SparseMask
-from .attaching import SparseModelMixin, make_sparse_attention, register
+from .attaching import make_sparse_attention, register
 from .configuration_sparsebert import SparseBertConfig
+from .saving import SparseModelMixin
 from .token_mixers import put_mixers
 
 
@@ -54,6 +57,9 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         `length_policy`, `last_token` and `diagonal` ask if they are given.
         """
         hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        check_subfolder(hub_arguments.get("subfolder"))
+        if pretrained_model_name_or_path is not None:
+            check_available(pretrained_model_name_or_path, CONFIG_NAME, **hub_arguments)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         sparse_attention = model.sparse_attention

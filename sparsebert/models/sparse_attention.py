@@ -81,7 +81,8 @@ class SparseAttention(nn.Module):
             config.probability_map, config.probability_map_kwargs, self.num_layers, config.num_attention_heads
         )
         self.search: MaskSearch | None = None
-        self.progress = torch.ones((), device="cpu")
+        done = 1.0 if config.search_progress is None else config.search_progress
+        self.progress = torch.tensor(float(done), device="cpu")
         self._mask: SparseMask | None = None
         self._scheduled = self._weights_wanted = False
         self._sample: torch.Tensor | None = None
@@ -141,10 +142,15 @@ class SparseAttention(nn.Module):
         Set how much of the search is done, which the schedules of temperature and sparsity follow.
 
         Args:
-            done (`float`): In [0, 1]. A search whose progress is never set runs as at its end.
+            done (`float`): In [0, 1]. A new search whose progress is never set runs as at its end.
         """
         self.progress.fill_(done)
         self._scheduled = True
+
+    def record_progress(self) -> None:
+        """Write into the configuration how much of the search is done, for a model that is about to be saved."""
+        done = self.progress.item() if self.searching else 1.0
+        self.config.search_progress = None if done == 1.0 else done
 
     def start_pruning(self) -> None:
         """
@@ -174,7 +180,7 @@ class SparseAttention(nn.Module):
             raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
         self._use_mask(mask)
         config = self.config
-        config.frozen, config.pruned = True, False
+        config.frozen, config.pruned, config.search_progress = True, False, None
         config.pattern = config.pattern_kwargs = config.head_configuration = None
         config.search = search
         config.mask_length = mask.length
@@ -373,8 +379,8 @@ class SparseAttention(nn.Module):
         search = learned.search
         if search.target_sparsity is not None and not self._scheduled and not torch.compiler.is_compiling():
             logger.warning_once(
-                "target_sparsity: nothing tells the mask how far the training is, so its search is as at the end from "
-                "the first step on; pass callbacks=[SearchSchedule()] to the Trainer, or call "
+                "target_sparsity: nothing tells the mask how far the training is, so its search stays where it is (a "
+                "new one at its end); pass callbacks=[SearchSchedule()] to the Trainer, or call "
                 "sparse_attention.set_progress in a loop of your own"
             )
         self._sample, noisy = learned.draw()

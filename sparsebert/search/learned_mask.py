@@ -7,12 +7,15 @@ Letters: L layers (1 when shared), H heads, n mask length, K learned parameters 
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, scheduled
-from .mask_search import MaskSearch
+from .mask_search import PENALIZED, MaskSearch
 from .searches import gumbel_noise, prune, sample_mask, select
 
+
+logger = logging.get_logger(__name__)
 
 # A frozen mask that misses the requested sparsity by more than this is reported.
 TOLERANCE = 0.005
@@ -23,6 +26,21 @@ _MARGIN = 1e-3
 
 # P before freezing, `(L * H, n, n)` float32 under the key "probs", is saved beside a frozen model.
 MASK_PROBS_NAME = "mask_probs.safetensors"
+
+
+def _watch_penalty(sample: torch.Tensor) -> None:
+    """Warn once if a gradient reaches a sample whose penalty is not part of the loss."""
+    penalized: list[bool] = []
+    setattr(sample, PENALIZED, penalized)
+
+    def warn(gradient: torch.Tensor) -> None:
+        if not penalized:
+            logger.warning_once(
+                "sparsity_weight: the loss was computed outside the model, without the penalty on the mask; add "
+                "sparsebert.sparsity_loss(model) to it, or set sparsity_weight to 0"
+            )
+
+    sample.register_hook(warn)
 
 
 class LearnedMask:
@@ -69,7 +87,7 @@ class LearnedMask:
         if not search.hard:
             width = torch.maximum(width, torch.as_tensor(self.temperature()))
         width = width.clamp(min=_SMALLEST_WIDTH).to(alpha.device)
-        if search.target_sparsity is None:
+        if search.target_sparsity is None or search.pruning:  # what has been pruned has alpha = -inf
             return alpha, width
         counts = search.counts_on(alpha.device)
         budget = (1 - self.current_sparsity().to(alpha.device)) * search.length**2 - search.num_fixed
@@ -100,12 +118,18 @@ class LearnedMask:
         alpha, _ = self._budgeted()
         noise = torch.zeros(())
         if search.noise_scale:
-            noise = search.noise_scale * gumbel_noise(alpha.shape, alpha.device)
-        return sample_mask(alpha, self.temperature(), search.hard, noise)
+            noise = search.noise_scale * gumbel_noise(alpha.shape, alpha.device, search.share_noise)
+        sample, noisy = sample_mask(alpha, self.temperature(), search.hard, noise)
+        penalized = search.sparsity_weight and search.target_sparsity is None
+        if penalized and sample.requires_grad and not torch.compiler.is_compiling():
+            _watch_penalty(sample)
+        return sample, noisy
 
     def _select(self, probs: torch.Tensor, threshold: float | None, sparsity: float | None) -> torch.Tensor:
         """Parameters to keep, given P on the CPU."""
         search = self.search
+        if probs.isnan().any():
+            raise FloatingPointError("mask_logits: the probabilities of the mask are NaN, there is no mask to choose")
         if threshold is None and sparsity is None:
             if search.pruning:
                 return self.kept.cpu()
@@ -158,6 +182,7 @@ class LearnedMask:
 
         Raises:
             ValueError: If a value is out of its range.
+            FloatingPointError: If P is NaN.
         """
         search, counts, probs = self.search, self.search.counts, self.probs().cpu()
         selected = self._select(probs, threshold, sparsity)

@@ -20,6 +20,9 @@ from .searches import SEARCHES, num_parameters, parameter_distance, to_sparse_ma
 # Standard deviation of alpha at the start, so that P starts near 1/2. Source: arXiv 2102.12871, Algorithm 1.
 INITIAL_STD = 1e-3
 
+# Attribute of a sample: a list, empty until its penalty is taken.
+PENALIZED = "_sparsebert_penalized"
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MaskSearch:
@@ -43,6 +46,7 @@ class MaskSearch:
         logit_scale (`float`): alpha is this times the stored logits.
         hard (`bool`): Whether samples are rounded to 0 and 1 (straight-through).
         noise_scale (`float`): Factor of the Gumbel noise. 0 uses P itself.
+        share_noise (`bool`): Whether the processes of a distributed training sample one mask, see [`gumbel_noise`].
         temperature (`float`): tau at the start of the search.
         temperature_end (`float`): tau at its end.
         initial_decay (`float`): How fast the initial logits fall with the logarithm of the distance.
@@ -90,6 +94,7 @@ class MaskSearch:
     sparsity_ramp: float
     allow_empty_rows: bool
     pruning: bool = False
+    share_noise: bool = False
     form: str = field(init=False)
     num_parameters: int = field(init=False)
     fixed: torch.Tensor = field(init=False, repr=False)
@@ -189,6 +194,8 @@ class MaskSearch:
 
         Source: SparseBERT (arXiv 2102.12871), Eq. 7.
         """
+        if (penalized := getattr(sample, PENALIZED, None)) is not None:
+            penalized.append(True)
         norm = (sample * self.counts_on(sample.device)).sum(dim=(1, 2)) + self.num_fixed * self.num_heads
         return self.sparsity_weight * norm.mean()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.nn.functional import logsigmoid
 
 from ..masks.expansion import parameter_index
@@ -57,14 +58,30 @@ class _StraightThrough(torch.autograd.Function):
         return grad
 
 
-def gumbel_noise(shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+def gumbel_noise(shape: tuple[int, ...], device: torch.device | str, shared: bool = False) -> torch.Tensor:
     """
     Difference of two standard Gumbel variables, drawn from the global generator.
 
     The difference has a logistic distribution, so one clamped uniform draw is enough. It is float32 whatever the
     autocast dtype, since half precision would give inf.
+
+    The processes of a distributed training usually begin with the same state of the generator. By default process r
+    of R therefore shifts its uniform draws by r / R around the circle, which makes them stratified: of R samples of
+    an entry with the keep probability P, between floor(R P) and ceil(R P) keep it.
+
+    Args:
+        shape (`tuple`): Shape of the noise.
+        device (`torch.device` or `str`): Its device.
+        shared (`bool`, *optional*, defaults to `False`): Whether all processes of a distributed training get the noise
+            of the first.
     """
-    return torch.logit(torch.rand(shape, device=device, dtype=torch.float32), eps=1e-6)
+    uniform = torch.rand(shape, device=device, dtype=torch.float32)
+    if distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1:
+        if shared:
+            distributed.broadcast(uniform, src=0)
+        else:
+            uniform = (uniform + distributed.get_rank() / size) % 1.0
+    return torch.logit(uniform, eps=1e-6)
 
 
 def sample_mask(

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from accelerate import PartialState
+from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -23,12 +24,14 @@ from ..analysis.statistics import summarize
 from ..checks import nearest
 from ..data.tasks import TASKS
 from ..data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
-from ..files import check_output_dir, write_metrics
+from ..files import check_output_dir, locked_output, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
+from .run_checks import check_source, check_training
+from .run_folders import choose_folder, resume_from
 from .single_run import run_once, training_arguments
 from .task_data import MissingSplitError, TaskData, prepare
 from .task_models import check_model
@@ -51,8 +54,9 @@ _LOWEST = {
     "max_answer_length": 1,
 }
 # Fields that say which runs there are, not what one of them computes.
-_LAYOUT = ("all", "seeds", "sweep", "baseline", "overwrite")
+_LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
 _PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
+_OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 
 
 def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
@@ -69,18 +73,30 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
     options = FinetuningArguments(**recipe["data"])
+    check_training(recipe["training"])
     check_arguments(options, recipe["model"])
     grid = _read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
     arguments = training_arguments(recipe["training"], output)
     seeds = _read_seeds(options.seeds, arguments.seed)
     several = options.all or bool(grid) or len(seeds) > 1
-    if several and arguments.resume_from_checkpoint:
-        raise ValueError(
-            "resume_from_checkpoint is for a single run; several runs resume at the first that is not finished"
-        )
-    _check_folder(output, options, several, arguments.resume_from_checkpoint)
-    PartialState().wait_for_everyone()  # before one of the processes writes to the folder
+    resume = resume_from(options.resume, arguments.resume_from_checkpoint)
+    if several and isinstance(resume, str):
+        raise ValueError("resume_from_checkpoint is for a single run; several runs go on with --resume")
+    with locked_output(output) as unfinished:
+        _check_folder(output, options, several, resume, unfinished)
+        PartialState().wait_for_everyone()  # before one of the processes writes to the folder
+        return _finetune(recipe, options, output, seeds, grid, several)
+
+
+def _finetune(
+    recipe: dict[str, dict[str, Any]],
+    options: FinetuningArguments,
+    output: Path,
+    seeds: list[int],
+    grid: dict[str, list],
+    several: bool,
+) -> Path:
     # Everything that can be wrong with the data of a task is found before the first task is trained on.
     tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
     baselines = {}
@@ -129,9 +145,7 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
     if options.model is None:
         raise ValueError("--model must be the folder or Hub id of a pre-trained model")
     for name in ("model", "mask"):
-        value = getattr(options, name)
-        if value is not None and value.startswith(("/", ".", "~")) and not Path(value).is_dir():
-            raise FileNotFoundError(f"{name}: there is no folder {value!r}")
+        check_source(name, getattr(options, name))
     pruning = ProgressivePruning.from_settings(options.pruning)
     if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
         raise ValueError(
@@ -139,7 +153,11 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
             f"{pruning.score!r} and mask {options.mask!r}"
         )
     tasks = list(GLUE) if options.task is None else [options.task]
-    check_model(options, model, options.max_length or max(TASKS[name].max_length for name in tasks))
+    try:
+        check_model(options, model, options.max_length or max(TASKS[name].max_length for name in tasks))
+    except HTTPError as error:
+        named = f"model {options.model!r}" + (f" or mask {options.mask!r}" if options.mask else "")
+        raise ValueError(f"{named} could not be downloaded ({type(error).__name__}: {error})") from error
 
 
 def _read_grid(sweep: bool | dict) -> dict[str, list]:
@@ -154,6 +172,8 @@ def _read_grid(sweep: bool | dict) -> dict[str, list]:
         if not isinstance(values, list) or not values:
             raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
         grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
+        for value in grid[name]:
+            check_training({name: value})
     return grid
 
 
@@ -167,10 +187,15 @@ def _read_seeds(seeds: int | list, first: int) -> list[int]:
     return seeds if isinstance(seeds, list) else list(range(first, first + seeds))
 
 
-def _check_folder(output: Path, options: FinetuningArguments, several: bool, resume: str | None) -> None:
+def _check_folder(
+    output: Path, options: FinetuningArguments, several: bool, resume: bool | str | None, unfinished: bool
+) -> None:
     """A folder may hold what this command can continue: a run or several of the same task."""
     path = output / ("experiment.yaml" if several else "recipe.yaml")
-    check_output_dir(output, options.overwrite, bool(resume) or path.is_file())
+    if several:
+        check_output_dir(output, options.overwrite, path.is_file())
+    elif isinstance(resume, str) or not (path.is_file() and (output / "metrics.json").is_file()):
+        choose_folder(output, options.overwrite, resume, options.allow_partial_resume, unfinished)
     if path.is_file() and not options.overwrite:
         stored = yaml.safe_load(path.read_text())["data"]
         if stored.get("task") != options.task:
@@ -214,7 +239,11 @@ def _run_grid(
     for values in itertools.product(*grid.values()):
         settings = dict(zip(grid, values, strict=True))
         folder = output / ",".join(f"{name}={value}" for name, value in settings.items())
-        run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
+        try:
+            run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
+        except FloatingPointError as error:
+            logger.warning(f"{folder}: {error}")
+            run = {"score": math.nan}
         cells.append({"settings": settings, "folder": folder.name, "score": run["score"]})
         first_runs[folder.name] = run
         # Only the best cell keeps its weights: those of a whole grid would fill a disk.
@@ -305,8 +334,11 @@ def _digest(name: str | None) -> str | None:
 def _aggregate(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The metrics of several seeds as one, from those of the runs by folder."""
     first, *_ = runs.values()
-    metrics = {name: value for name, value in first.items() if name not in ("seed", "splits", "score", "seconds")}
-    metrics["seeds"] = {run["seed"]: {"folder": folder, "score": run["score"]} for folder, run in runs.items()}
+    metrics = {name: value for name, value in first.items() if name not in (*_OF_ONE_RUN, "splits", "score")}
+    metrics["seeds"] = {
+        run["seed"]: {"folder": folder} | {name: run[name] for name in ("score", "mask_seed") if name in run}
+        for folder, run in runs.items()
+    }
     metrics["splits"] = {
         split: {name: summarize([run["splits"][split][name] for run in runs.values()]) for name in values}
         for split, values in first["splits"].items()

@@ -40,7 +40,9 @@ class FinetuningArguments:
         simple_baseline (`bool`): Also report the task's simple baseline, if it has one.
         attn_implementation (`str`, *optional*): Attention backend; by default `"sparse_auto"`, or the stock default
             for a dense stock model.
-        overwrite (`bool`): Accept a non-empty output folder, and repeat finished runs.
+        resume (`bool`): Go on from the newest complete checkpoint of each run that is not finished, if it has one.
+        allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
+        overwrite (`bool`): Repeat finished runs, and replace what is in the output folder once the new ones finish.
     """
 
     task: str | None = None
@@ -66,4 +68,6 @@ class FinetuningArguments:
     baseline: str | None = None
     simple_baseline: bool = True
     attn_implementation: str | None = None
+    resume: bool = False
+    allow_partial_resume: bool = False
     overwrite: bool = False

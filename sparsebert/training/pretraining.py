@@ -1,7 +1,6 @@
 """Pre-training: data, model, mask and Trainer of one recipe."""
 
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +14,19 @@ from ..attention.backends import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from ..data.tokenization import check_tokenizer, train_tokenizer
-from ..files import check_output_dir, write_metrics
-from ..masks.sparse_mask import SparseMask
+from ..files import locked_output, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ..models.token_mixers import fixed_length
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
-from .resuming import check_checkpoint
+from .divergence import check_weights
+from .pretraining_arguments import PretrainingArguments
+from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
+from .run_checks import check_pretraining, check_served, check_training, read_given_mask
+from .run_folders import resume_from, run_folder
+from .stopping import StopOnSignal
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
 
@@ -33,55 +36,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass
-class PretrainingArguments:
-    """
-    Section `data` of a pre-training recipe.
-
-    Args:
-        text (`str` or `list`): Training text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
-        validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
-        tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default a WordPiece tokenizer of
-            `model.vocab_size` tokens is trained on the text.
-        base_model (`str`, *optional*): Folder or Hub id of weights to start from.
-        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train with.
-        nsp (`bool`): Train on next-sentence pairs with MLM and NSP loss, like BERT; otherwise on packed text with MLM
-            only, or with `model.is_decoder` to predict the next token.
-        max_length (`int`): Maximum number of tokens per example.
-        max_tokens (`int`, *optional*): Maximum number of tokens of training text to read.
-        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        mlm_probability (`float`): Fraction of the tokens to predict.
-        freeze_threshold (`float`, *optional*): Freeze by keeping entries with P above this; 0.5 if neither a
-            threshold nor a sparsity is given.
-        freeze_sparsity (`float`, *optional*): Freeze by keeping the entries with the highest P, down to this sparsity;
-            by default the model's `target_sparsity`.
-        search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains with the frozen
-            mask.
-        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`, to prune
-            the mask by a schedule during training.
-        attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
-        pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
-        overwrite (`bool`): Accept a non-empty output folder.
-    """
-
-    text: str | list = "builtin"
-    validation: str | list | None = None
-    tokenizer: str | None = None
-    base_model: str | None = None
-    mask: str | None = None
-    nsp: bool = True
-    max_length: int = 128
-    max_tokens: int | None = None
-    max_validation_tokens: int = 200_000
-    mlm_probability: float = 0.15
-    freeze_threshold: float | None = None
-    freeze_sparsity: float | None = None
-    search_end: float = 1.0
-    pruning: dict | None = None
-    attn_implementation: str = "sparse_auto"
-    pictures: bool = True
-    overwrite: bool = False
-
+# What a run writes, apart from the configuration, the tokenizer, checkpoints and logs.
+_WRITTEN = (
+    *("model*.safetensors*", "mask*.safetensors", "mask_config.json", "metrics.json", "heads.png", "mean_probs.png"),
+    "offset_profile.png",
+)
 
 SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
 
@@ -102,12 +61,29 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
+    data = PretrainingArguments(**recipe["data"])
+    check_training(recipe["training"])
+    training = TrainingArguments(**recipe["training"])
+    model = dict(recipe["model"])
+    check_pretraining(data, model)
+    if model.get("pattern") is not None:
+        model.setdefault("mask_seed", training.seed)
+    output = Path(str(training.output_dir))
+    resume = resume_from(data.resume, training.resume_from_checkpoint)
+    with (
+        locked_output(output) as unfinished,
+        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished, _WRITTEN) as place,
+    ):
+        # Whatever the recipe says of signals, they save a checkpoint.
+        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], "enable_jit_checkpoint": False}
+        return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})
+
+
+def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     start = time.perf_counter()
     data = PretrainingArguments(**recipe["data"])
     training = TrainingArguments(**recipe["training"])
     output = Path(str(training.output_dir))
-    check_backend(data.attn_implementation)
-    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
     pruning = ProgressivePruning.from_settings(data.pruning)
     for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
         if pruning is not None and getattr(data, name) != unset:
@@ -127,10 +103,11 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         model_class = SparseBertLMHeadModel
     if data.base_model:
         model = model_class.from_pretrained(data.base_model, **recipe["model"])
+        check_weights(model, f"base_model {data.base_model}")
     else:
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
-        model.set_mask(SparseMask.from_pretrained(data.mask))
+        model.set_mask(read_given_mask(data.mask))
     check_backend(data.attn_implementation, model.config.probability_map)
     model.set_attn_implementation(data.attn_implementation)
     if fixed_length(model.config) not in (None, data.max_length):
@@ -141,8 +118,12 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     sparse_attention = model.sparse_attention
     if pruning is not None:
         pruning.check(model)
+    check_served(model, training, data.max_length)
     if training.resume_from_checkpoint:
         check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
+    record = recipe_record(data, model.config, training)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
 
     def documents(split: str) -> "Iterator[list[str]]":
         if data.validation is None:
@@ -160,9 +141,13 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
         for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
     )
+    record["inputs"] |= rows_record(train_set)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
     collator: Callable = causal_collator
     if not causal:
-        collator = pretraining_collator(tokenizer, data.mlm_probability, pad_to_multiple_of=data.max_length)
+        masking_seed = training.seed if training.data_seed is None else training.data_seed
+        collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
 
     trainer = SparseBertTrainer(
         model,
@@ -173,9 +158,10 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         processing_class=tokenizer,
         compute_metrics=causal_metrics if causal else pretraining_metrics,
         preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
-        callbacks=[schedule] if pruning is None else [schedule, pruning],
+        callbacks=[RecipeRecord(record), schedule, *([] if pruning is None else [pruning])],
     )
-    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
+    with StopOnSignal(trainer):
+        trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
     output.mkdir(parents=True, exist_ok=True)
     metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
@@ -196,6 +182,8 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     names = ("lm_loss", "perplexity") if causal else ("mlm_loss", "mlm_accuracy")
     metrics |= {name: evaluation[f"eval_{name}"] for name in names}
     metrics["nsp_accuracy"] = evaluation.get("eval_nsp_accuracy")
+    if model.config.pattern is not None:
+        metrics["mask_seed"] = model.config.mask_seed
     metrics["steps"] = trainer.state.global_step
     metrics["num_parameters"] = model.num_parameters()
     metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length

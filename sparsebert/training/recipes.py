@@ -8,7 +8,7 @@ and are found by their name.
 
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -130,13 +130,30 @@ def _value(what: str, texts: list[str], annotation):
         texts = ["true"]
     if len(texts) == 1:
         value = _parse(what, texts[0], annotation)
-        if list in allowed and not allowed & {bool, dict, str} and not isinstance(value, (list, type(None))):
+        if list in allowed and not allowed & {bool, dict, str} and type(value) not in (*allowed, types.NoneType):
             value = [texts[0]] if _item(annotation) is str else [value]
         return convert(what, value, annotation)
     if list not in allowed:
         raise ValueError(f"{what} takes one value, got {', '.join(map(repr, texts))}")
     item = _item(annotation)
     return convert(what, list(texts) if item is str else [_parse(what, text, item) for text in texts], annotation)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """The safe loader, except that a key may not come twice, where YAML would let the last one win."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                name = self.construct_object(key, deep=True)
+                if isinstance(name, Hashable) and name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {name!r} comes twice", key.start_mark
+                    )
+                if isinstance(name, Hashable):
+                    seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def read_recipe(path: Path) -> dict:
@@ -147,9 +164,13 @@ def read_recipe(path: Path) -> dict:
         ValueError: If it is not YAML, or no mapping.
     """
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+        recipe = yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueKeys) or {}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"recipe {path}: {error}") from error
+    except RecursionError:
+        raise ValueError(f"recipe {path}: nested too deeply") from None
     if not isinstance(recipe, dict):
         raise ValueError(f"recipe {path}: expected sections with fields, got {recipe!r}")
     return recipe

@@ -1,26 +1,27 @@
 """One fine-tuning run: training, evaluation and prediction."""
 
-import itertools
 import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from ..data.tasks.glue import SUBMISSIONS
 from ..files import write_metrics
+from ..masks.patterns import PATTERNS
+from ..models.attaching import allowed_fields
 from ..models.token_mixers import fixed_length
 from ..search.progressive_pruning import ProgressivePruning
+from .run_checks import check_served, check_training
+from .run_folders import resume_from, run_folder
+from .stopping import StopOnSignal
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
 from .trainer import SparseBertTrainer
 
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.get_logger(__name__)
 
@@ -43,9 +44,10 @@ def training_arguments(
         output_dir (`str` or `os.PathLike`): Output folder; takes precedence over that of `fields`.
         defaults (`dict`, *optional*): Values for fields that are not set, such as the settings of a task.
     """
-    return TrainingArguments(
-        **{"save_strategy": "no"} | (defaults or {}) | fields | {"output_dir": os.fspath(output_dir)}
-    )
+    check_training(fields)
+    given = {"save_strategy": "no"} | (defaults or {}) | fields
+    # Whatever the recipe says of signals, they save a checkpoint.
+    return TrainingArguments(**given | {"output_dir": os.fspath(output_dir), "enable_jit_checkpoint": False})
 
 
 def run_once(
@@ -56,7 +58,7 @@ def run_once(
 
     Writes to `output_dir` the model with its mask, the tokenizer, `predictions_SPLIT.jsonl` with one example per line,
     the files that the official servers and scripts of the task read, and finally `metrics.json`. A run that is
-    already there is replaced.
+    already there is replaced at the end. A random pattern is drawn with the run's seed unless `mask_seed` is given.
 
     Args:
         data ([`TaskData`]): The data, from [`prepare`].
@@ -70,11 +72,23 @@ def run_once(
         ValueError: If model, mask and data do not fit together (see [`load_model`]), or a field of `training` is
             wrong. Nothing has been written by then.
     """
+    options = data.options
+    resume = resume_from(options.resume, training.get("resume_from_checkpoint"))
+    with run_folder(output_dir, True, resume, options.allow_partial_resume, True, _WRITTEN) as (folder, checkpoint):
+        return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder)
+
+
+def _run(
+    data: TaskData, model: dict[str, Any], training: dict[str, Any], output_dir: str | os.PathLike
+) -> dict[str, Any]:
     start = time.perf_counter()
     task, options, output = data.task, data.options, Path(output_dir)
     arguments = training_arguments(training, output, task.settings)
     set_seed(arguments.seed)
+    if options.mask in PATTERNS and "mask_seed" in allowed_fields(options.mask):
+        model = {"mask_seed": arguments.seed} | model
     network = load_model(data, model)
+    check_served(network, arguments, max(int(lengths.max()) for lengths in data.lengths.values()))
     first = data.evaluation_splits[0]
     pruning = ProgressivePruning.from_settings(options.pruning)
     trainer = SparseBertTrainer(
@@ -88,14 +102,14 @@ def run_once(
         callbacks=None if pruning is None else [pruning],
     )
     main_process = trainer.is_world_process_zero()
-    if main_process:
-        for path in itertools.chain.from_iterable(map(output.glob, _WRITTEN)):
-            path.unlink()
-    trained = trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    with StopOnSignal(trainer):
+        trained = trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_model()
     trainer.compute_metrics = None  # it is for the first split only
     train_examples = len(data.examples[data.train_split])
     metrics: dict[str, Any] = {"task": task.name, "model": options.model} | mask_metrics(network, data)
+    if "mask_seed" in model:
+        metrics["mask_seed"] = model["mask_seed"]
     metrics |= {
         "seed": arguments.seed,
         "train_split": data.train_split,

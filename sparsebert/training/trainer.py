@@ -1,17 +1,24 @@
 """The Trainer of pre-training and fine-tuning, and the metrics of pre-training."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import Trainer
+from accelerate.utils import DistributedType
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
+from .checkpoint_manifests import whole_checkpoint
+from .divergence import check_weights, diverged
 from .resuming import check_checkpoint
 
 
@@ -20,16 +27,42 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
 
 
+# Under a gradient scaler (fp16) a step that overflows is skipped. After this many in a row, all of them do.
+MOST_SKIPPED_STEPS = 25
+SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class MaskingEpoch(TrainerCallback):
+    """Tells a collator whose masking depends on the epoch, such as [`ReproducibleCollator`], which one begins."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        collator: Any = self._trainer.data_collator
+        if hasattr(collator, "set_epoch"):
+            collator.set_epoch(int(state.epoch or 0))
+
+
 class SparseBertTrainer(Trainer):
     """
     A [`~transformers.Trainer`] for models with a mask. It differs from the stock Trainer in that
 
     - the logits of the mask and of entmax's alpha get no weight decay;
+    - the gradient of the mask logits is clipped apart from that of the weights, and the logged norm is of the latter;
+    - the loss contains the penalty on the mask also with label smoothing or a loss function of one's own;
+    - a loss, gradient or weight that is not finite stops the training before the next update, with an error;
     - the logs show the sparsity of the mask being learned, and the number of its rows that keep nothing;
     - the loss is averaged over accumulated batches, whatever the model;
     - a run only resumes from a checkpoint of the same search;
+    - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
     - evaluation keeps the order of the examples, masks the same tokens every time, and does not change the random
       state of the training.
+
+    Raises:
+        FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -39,6 +72,9 @@ class SparseBertTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         if self._callback(SearchSchedule) is None:
             self.add_callback(SearchSchedule())
+        self.add_callback(MaskingEpoch(self))
+        self._step_losses: list[torch.Tensor] = []
+        self._skipped_steps = 0
 
     def _callback(self, kind):
         return next((callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)), None)
@@ -55,13 +91,135 @@ class SparseBertTrainer(Trainer):
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model_init is None:
+            self._check_weights("the model to train")
+        output = super().train(*args, **kwargs)
+        self._check_weights(f"after step {self.state.global_step}")
+        return output
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self._check_weights(f"not saved after step {self.state.global_step}")
+        super().save_model(*args, **kwargs)
+
+    def _check_weights(self, what: str) -> None:
+        model: Any = self.model
+        check_weights(model, what)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._step_losses.append(loss)
+        return loss
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        # Then the model does not compute the loss, and does not add its penalty.
+        outside = "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        sparse_attention = self._sparse_attention()
+        if outside and model.training and sparse_attention is not None and sparse_attention.searching:
+            penalty = sparse_attention.sparsity_loss().to(loss.device)
+            if self.compute_loss_func is not None:  # its loss is not divided any more
+                penalty = penalty / self.current_gradient_accumulation_steps
+            loss = loss + penalty
+        return (loss, outputs) if return_outputs else loss
+
+    def _sparse_attention(self) -> Any:
+        """The [`SparseAttention`] of the model; a dense stock model has none."""
+        return getattr(self.accelerator.unwrap_model(self.model).base_model, "sparse_attention", None)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return self._clip_apart(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:
+            grad_norm = self._clip_apart(model, math.inf)
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _clip_apart(self, model, max_norm):
+        """
+        Clip the gradients of the mask logits and of all other weights apart, and check that both are finite: the
+        penalty sums over all entries, and its gradient would leave nothing of that of the weights.
+        """
+        losses, self._step_losses = self._step_losses, []
+        logits = getattr(self._sparse_attention(), "mask_logits", None)
+        weights = [weight for weight in model.parameters() if weight.grad is not None and weight is not logits]
+        if self.accelerator.distributed_type in SHARDING or any(hasattr(w.grad, "to_local") for w in weights):
+            # Sharded gradients are clipped by those who shard them, all in one.
+            norm = super()._clip_grad_norm(model) if max_norm < math.inf else super()._get_grad_norm(model)
+            norms = [torch.as_tensor(norm)] if norm is not None else []
+            self._check_step(model, losses, norms, logits)
+            return norm
+        self.accelerator.unscale_gradients()
+        groups = [weights, [] if logits is None or logits.grad is None else [logits]]
+        norms = [get_total_norm([weight.grad for weight in group]) for group in groups]
+        self._check_step(model, losses, norms, logits)
+        if max_norm < math.inf:
+            for group, norm in zip(groups, norms, strict=True):
+                clip_grads_with_norm_(group, max_norm, norm)
+        return norms[0]
+
+    def _check_step(self, model, losses, norms, logits):
+        numbers = [number.detach().float().to(self.args.device) for number in (*losses, *norms)]
+        if logits is not None:
+            # Not their sum: pruning sets logits to -inf.
+            numbers.append(torch.where(logits.detach().isnan().any(), torch.nan, 0.0).to(self.args.device))
+        finite = bool(torch.stack(numbers).isfinite().all()) if numbers else True
+        if finite:
+            self._skipped_steps = 0
+            return
+        scaler = getattr(self.accelerator, "scaler", None)
+        self._skipped_steps += 1
+        if scaler is None or not scaler.is_enabled() or self._skipped_steps > MOST_SKIPPED_STEPS:
+            inner = self.accelerator.unwrap_model(model)
+            raise diverged(inner, losses, self.state.global_step + 1, self.args.output_dir)
+
+    @contextmanager
+    def _evaluation_collator(self) -> Iterator[None]:
+        # Evaluation masks an example in one way, whatever the epoch of the training.
+        collator: Any = self.data_collator
+        self.data_collator = collator.for_evaluation() if hasattr(collator, "for_evaluation") else collator
+        try:
+            yield
+        finally:
+            self.data_collator = collator
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_collator():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_collator():
+            return super().get_test_dataloader(*args, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # resumed at the end: the stock Trainer would do one step more
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        folder = Path(self._get_output_dir(trial))
+        try:
+            with whole_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
         return [name for name in names if not name.endswith(("mask_logits", "alpha_logits"))]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        # A dense stock model has no such module.
-        sparse_attention = getattr(self.accelerator.unwrap_model(self.model).base_model, "sparse_attention", None)
+        sparse_attention = self._sparse_attention()
         if "loss" in logs and sparse_attention is not None and sparse_attention.searching:
             mask = sparse_attention.thresholded_mask()
             logs |= {"sparsity": round(mask.sparsity, 4), "empty_rows": mask.num_empty_rows()}

@@ -36,6 +36,7 @@ class GlueTask:
         label (`tuple[str, ...]`): The possible names of the label's column.
         names (`tuple[str, ...]`): Names of the classes in the order of the labels; empty for a regression.
         named (`bool`, *optional*, defaults to `False`): Whether files have the names of the classes, not the numbers.
+        may_be_empty (`bool`, *optional*, defaults to `False`): Whether one text of a pair may be empty.
     """
 
     folder: str
@@ -43,6 +44,7 @@ class GlueTask:
     label: tuple[str, ...]
     names: tuple[str, ...]
     named: bool = False
+    may_be_empty: bool = False
 
 
 _SINGLE = (("sentence", "text"),)
@@ -64,6 +66,7 @@ GLUE: dict[str, GlueTask] = {
         (("question1", "sentence1"), ("question2", "sentence2")),
         ("is_duplicate", "label"),
         ("not_duplicate", "duplicate"),
+        may_be_empty=True,  # a few questions are
     ),
     "mnli": GlueTask(
         "MNLI",
@@ -243,9 +246,9 @@ def _parser(task: GlueTask, columns: Mapping[str, str], named: bool) -> Callable
         example: dict[str, Any] = {"id": tuple(row.get(column) for column in _IDS)}
         for field, column in columns.items():
             if field != "label":
-                # A few questions of QQP are empty, but never both of a pair.
                 other = row.get(columns["text"] if field == "text_pair" else columns.get("text_pair", ""))
-                example[field] = text_field(row, column, may_be_empty=bool(str(other or "").strip()))
+                may_be_empty = task.may_be_empty and bool(str(other or "").strip())
+                example[field] = text_field(row, column, may_be_empty)
                 continue
             value = row.get(column)
             text = str(value).strip()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from ...files import COMPRESSIONS, open_text
+from ...files import COMPRESSIONS, is_unicode, open_text
 
 
 if TYPE_CHECKING:
@@ -153,6 +153,8 @@ def _read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
                     row = BadRow(None, f"not valid JSON: {error}")
+                except RecursionError:
+                    row = BadRow(None, "nested too deeply")
                 yield number, _object(row)
 
 
@@ -164,6 +166,8 @@ def _read_list(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]
             raise ValueError(
                 f"{path}: not valid JSON: {error} (a file with one object per line must be named .jsonl)"
             ) from error
+        except RecursionError:
+            raise ValueError(f"{path}: nested too deeply") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
     yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
@@ -245,6 +249,8 @@ def text_field(row: Mapping[str, Any], column: str, may_be_empty: bool = False) 
         raise BadRow(column, f"{value!r} is not a text")
     if not (may_be_empty or value.strip()):
         raise BadRow(column, "is empty")
+    if not value.isascii() and not is_unicode(value):
+        raise BadRow(column, "has half of a surrogate pair, which is no character")
     return value
 
 

@@ -1,0 +1,61 @@
+"""Whether files of the Hub can be had, asked before a client retries for half a minute."""
+
+import os
+from pathlib import Path
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+
+# Seconds to wait for the Hub's answer. A network that is only slow is left to the client and its retries.
+PROBE_SECONDS = 1.5
+
+
+def check_available(
+    source: str | os.PathLike,
+    *filenames: str,
+    fetch: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    subfolder: str | None = None,
+) -> None:
+    """
+    Check that files of a repository are in the cache or can be asked for.
+
+    Args:
+        source (`str` or `os.PathLike`): Hub id. Nothing is checked for a path that exists.
+        filenames (`str`): Names of files, of which one in the cache is enough.
+        fetch (`str`, *optional*, defaults to `""`): Names of the files to download, for the message. Defaults to all.
+        revision, token, cache_dir, local_files_only, force_download, subfolder: See `hf_hub_download`.
+
+    Raises:
+        LocalEntryNotFoundError: If none is in the cache and the Hub cannot be reached. Whether the Hub has them is
+            left to the download.
+    """
+    if Path(source).exists():
+        return
+    name = str(source)
+    paths = [f"{subfolder}/{filename}" if subfolder else filename for filename in filenames]
+    if any(try_to_load_from_cache(name, path, cache_dir=cache_dir, revision=revision) for path in paths):
+        return  # also where the cache knows that there is no such file
+    reason = "local_files_only" if local_files_only else "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else None
+    if reason is None:
+        try:
+            url = hf_hub_url(name, paths[0], revision=revision)
+            get_hf_file_metadata(url, token=token, timeout=PROBE_SECONDS)
+            return
+        except HfHubHTTPError:
+            return  # it has answered
+        except Exception as error:
+            # By name, since the client's package for HTTP has changed.
+            if type(error).__name__ not in ("ConnectError", "ProxyError"):
+                return
+            reason = f"{constants.ENDPOINT} cannot be reached: {error}"
+    options = [name, *fetch.split()] + (["--revision", revision] if revision else [])
+    raise LocalEntryNotFoundError(
+        f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
+        f"connection, fetch it with: hf download {' '.join(options)}"
+    )

@@ -1,0 +1,179 @@
+"""What all models with a mask have, and what they write: one state of the mask per folder and repository."""
+
+import json
+from dataclasses import fields as dataclass_fields
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import HfApi
+from torch import nn
+from transformers import BertConfig, PreTrainedModel
+
+from ..files import replace_files
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
+from ..masks.sparse_mask import SparseMask
+from ..search.learned_mask import MASK_PROBS_NAME
+from .configuration_sparsebert import SparseBertConfig
+from .sparse_attention import SparseAttention
+
+
+if TYPE_CHECKING:
+    _ModelBase = PreTrainedModel
+else:
+    _ModelBase = object
+
+SEARCH_CONFIG_NAME = "search_config.json"
+HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
+
+# Fields that BERT's configuration does not have.
+OWN_FIELDS = tuple(
+    field.name
+    for field in dataclass_fields(SparseBertConfig)
+    if field.name not in {field.name for field in dataclass_fields(BertConfig)}
+)
+
+
+def without_adapters(model: Any) -> Any:
+    """The model inside a PEFT model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def get_sparse_attention(model: nn.Module) -> SparseAttention:
+    """
+    The [`SparseAttention`] of a base model or head.
+
+    Raises:
+        ValueError: If the model carries no mask.
+    """
+    inner = without_adapters(model)
+    sparse_attention = inner.base_model._modules.get("sparse_attention")
+    if sparse_attention is None:
+        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
+    return sparse_attention
+
+
+class SparseModelMixin(_ModelBase):
+    """
+    What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
+    `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
+    """
+
+    # Otherwise Trainer assumes that the model divides the loss by the number of accumulation steps itself.
+    accepts_loss_kwargs = False
+
+    @property
+    def sparse_attention(self) -> SparseAttention:
+        """The [`SparseAttention`] of the base model."""
+        return get_sparse_attention(self)
+
+    def set_mask(self, mask: SparseMask) -> None:
+        """Run through a [`SparseMask`] from now on, see [`SparseAttention.set_mask`]."""
+        self.sparse_attention.set_mask(mask)
+
+    def freeze(
+        self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
+    ) -> SparseMask:
+        """End the search and return the [`SparseMask`], see [`SparseAttention.freeze`]."""
+        return self.sparse_attention.freeze(threshold, sparsity, metadata)
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Save the model as transformers does, and the frozen mask as `mask_config.json` and `mask.safetensors`. A folder
+        holds one state of a mask: the files of a search or a mask that was saved there before are removed. The
+        arguments are those of `PreTrainedModel.save_pretrained`.
+        """
+        hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
+        self.sparse_attention.record_progress()
+        if is_main_process:
+            # Before anything is written: what an interrupted save leaves must not pass for a model.
+            for name in self._contradicting_files():
+                (Path(save_directory) / name).unlink(missing_ok=True)
+        super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
+        if is_main_process:
+            self._save_mask(Path(save_directory))
+        if push_to_hub:
+            # Not within the save above, which uploads only what it has written itself, without the mask.
+            hub.setdefault("repo_id", Path(save_directory).name)
+            self.push_to_hub(**hub, token=kwargs.get("token"))
+
+    def _save_mask(self, folder):
+        if self.sparse_attention.mask is not None:
+            self.sparse_attention.mask.save_pretrained(folder)
+
+    def _contradicting_files(self):
+        """Names of files that belong to another state of the mask than that of this model."""
+        if self.sparse_attention.searching:
+            return (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME)
+        # A frozen model whose mask was never loaded says nothing about the mask in the folder.
+        return () if self.sparse_attention.mask is None else (SEARCH_CONFIG_NAME,)
+
+    def _upload_modified_files(
+        self,
+        working_dir,
+        repo_id,
+        files_timestamps,
+        commit_message=None,
+        token=None,
+        create_pr=False,
+        revision=None,
+        commit_description=None,
+    ):
+        """The last step of `push_to_hub`. Its one commit also deletes what contradicts the new files."""
+        api = HfApi()
+        if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+            api.create_branch(repo_id=repo_id, branch=revision, token=token, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=working_dir,
+            commit_message=commit_message or "Upload model",
+            commit_description=commit_description,
+            token=token,
+            create_pr=create_pr,
+            revision=revision,
+            delete_patterns=list(self._contradicting_files()),
+        )
+
+
+class AttachedModel(SparseModelMixin):
+    """
+    A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
+    the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
+    and `search_config.json` says what is searched.
+    """
+
+    stock_class: type[PreTrainedModel]
+
+    def __reduce__(self) -> tuple:
+        return _new_attached, (self.stock_class,), self.__dict__
+
+    def _save_mask(self, folder):
+        super()._save_mask(folder)
+        if self.sparse_attention.searching:
+            fields = {name: getattr(self.sparse_attention.config, name) for name in OWN_FIELDS}
+            replace_files({folder / SEARCH_CONFIG_NAME: (json.dumps(fields, indent=2) + "\n").encode()})
+
+    def _contradicting_files(self):
+        names = super()._contradicting_files()
+        return tuple(n for n in names if n != SEARCH_CONFIG_NAME) if self.sparse_attention.searching else names
+
+
+@cache
+def attached_class(stock_class: type[PreTrainedModel]) -> type[AttachedModel]:
+    """The class of an attached `stock_class`."""
+    names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(stock_class.__name__, (AttachedModel, stock_class), names | {"stock_class": stock_class})
+
+
+def _new_attached(stock_class):
+    return object.__new__(attached_class(stock_class))

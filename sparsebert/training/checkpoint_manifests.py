@@ -1,0 +1,182 @@
+"""Which checkpoints are complete: each has a manifest, written last, with the size and hash of every file."""
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from huggingface_hub.utils.sha import sha_fileobj
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME, logging
+
+
+logger = logging.get_logger(__name__)
+
+MANIFEST_NAME = "checkpoint_manifest.json"
+# What a run needs to go on as if it had not stopped: how the names of these files begin. DeepSpeed and FSDP name the
+# optimizer otherwise, see `_missing`.
+_PARTS = ("optimizer.pt", "scheduler.pt", "rng_state", "trainer_state.json", CONFIG_NAME)
+
+
+@contextmanager
+def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
+    """
+    Context manager for the saving of a checkpoint: at the end it gets its manifest; if saving fails, for example
+    since the disk is full, what there is of it is removed.
+
+    Raises:
+        OSError: If saving failed. The message is one line.
+    """
+    path, state = Path(folder), PartialState()
+    if state.is_main_process:
+        (path / MANIFEST_NAME).unlink(missing_ok=True)  # a checkpoint that is replaced is not complete meanwhile
+    try:
+        yield
+        state.wait_for_everyone()
+        if state.is_main_process:
+            _write_manifest(path)
+        state.wait_for_everyone()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if state.is_main_process:
+            shutil.rmtree(path, ignore_errors=True)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise OSError(f"{path} could not be saved, and what there was of it is removed: {reason}") from error
+
+
+def _write_manifest(folder):
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            digest = sha_fileobj(file).hex()
+            os.fsync(file.fileno())
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
+    temporary = folder / f"{MANIFEST_NAME}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MANIFEST_NAME)
+
+
+def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> None:
+    """
+    Check that nothing of a checkpoint is missing or damaged.
+
+    Args:
+        checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
+        allow_partial (`bool`, *optional*, defaults to `False`): Accept that parts are missing: the manifest, or the
+            state of the optimizer, the schedule or the random numbers. Damaged files are refused all the same.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If something is missing or damaged. The message names the file.
+    """
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {str(checkpoint)!r}")
+    manifest = _read_manifest(folder)
+    for name, expected in manifest.items():
+        path = folder / name
+        if not path.is_file():
+            if not allow_partial:
+                raise ValueError(f"{path} is missing: this checkpoint is not complete; {_ADVICE}")
+            continue
+        if (size := path.stat().st_size) != expected["size"]:
+            raise ValueError(
+                f"{path} is damaged: it has {size} bytes, not {expected['size']}; take another checkpoint"
+            )
+        with open(path, "rb") as file:
+            if sha_fileobj(file).hex() != expected["sha256"]:
+                raise ValueError(f"{path} is damaged: its contents changed since; take another checkpoint")
+    for path in folder.iterdir():
+        if path.name not in manifest and is_damaged(path):
+            raise ValueError(f"{path} is damaged or truncated: take another checkpoint")
+    if not manifest:
+        _refuse(f"{folder} has no {MANIFEST_NAME}: saving it was interrupted, or another program did", allow_partial)
+    if missing := _missing({path.name for path in folder.rglob("*")}):
+        _refuse(f"{folder} lacks {', '.join(missing)}", allow_partial)
+
+
+_ADVICE = "take another checkpoint, or pass --allow_partial_resume to go on with what is there"
+
+
+def _refuse(problem, allow_partial):
+    if not allow_partial:
+        raise ValueError(f"{problem}; {_ADVICE}")
+    logger.warning(f"{problem}: the run will not go on as it would have without a stop.")
+
+
+def _missing(names):
+    missing = [part for part in _PARTS if not any(name.startswith(part) for name in names)]
+    if any("optim" in name for name in names):
+        missing = [part for part in missing if part != "optimizer.pt"]
+    return missing
+
+
+def _read_manifest(folder) -> dict[str, dict[str, Any]]:
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return {}
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        return {str(name): {"size": int(value["size"]), "sha256": value["sha256"]} for name, value in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): take another checkpoint") from error
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether a file of weights, of PyTorch or of JSON cannot be what its name says."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                return False
+        if path.suffix in (".pt", ".pth", ".bin"):
+            # TrainingArguments are stored as a pickle of the same format.
+            return path.is_file() and not zipfile.is_zipfile(path)
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError, RecursionError, OSError):
+        return True
+    return False
+
+
+def newest_whole(folder: str | os.PathLike, allow_partial: bool = False) -> Path | None:
+    """
+    The newest complete checkpoint of a run. Newer ones that are not complete are skipped with a warning.
+
+    Args:
+        folder (`str` or `os.PathLike`): Output folder of the run.
+        allow_partial (`bool`, *optional*, defaults to `False`): See [`check_whole`].
+
+    Returns:
+        `Path`: The checkpoint, or `None` if there are no checkpoints at all.
+    Raises:
+        ValueError: If there are checkpoints, but no complete one.
+    """
+    steps = {}
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = path.name.rpartition("-")[2]
+        if path.is_dir() and step.isdecimal():
+            steps[int(step)] = path
+    problems = []
+    for path in (steps[number] for number in sorted(steps, reverse=True)):
+        try:
+            check_whole(path, allow_partial)
+        except ValueError as error:
+            problems.append(str(error).partition(";")[0].partition(": take")[0])
+            continue
+        for problem in problems:
+            logger.warning(f"Skipped a newer checkpoint: {problem}.")
+        return path
+    if problems:
+        raise ValueError(
+            f"{folder} has no complete checkpoint to resume from: {'; '.join(problems)}. Start over with --overwrite, "
+            "or pass --allow_partial_resume to go on with what is there"
+        )
+    return None

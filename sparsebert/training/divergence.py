@@ -1,0 +1,63 @@
+"""Numbers that are not finite: found before they are saved, trained on or frozen, and named."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
+
+
+def _is_bad(name: str, tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a part of a sharded tensor
+    # Pruning removes entries by logits of -inf.
+    bad = local.isnan() if name.endswith("mask_logits") else ~local.isfinite()
+    return bool(bad.any())
+
+
+def first_bad_weight(model: nn.Module) -> str | None:
+    """Name of the first weight that is not finite, or `None`."""
+    return next((name for name, weight in model.named_parameters() if _is_bad(name, weight.detach())), None)
+
+
+def first_bad_gradient(model: nn.Module) -> str | None:
+    """Name of the first weight whose gradient is not finite, or `None`."""
+    gradients = ((name, weight.grad) for name, weight in model.named_parameters() if weight.grad is not None)
+    return next((name for name, gradient in gradients if not gradient.isfinite().all()), None)
+
+
+def check_weights(model: nn.Module, what: str) -> None:
+    """
+    Args:
+        model (`nn.Module`): Any model.
+        what (`str`): Begin of the message: where the weights come from.
+
+    Raises:
+        FloatingPointError: If a weight is not finite. The message names the first one.
+    """
+    if (name := first_bad_weight(model)) is not None:
+        raise FloatingPointError(f"{what}: {name} is not finite (NaN or infinite)")
+
+
+def diverged(
+    model: nn.Module, losses: Iterable[torch.Tensor], step: int, output_dir: str | None
+) -> FloatingPointError:
+    """
+    The error of a step whose loss, gradient or weights are not finite.
+
+    Args:
+        model (`nn.Module`): The model, with the gradients of the step.
+        losses (`Iterable[torch.Tensor]`): Losses of its batches.
+        step (`int`): Number of the step.
+        output_dir (`str`, *optional*): Folder of the run, for the last checkpoint.
+    """
+    problems = [f"the loss is {float(loss)}" for loss in losses if not loss.isfinite()][:1]
+    if (name := first_bad_weight(model)) is not None:
+        problems.append(f"{name} is not finite")
+    elif (name := first_bad_gradient(model)) is not None:
+        problems.append(f"the first gradient that is not finite is that of {name}")
+    elif not problems:
+        problems.append("the norm of the gradient is not finite")
+    last = get_last_checkpoint(output_dir) if output_dir is not None and Path(output_dir).is_dir() else None
+    kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
+    return FloatingPointError(f"step {step}: {', '.join(problems)}; the training stops before its update: {kept}")

@@ -1,0 +1,57 @@
+"""The section `data` of a pre-training recipe."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PretrainingArguments:
+    """
+    Section `data` of a pre-training recipe.
+
+    Args:
+        text (`str` or `list`): Training text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
+        tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default a WordPiece tokenizer of
+            `model.vocab_size` tokens is trained on the text.
+        base_model (`str`, *optional*): Folder or Hub id of weights to start from.
+        mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train with.
+        nsp (`bool`): Train on next-sentence pairs with MLM and NSP loss, like BERT; otherwise on packed text with MLM
+            only, or with `model.is_decoder` to predict the next token.
+        max_length (`int`): Maximum number of tokens per example.
+        max_tokens (`int`, *optional*): Maximum number of tokens of training text to read.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        mlm_probability (`float`): Fraction of the tokens to predict.
+        freeze_threshold (`float`, *optional*): Freeze by keeping entries with P above this; 0.5 if neither a
+            threshold nor a sparsity is given.
+        freeze_sparsity (`float`, *optional*): Freeze by keeping the entries with the highest P, down to this sparsity;
+            by default the model's `target_sparsity`.
+        search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains with the frozen
+            mask.
+        pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`, to prune
+            the mask by a schedule during training.
+        attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
+        pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
+        resume (`bool`): Go on from the newest complete checkpoint in the output folder, if there is one.
+        allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
+        overwrite (`bool`): Replace what is in the output folder, once the new run is finished.
+    """
+
+    text: str | list = "builtin"
+    validation: str | list | None = None
+    tokenizer: str | None = None
+    base_model: str | None = None
+    mask: str | None = None
+    nsp: bool = True
+    max_length: int = 128
+    max_tokens: int | None = None
+    max_validation_tokens: int = 200_000
+    mlm_probability: float = 0.15
+    freeze_threshold: float | None = None
+    freeze_sparsity: float | None = None
+    search_end: float = 1.0
+    pruning: dict | None = None
+    attn_implementation: str = "sparse_auto"
+    pictures: bool = True
+    resume: bool = False
+    allow_partial_resume: bool = False
+    overwrite: bool = False

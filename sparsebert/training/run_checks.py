@@ -1,0 +1,214 @@
+"""What a recipe cannot say, found before any text or weights are read: each error names field, value and bounds."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import HTTPError
+from transformers import AutoConfig, TrainingArguments
+from transformers.activations import ACT2FN
+
+from ..attention import choice
+from ..attention.backends import BACKENDS
+from ..attention.capabilities import Request
+from ..checks import check_range, nearest
+from ..data.documents import load_documents
+from ..masks.sparse_mask import SparseMask
+from ..models.architectures import num_positions
+from ..models.configuration_sparsebert import SparseBertConfig
+from .checkpoint_manifests import is_damaged
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_NUMBER = (int, float)
+# Bounds of `TrainingArguments`, which has few itself: low, high and kind.
+_TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
+    "gradient_accumulation_steps": (1, None, int),
+    "per_device_train_batch_size": (1, None, int),
+    "per_device_eval_batch_size": (1, None, int),
+    "learning_rate": (0, None, _NUMBER),
+    "weight_decay": (0, None, _NUMBER),
+    "max_grad_norm": (0, None, _NUMBER),
+    "adam_beta1": (0, 1, _NUMBER),
+    "adam_beta2": (0, 1, _NUMBER),
+    "adam_epsilon": (0, None, _NUMBER),
+    "warmup_steps": (0, None, _NUMBER),
+    "label_smoothing_factor": (0, 1, _NUMBER),
+    "seed": (0, 2**32 - 1, int),
+    "data_seed": (0, 2**32 - 1, int),
+    "save_steps": (0, None, _NUMBER),
+    "eval_steps": (0, None, _NUMBER),
+    "logging_steps": (0, None, _NUMBER),
+    "dataloader_num_workers": (0, None, int),
+}
+# Lower bounds of the sizes of a model.
+_MODEL_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "max_position_embeddings",
+)
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+
+
+def check_training(fields: dict[str, Any]) -> None:
+    """
+    Check the section `training` of a recipe.
+
+    Raises:
+        ValueError: If a field is out of its range.
+    """
+    for name, (low, high, kinds) in _TRAINING_BOUNDS.items():
+        if fields.get(name) is not None:
+            check_range(name, fields[name], low, high, kinds)
+            if math.isinf(fields[name]):
+                raise ValueError(f"{name} must be finite, got {fields[name]!r}")
+    steps, epochs = fields.get("max_steps"), fields.get("num_train_epochs")
+    if steps is not None and steps != -1:
+        check_range("max_steps", steps, 1)
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ValueError(f"num_train_epochs must be more than 0, got {epochs!r}")
+
+
+def check_model_fields(fields: dict[str, Any]) -> None:
+    """
+    Check the sizes of a model that is built from the section `model` of a recipe.
+
+    Raises:
+        ValueError: If a field is out of its range.
+    """
+    for name in _MODEL_SIZES:
+        if fields.get(name) is not None:
+            check_range(name, fields[name], 1)
+    for name in _DROPOUTS:
+        if fields.get(name) is not None:
+            check_range(name, fields[name], 0, 1, _NUMBER)
+    activation = fields.get("hidden_act")
+    if isinstance(activation, str) and activation not in ACT2FN:
+        raise nearest("hidden_act", activation, ACT2FN)
+
+
+def check_source(field: str, name: str | None) -> None:
+    """
+    Check a folder or Hub id without reading weights.
+
+    Raises:
+        FileNotFoundError: If it is the path of a folder that does not exist.
+        ValueError: If the folder has a damaged file.
+    """
+    if name is None:
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        # A Hub id has one slash, and no folder of the owner's name is here.
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir()):
+            raise FileNotFoundError(f"{field}: there is no folder {name!r}")
+        return
+    for path in sorted(folder.iterdir()):
+        if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
+            raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
+
+
+def read_given_mask(name: str) -> SparseMask:
+    """
+    The mask of a folder or Hub id.
+
+    Raises:
+        ValueError, OSError: If it cannot be read. The message names it.
+    """
+    try:
+        return SparseMask.from_pretrained(name)
+    except HTTPError as error:
+        raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error
+
+
+def check_pretraining(data: Any, model: dict[str, Any]) -> None:
+    """
+    Check a pre-training recipe.
+
+    Args:
+        data ([`PretrainingArguments`]): Section `data`.
+        model (`dict`): Section `model`.
+
+    Raises:
+        ValueError: If a field is out of its range, or fields exclude each other.
+        FileNotFoundError: If a file or folder does not exist.
+    """
+    for name in ("text", "validation"):
+        sources = getattr(data, name)
+        if sources is not None:
+            for source in sources if isinstance(sources, list) else [sources]:
+                if not isinstance(source, str):
+                    raise ValueError(f"{name} must hold names of files, got {source!r}")
+            if sources != "builtin" and not (isinstance(sources, str) and sources.startswith("hub:")):
+                load_documents(sources, "all")  # reads nothing yet
+    check_range("max_length", data.max_length, 8)
+    for name in ("max_tokens", "max_validation_tokens"):
+        if getattr(data, name) is not None and getattr(data, name) < data.max_length:
+            raise ValueError(f"{name} must be at least max_length {data.max_length}, got {getattr(data, name)!r}")
+    if not 0 < data.mlm_probability <= 1:
+        raise ValueError(f"mlm_probability must be in (0, 1], got {data.mlm_probability!r}")
+    for name in ("freeze_threshold", "freeze_sparsity"):
+        value = getattr(data, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    if data.freeze_threshold is not None and data.freeze_sparsity is not None:
+        raise ValueError(
+            f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
+            "give one of them"
+        )
+    for name in ("base_model", "tokenizer", "mask"):
+        check_source(name, getattr(data, name))
+    check_model_fields(model)
+    config: PreTrainedConfig
+    if data.base_model:
+        config = AutoConfig.from_pretrained(data.base_model)
+        positions = model.get("max_position_embeddings") or num_positions(config)
+    else:
+        config = SparseBertConfig(**model)
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads {config.num_attention_heads}, got "
+                f"{config.hidden_size}"
+            )
+        positions = config.max_position_embeddings
+    if data.max_length > positions:
+        raise ValueError(
+            f"max_length must be at most the model's {positions} positions (max_position_embeddings), got "
+            f"{data.max_length}"
+        )
+
+
+def check_served(model: "PreTrainedModel", training: TrainingArguments, length: int) -> None:
+    """
+    Check that the attention backend of a model can serve its training and evaluation.
+
+    Args:
+        model (`PreTrainedModel`): The model, with its attention implementation set.
+        training ([`~transformers.TrainingArguments`]): The arguments of the run.
+        length (`int`): Number of tokens of an input.
+
+    Raises:
+        ValueError: If it cannot. The message names those that can.
+    """
+    sparse_attention: Any = getattr(model.base_model, "sparse_attention", None)
+    name = model.config._attn_implementation
+    if sparse_attention is None or name not in BACKENDS or not sparse_attention.num_layers:
+        return
+    config, search = sparse_attention.config, sparse_attention.search
+    dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else model.dtype
+    device, heads, causal = training.device.type, config.num_attention_heads, bool(config.is_decoder)
+    dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
+    for trains in (True, False):
+        wanted = set()
+        if search is not None:
+            wanted = {"learned"} if trains and not search.pruning else {"additive"}
+            if wanted == {"learned"} and search.mask_form == "multiplicative":
+                wanted.add("gate")
+        shape = (1, heads, length, length, sparse_attention.head_size)
+        request = Request(
+            *(device, dtype, *shape, dropout if trains else 0.0, trains, True, causal, frozenset(wanted)),
+            probability_map=config.probability_map,
+        )
+        choice.check(BACKENDS, name, request)

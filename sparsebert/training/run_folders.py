@@ -1,0 +1,192 @@
+"""Where a run writes, and what it goes on from: nothing that is there is lost before the run has its own to show."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from safetensors import SafetensorError
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..files import check_output_dir, is_empty
+from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
+
+
+logger = logging.get_logger(__name__)
+
+# A run that is to replace another works in this folder of the output folder.
+ASIDE_NAME = ".unfinished"
+_RESULT_NAME = "metrics.json"
+_LOGS_NAME = "runs"
+
+
+def resume_from(resume: bool, checkpoint: Any) -> bool | str | None:
+    """
+    What a run is asked to go on from.
+
+    Args:
+        resume (`bool`): The field `resume`.
+        checkpoint (`str` or `bool`, *optional*): The field `resume_from_checkpoint` of `TrainingArguments`.
+
+    Returns:
+        `bool` or `str`: `True` for the newest complete checkpoint, the path of one, or `None`.
+    """
+    text = str(checkpoint).lower()
+    if checkpoint is None or text in ("false", ""):
+        return True if resume else None
+    return True if text == "true" else str(checkpoint)
+
+
+@contextmanager
+def run_folder(
+    output: str | os.PathLike,
+    overwrite: bool = False,
+    resume: bool | str | None = None,
+    allow_partial: bool = False,
+    unfinished: bool = False,
+    written: Sequence[str] = (),
+) -> Iterator[tuple[Path, str | None]]:
+    """
+    Context manager that gives a run its folder. A run that replaces what is in `output` works aside, in a folder
+    within it; at the end of the block its files take the place of the others.
+
+    Args:
+        output (`str` or `os.PathLike`): The output folder.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether the run may replace what is there.
+        resume (`bool` or `str`, *optional*): See [`resume_from`].
+        allow_partial (`bool`, *optional*, defaults to `False`): See [`check_whole`].
+        unfinished (`bool`, *optional*, defaults to `False`): Whether what is there was left by a run of this kind.
+        written (`Sequence[str]`, *optional*): Patterns of files that a run writes to its folder. Those of the run that
+            is replaced are removed at the end.
+
+    Returns:
+        `tuple[Path, str | None]`: Where to write, and the checkpoint to go on from.
+    Raises:
+        FileExistsError: If the run would replace something without `overwrite`.
+        FileNotFoundError: If the checkpoint does not exist.
+        ValueError: If it is not complete.
+    """
+    output, state = Path(output), PartialState()
+    folder, checkpoint = choose_folder(output, overwrite, resume, allow_partial, unfinished)
+    if checkpoint is not None:
+        logger.warning(f"Going on from {checkpoint}.")
+    state.wait_for_everyone()
+    if folder != output and checkpoint is None and folder.is_dir() and state.is_main_process:
+        _keep_older(folder)
+    try:
+        yield folder, checkpoint
+    except BaseException as error:
+        if state.is_main_process:
+            _tidy(folder, output)
+        if isinstance(error, SafetensorError):
+            raise OSError(f"{folder}: the model could not be saved: {error}") from error
+        raise
+    state.wait_for_everyone()
+    if folder != output and state.is_main_process:
+        _swap(folder, output, written)
+    state.wait_for_everyone()
+
+
+def choose_folder(
+    output: Path, overwrite: bool, resume: bool | str | None, allow_partial: bool, unfinished: bool
+) -> tuple[Path, str | None]:
+    """What [`run_folder`] would give, with the same arguments and errors; nothing is changed."""
+    aside = output / ASIDE_NAME / output.name
+    finished = (output / _RESULT_NAME).is_file()
+    if resume is True:
+        home = aside if aside.is_dir() else output
+        if home == output and finished:
+            if not overwrite:
+                raise FileExistsError(
+                    f"output_dir {output} holds a finished run, there is nothing to resume: choose another, or pass "
+                    "--overwrite to replace it"
+                )
+            return aside, None
+        checkpoint = newest_whole(home, allow_partial)
+        if checkpoint is not None:
+            return home, str(checkpoint)
+        if home == output and not (unfinished or overwrite):
+            check_output_dir(output)
+        logger.warning(f"{output} has no checkpoint to resume from: the run starts at the beginning.")
+        return home, None
+    if resume:
+        check_whole(resume, allow_partial)
+        home = Path(resume).resolve().parent
+        if home == aside.resolve():
+            return aside, resume
+        if is_empty(output) or (home == output.resolve() and not finished):
+            return output, resume
+        if not overwrite:
+            raise FileExistsError(
+                f"output_dir {output} is not empty, and resuming from {resume} would replace what is there: choose "
+                "another, or pass --overwrite"
+            )
+        return aside, resume
+    if is_empty(output):
+        return output, None
+    if overwrite:
+        return aside, None
+    home = aside if aside.is_dir() else output
+    if home == aside or not finished:
+        try:
+            checkpoint = newest_whole(home)
+        except ValueError:
+            checkpoint = None
+        if checkpoint is not None:
+            raise FileExistsError(
+                f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to go "
+                "on with it, or --overwrite to start over"
+            )
+    check_output_dir(output)
+    raise AssertionError  # it is not empty
+
+
+def _keep_older(aside):
+    """Make way for a new run, which replaces this one in the end too."""
+    number = 1
+    while (older := aside.with_name(f"{aside.name}-{number}")).exists():
+        number += 1
+    aside.rename(older)
+
+
+def _tidy(folder, output):
+    """Leave no file that was only half written, and no folder aside without a checkpoint."""
+    if folder == output:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_file() and is_damaged(path):
+                path.unlink()
+    elif not any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")):
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def _swap(folder, output, written):
+    """Move the files of a run from its folder aside into the output folder, its results last."""
+    entries = sorted(folder.iterdir(), key=lambda path: path.name == _RESULT_NAME)
+    names = {path.name for path in entries}
+    for pattern in (*written, f"{PREFIX_CHECKPOINT_DIR}-*"):
+        for path in output.glob(pattern):
+            if path.name not in names:
+                _remove(path)
+    for path in entries:
+        target = output / path.name
+        if path.name == _LOGS_NAME and target.is_dir():
+            for log in path.iterdir():
+                os.replace(log, target / log.name)
+            continue
+        if target.is_dir():
+            _remove(target)
+        os.replace(path, target)
+    shutil.rmtree(folder.parent)
+
+
+def _remove(path):
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

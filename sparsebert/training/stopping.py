@@ -1,0 +1,86 @@
+"""Stopping on a signal: SIGTERM and SIGINT save a checkpoint and end the run as unfinished."""
+
+import signal
+import threading
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# Processes of a distributed run agree at every so many steps, since asking each other costs time.
+AGREEMENT_STEPS = 10
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """
+    The training ended on a signal, with a checkpoint.
+
+    Args:
+        number (`int`): The signal.
+        step (`int`): Step of the checkpoint.
+
+    Attributes:
+        exit_code (`int`): 143 for SIGTERM, 130 for SIGINT.
+    """
+
+    def __init__(self, number: int, step: int) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name} at step {step}, with a checkpoint: add --resume to go on")
+        self.exit_code = 128 + number
+
+
+class StopOnSignal(TrainerCallback):
+    """
+    A callback that is also the context manager of a training: on SIGTERM or SIGINT, the step is finished, a checkpoint
+    saved and [`TrainingStopped`] raised. A second signal ends the process at once. Without effect outside the main
+    thread.
+
+    Args:
+        trainer ([`~transformers.Trainer`]): The Trainer whose `train` runs in the block.
+    """
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._received = 0
+        self._previous: dict[int, Any] = {}
+        trainer.add_callback(self)
+
+    def _receive(self, number, frame):
+        self._received = number
+        for each in self.signals:
+            signal.signal(each, signal.SIG_DFL)
+        logger.warning(f"{signal.Signals(number).name}: saving a checkpoint; a second signal ends the run at once.")
+
+    def __enter__(self) -> "StopOnSignal":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._received and kind is None:
+            signal.raise_signal(self._received)  # it came after the last step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.world_size > 1 and torch.distributed.is_initialized():
+            if state.global_step % AGREEMENT_STEPS:
+                return
+            received = torch.tensor(self._received, device=args.device)
+            torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
+            self._received = int(received)
+        if self._received:
+            control.should_save = control.should_training_stop = True
+            # An evaluation may take longer than the time that is left, unless it decides which checkpoint is best.
+            control.should_evaluate = control.should_evaluate and args.load_best_model_at_end
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._received and control.should_training_stop:
+            raise TrainingStopped(self._received, state.global_step)

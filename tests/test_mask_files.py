@@ -1,0 +1,340 @@
+"""The files of a mask: bound together, written whole or not at all, and safe to read whoever wrote them."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from safetensors.torch import save
+
+from sparsebert import SparseBertConfig, SparseBertModel
+from sparsebert.files import replace_files, write_metrics
+from sparsebert.masks.mask_files import MaskFileError
+from sparsebert.masks.sparse_mask import SparseMask
+
+
+CONFIG = "mask_config.json"
+WEIGHTS = "mask.safetensors"
+FORMS = ("offsets", "blocks", "table")
+
+
+def make_mask(form="table", seed=0, **fields):
+    shape = {"offsets": (2, 3, 11), "blocks": (2, 3, 3), "table": (2, 3, 11, 11)}[form]
+    keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) > 0.5
+    return SparseMask(keep, 11, form, 4 if form == "blocks" else None, **fields)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def edit_config(folder, **changes):
+    path = folder / CONFIG
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+# Writing
+
+
+def test_files_of_two_masks_do_not_mix(tmp_path):
+    """As after a kill between the two replacements, in either order."""
+    for seed in (0, 1):
+        make_mask(seed=seed).save_pretrained(tmp_path / str(seed))
+    for config, weights in ((0, 1), (1, 0)):
+        folder = tmp_path / f"{config}{weights}"
+        folder.mkdir()
+        shutil.copy(tmp_path / str(config) / CONFIG, folder)
+        shutil.copy(tmp_path / str(weights) / WEIGHTS, folder)
+        with pytest.raises(MaskFileError, match="not the file that mask_config.json was written with"):
+            SparseMask.from_pretrained(folder)
+
+
+def test_new_description_never_passes_with_old_weights(tmp_path, monkeypatch):
+    """A kill between the replacements, over a mask that was written without a hash."""
+    make_mask(seed=1).save_pretrained(tmp_path)
+    edit_config(tmp_path, weights_sha256=...)
+    replace, done = os.replace, []
+
+    def replace_once(source, target):
+        if done:
+            raise KeyboardInterrupt
+        done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_once)
+    with pytest.raises(KeyboardInterrupt):
+        make_mask(seed=2).save_pretrained(tmp_path)
+    assert names(tmp_path) == [WEIGHTS, CONFIG]
+    with pytest.raises(MaskFileError, match="weights_sha256"):
+        SparseMask.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_failed_write_leaves_what_was_there(tmp_path, monkeypatch, call):
+    old = make_mask(seed=1)
+    old.save_pretrained(tmp_path)
+    write_metrics(tmp_path / "metrics.json", {"loss": 1.0})
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("builtins.open" if call == "open" else f"os.{call}", full)
+    for write in (
+        lambda: make_mask(seed=2).save_pretrained(tmp_path),
+        lambda: write_metrics(tmp_path / "metrics.json", {"loss": 2.0}),
+    ):
+        with pytest.raises(OSError, match="No space left"):
+            write()
+    monkeypatch.undo()
+    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+    assert SparseMask.from_pretrained(tmp_path) == old
+
+
+def test_links_are_not_followed(tmp_path):
+    """Neither at names that could be guessed for the files in the making, nor at those of the files themselves."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in (CONFIG, WEIGHTS, "metrics.json"):
+        for link in (name, f"{name}.tmp", f".{name}.tmp"):
+            (folder / link).symlink_to(victim)
+    make_mask().save_pretrained(folder)
+    write_metrics(folder / "metrics.json", {"loss": 1.0})
+    assert victim.read_text() == "precious"
+    assert SparseMask.from_pretrained(folder) == make_mask()
+    assert not (folder / CONFIG).is_symlink()
+
+
+def test_files_have_the_usual_permissions(tmp_path):
+    (tmp_path / "usual").touch()
+    replace_files({tmp_path / "written": b""})
+    assert (tmp_path / "written").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+# Reading
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_written_without_a_hash(tmp_path, form):
+    mask = make_mask(form, metadata={"run": "r"})
+    mask.save_pretrained(tmp_path)
+    edit_config(tmp_path, weights_sha256=...)
+    again = SparseMask.from_pretrained(tmp_path)
+    assert again == mask and again.metadata == {"run": "r"}
+    edit_config(tmp_path, sparsity=...)
+    assert SparseMask.from_pretrained(tmp_path) == mask
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_flipped_bit_is_caught_in_every_byte(tmp_path, form):
+    mask = make_mask(form)
+    mask.save_pretrained(tmp_path)
+    weights = (tmp_path / WEIGHTS).read_bytes()
+    for position in range(len(weights)):
+        damaged = bytearray(weights)
+        damaged[position] ^= 1 << position % 8
+        (tmp_path / WEIGHTS).write_bytes(damaged)
+        with pytest.raises(MaskFileError, match=WEIGHTS):
+            SparseMask.from_pretrained(tmp_path)
+    # Without the hash, those of the mask's entries are, by the sparsity.
+    edit_config(tmp_path, weights_sha256=...)
+    damaged = bytearray(weights)
+    damaged[-2] ^= 1
+    (tmp_path / WEIGHTS).write_bytes(damaged)
+    with pytest.raises(MaskFileError, match="the sparsity is described as"):
+        SparseMask.from_pretrained(tmp_path)
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("length", "1048575", "length at most 65536"),
+        ("num_layers", "1000000", "num_layers at most 1024"),
+        ("num_heads", "65536", "num_heads at most 1024"),
+        ("num_heads", "true", "sizes must be positive integers"),
+        ("num_parameters", "1e3", "sizes must be positive integers"),
+        ("block_size", "1" + "0" * 4000, "block_size at most"),
+        ("length", "1" * 5000, "not a mask description"),
+        ("sparsity", "1" * 5000, "not a mask description"),
+        ("metadata", NESTED, "not a mask description"),
+        ("sparsity", "NaN", "sparsity must be a number from 0 to 1"),
+        ("sparsity", '"high"', "sparsity must be a number"),
+        ("sparsity", "9" * 4000, "sparsity must be a number"),
+        ("sparsity", "0.25", "the sparsity is described as 0.25"),
+        ("weights_sha256", "null", None),
+        ("weights_sha256", '"00"', "weights_sha256"),
+        ("weights_sha256", "[]", "weights_sha256"),
+        ("diagonal", "0", "diagonal must be False, got 0"),
+        ("length_policy", "null", "length_policy must be 'extend', got None"),
+        ("form", "[]", "form must be one of"),
+        ("special_tokens", "{}", "special_tokens must be one of"),
+        ("search", "[1]", "search must be a name or null"),
+        ("base_model", '{"a": 1}', "base_model must be a name or null"),
+        ("padding", '"' + "x" * 2**20 + '"', "too large, expected at most 1048576 bytes"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_hostile_description(tmp_path, field, value, message):
+    mask = make_mask("offsets")
+    mask.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text()) | {field: "HERE"}
+    (tmp_path / CONFIG).write_text(json.dumps(config).replace('"HERE"', value))
+    began = time.perf_counter()
+    if message is None:
+        assert SparseMask.from_pretrained(tmp_path) == mask
+        return
+    with pytest.raises(MaskFileError, match=message):
+        SparseMask.from_pretrained(tmp_path)
+    assert time.perf_counter() - began < 1
+
+
+def test_long_masks_of_few_bytes(tmp_path):
+    """The longest mask that is read costs neither reading nor a model n x n entries; longer ones are not written."""
+    keep = torch.ones(1, 4, 1, dtype=torch.bool)
+    SparseMask(keep, 2**16, "offsets").save_pretrained(tmp_path)
+    mask = SparseMask.from_pretrained(tmp_path)
+    config = SparseBertConfig(
+        vocab_size=9,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=8,
+        max_position_embeddings=16,
+    )
+    model = SparseBertModel(config)
+    model.set_mask(mask)
+    assert model.eval()(torch.ones(1, 8, dtype=torch.long)).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match="length at most 65536, got 65537"):
+        SparseMask(keep, 2**16 + 1, "offsets").save_pretrained(tmp_path / "new")
+    with pytest.raises(ValueError, match="17179869184 entries"):
+        SparseMask(keep[:, :1].expand(1, 5, 1), 2**16, "offsets").save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(StrictDataclassFieldValidationError, match="mask_length"):
+        SparseBertConfig(mask_length=2**20 - 1)
+
+
+def test_large_weights_file(tmp_path):
+    """A sparse file of a terabyte beside a small description is refused, not read."""
+    make_mask().save_pretrained(tmp_path)
+    with open(tmp_path / WEIGHTS, "ab") as file:
+        file.truncate(2**40)
+    with pytest.raises(MaskFileError, match=f"{WEIGHTS}: too large"):
+        SparseMask.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("subfolder", ["../other", "a/../../other", "/tmp", "..", "a\\..\\..\\other", "C:\\other"])
+def test_subfolder_stays_inside(tmp_path, subfolder):
+    make_mask().save_pretrained(tmp_path / "other")
+    (tmp_path / "folder" / "a").mkdir(parents=True)
+    for source in (tmp_path / "folder", "user/mask"):
+        with pytest.raises(MaskFileError, match="subfolder must lie inside"):
+            SparseMask.from_pretrained(source, subfolder=subfolder)
+
+
+# Mutations
+
+
+VALUES = (
+    *("null", "true", "false", "0", "1", "-1", "2", "3", "4", "11", "12", "65536", "65537", "1048575", "9" * 4000),
+    *("9" * 4400, "1e308", "1e400", "NaN", "-Infinity", "0.5", "11.0", '""', '"offsets"', '"blocks"', '"table"'),
+    *('"none"', '"first"', '"first_last"', '"real"', '"position"', '"extend"', '"dense"', '"error"', '"\\ud800"'),
+    *("[]", "{}", "[[[[]]]]", "[" * 3000 + "]" * 3000, '{"a":' * 30000 + "1" + "}" * 30000, '"../../x"', '"\\u0000"'),
+)
+
+
+def mutate_bytes(rng, content):
+    content = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place = rng.randrange(len(content) + 1)
+        kind = rng.randrange(5)
+        if kind == 0 and place < len(content):
+            content[place] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            content[place:place] = rng.randbytes(rng.choice((1, 2, 8, 300)))
+        elif kind == 2:
+            del content[place : place + rng.choice((1, 2, 8, 300))]
+        elif kind == 3:
+            del content[place:]
+        else:
+            content[place : place + 8] = rng.choice((0, 1, 2**16, 2**40, 2**63)).to_bytes(8, "little")
+    return bytes(content)
+
+
+def mutate(rng, folder):
+    """Change the files of a mask at random, as a clever or a clumsy writer would."""
+    config = {name: json.dumps(value) for name, value in json.loads((folder / CONFIG).read_text()).items()}
+    weights = (folder / WEIGHTS).read_bytes()
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        name = rng.choice(sorted(config)) if config else "form"
+        if rng.random() < 0.15:
+            config.pop(name, None)
+        else:
+            config[name] = rng.choice(VALUES)
+    kind = rng.randrange(6)
+    if kind == 0:
+        weights = mutate_bytes(rng, weights)
+    elif kind == 1:
+        dtype = rng.choice((torch.uint8, torch.uint8, torch.int8, torch.float16, torch.bool, torch.float8_e4m3fn))
+        tensor = torch.zeros(rng.choice(((91,), (5,), (3,), (0,), (7, 13), ())), dtype=dtype)
+        weights = save({rng.choice(("keep", "keep", "mask")): tensor})
+    elif kind == 2:  # bits of one's own, well described
+        size = len(weights) - 8 - int.from_bytes(weights[:8], "little")
+        weights = save({"keep": torch.frombuffer(bytearray(rng.randbytes(max(size, 1))), dtype=torch.uint8)})
+    if rng.random() < 0.6:
+        config["weights_sha256"] = json.dumps(hashlib.sha256(weights).hexdigest())
+    if rng.random() < 0.5:
+        config.pop("sparsity", None)
+    text = ("{" + ", ".join(f'"{name}": {value}' for name, value in config.items()) + "}").encode()
+    (folder / CONFIG).write_bytes(mutate_bytes(rng, text) if kind == 3 else text)
+    (folder / WEIGHTS).write_bytes(weights)
+
+
+def check_reading(folder):
+    """Whether a mask was read. It then is as described, and its files say the same again."""
+    try:
+        mask = SparseMask.from_pretrained(folder)
+    except MaskFileError as error:
+        assert str(error)
+        return False
+    config = json.loads((folder / CONFIG).read_text())
+    for name, value in mask.description().items():
+        assert (type(config[name]), config[name]) == (type(value), value)
+    assert mask.length <= 2**16
+    if mask.length <= 64:
+        assert mask.sparsity == pytest.approx(1 - mask.to_table().double().mean().item(), abs=1e-12)
+        if config.get("sparsity") is not None:
+            assert mask.sparsity == pytest.approx(config["sparsity"], abs=2e-6)
+    mask.save_pretrained(folder / "again")
+    again = SparseMask.from_pretrained(folder / "again")
+    assert again == mask and again.metadata == mask.metadata
+    return True
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_folders(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    rng, read = random.Random(count), 0
+    for index in range(count):
+        folder = tmp_path / str(index % 3)
+        mask = make_mask(
+            FORMS[index % 3],
+            seed=index,
+            special_tokens=rng.choice(("none", "first", "first_last")),
+            diagonal=rng.choice((None, True, False)),
+            metadata={"search": "dam_s", "base_model": "user/base"},
+        )
+        mask.save_pretrained(folder)
+        mutate(rng, folder)
+        read += check_reading(folder)
+    assert count / 50 < read < count / 2

@@ -1,0 +1,378 @@
+"""Output folders: nothing in them is lost, one run has them at a time, and what did not finish can go on."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sparsebert.commands import main
+from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output
+from sparsebert.masks.sparse_mask import SparseMask
+from sparsebert.training.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
+from sparsebert.training.run_folders import ASIDE_NAME, run_folder
+
+
+ROOT = Path(__file__).parents[1]
+SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
+
+
+@pytest.fixture
+def said(capsys):
+    """`said(words, code)`: the one line that a command ends with."""
+
+    def run(words, code=2):
+        capsys.readouterr()
+        assert main(list(map(str, words))) == code
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def finetuning_flags(checkpoints, glue_folder):
+    """`finetuning_flags(output, *flags)`: words of `sparsebert finetune` for two steps of RTE."""
+    fields = {
+        **{"task": "rte", "model": checkpoints["window"], "data": glue_folder, "max_length": 32, "max_steps": 2},
+        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+    }
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    return lambda output, *flags: ["finetune", *words, "--output_dir", str(output), *map(str, flags)]
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def start(words):
+    """The command as a process of its own."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-m", "sparsebert", *words], stderr=pipe, text=True, env=variables)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# Nothing old is lost
+
+
+@pytest.mark.parametrize(
+    "flags, what",
+    [
+        (["--learning_rate", "-1"], "learning_rate must be a number of at least 0, got -1.0"),
+        (["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps must be"),
+        (["--mask", "nowhere/x/y"], "mask: there is no folder"),
+        (["--optim", "adamx"], "adamx"),
+        (["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", "{steps: 3}"], ""),
+    ],
+    ids=["learning rate", "accumulation", "mask", "optimizer", "fails at the first step"],
+)
+def test_a_mistake_leaves_the_finished_run(finetuning_flags, tmp_path, flags, what, capsys):
+    folder = tmp_path / "run"
+    assert main(finetuning_flags(folder)) == 0
+    before = contents(folder)
+    try:
+        assert main(finetuning_flags(folder, "--overwrite", *flags)) == 2
+        assert what in capsys.readouterr().err
+    except TypeError:
+        assert not what  # the scheduler's own
+    assert contents(folder) == before
+
+
+def test_a_run_that_replaces_another_does_so_at_the_end(pretraining_flags, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    assert main(pretraining_flags(folder, *SEARCH)) == 0
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+
+    def fail(*args, **kwargs):
+        assert contents(folder).items() >= before.items()
+        raise OSError("the last step fails")
+
+    monkeypatch.setattr("sparsebert.training.pretraining.write_metrics", fail)
+    assert main(pretraining_flags(folder, "--pattern", "window", "--overwrite")) == 1
+    assert contents(folder).items() >= before.items()
+    assert newest_whole(folder / ASIDE_NAME / "run").name == "checkpoint-6"
+    monkeypatch.undo()
+    # The run that failed at its end goes on there, and replaces the first one when it is done.
+    assert main(pretraining_flags(folder, "--pattern", "window", "--overwrite", "--resume")) == 0
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (metrics["pattern"], metrics["steps"]) == ("window", 6)
+    assert SparseMask.from_pretrained(folder).metadata["pattern"] == "window"
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not {ASIDE_NAME, LOCK_NAME, UNFINISHED_NAME, "mask_probs.safetensors"} & set(os.listdir(folder))
+
+
+def test_resuming_elsewhere_does_not_replace_a_finished_run(pretraining_flags, said, tmp_path):
+    for name in ("a", "b"):
+        assert main(pretraining_flags(tmp_path / name, *SEARCH)) == 0
+    before = contents(tmp_path / "b")
+    resumed = pretraining_flags(tmp_path / "b", *SEARCH, "--resume_from_checkpoint", tmp_path / "a/checkpoint-4")
+    assert "--overwrite" in said(resumed)
+    assert contents(tmp_path / "b") == before
+    assert main([*resumed, "--overwrite"]) == 0
+    assert json.loads((tmp_path / "b/metrics.json").read_text())["steps"] == 6
+    assert not (tmp_path / "b/checkpoint-2").exists() and (tmp_path / "a/checkpoint-4").exists()
+
+
+def test_a_refused_run_leaves_no_folder(pretraining_flags, said, tmp_path):
+    said(pretraining_flags(tmp_path / "new/run", "--base_model", tmp_path / "nothing"))
+    said(pretraining_flags(tmp_path / "new/run", *SEARCH, "--attn_implementation", "sparse_cpu"))
+    assert not (tmp_path / "new").exists()
+
+
+# Seeds of random masks
+
+
+def test_a_random_mask_follows_the_seed_of_its_run(finetuning_flags, pretraining_flags, tmp_path):
+    bigbird = ("--mask", "bigbird")
+    assert main(finetuning_flags(tmp_path / "three", *bigbird, "--seeds", "[1, 2]")) == 0
+    masks = [SparseMask.from_pretrained(tmp_path / f"three/seed-{seed}") for seed in (1, 2)]
+    assert masks[0] != masks[1]
+    runs = [json.loads((tmp_path / f"three/seed-{seed}/metrics.json").read_text()) for seed in (1, 2)]
+    assert [run["mask_seed"] for run in runs] == [1, 2]
+    metrics = json.loads((tmp_path / "three/metrics.json").read_text())
+    assert [run["mask_seed"] for run in metrics["seeds"].values()] == [1, 2] and "mask_seed" not in metrics
+    assert main(finetuning_flags(tmp_path / "given", *bigbird, "--seed", "2", "--mask_seed", "1")) == 0
+    assert SparseMask.from_pretrained(tmp_path / "given") == masks[0]
+    for seed in (1, 2):
+        output, flags = tmp_path / f"pretrained-{seed}", ("--pattern", "bigbird", "--seed", seed)
+        assert main(pretraining_flags(output, *flags, "--save_strategy", "no", "--max_steps", "1")) == 0
+        assert json.loads((output / "metrics.json").read_text())["mask_seed"] == seed
+        masks.append(SparseMask.from_pretrained(output))
+    assert masks[2] != masks[3]
+
+
+# Signals
+
+
+@pytest.fixture
+def long_run(pretraining_flags, tmp_path):
+    """`long_run(*flags)`: words of a run of 150 steps that saves at step 20, 40, ..., and its folder."""
+    folder = tmp_path / "long"
+    return lambda *flags: (
+        pretraining_flags(folder, *SEARCH, "--max_steps", "150", "--save_steps", "20", *flags),
+        folder,
+    )
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_the_run_goes_on(long_run, said, number, code):
+    words, folder = long_run()
+    process = start([*words, "--enable_jit_checkpoint"])
+    wait_for(lambda: process.poll() is not None or (folder / "checkpoint-20" / MANIFEST_NAME).exists())
+    process.send_signal(number)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == code, errors
+    line = errors.strip().splitlines()[-1]
+    assert signal.Signals(number).name in line and "--resume" in line
+    mark = json.loads((folder / UNFINISHED_NAME).read_text())
+    assert signal.Signals(number).name in mark["stopped"] and mark["pid"] == process.pid
+    assert not (folder / "metrics.json").exists() and not (folder / "mask.safetensors").exists()
+    checkpoint = newest_whole(folder)
+    assert 20 < int(checkpoint.name.partition("-")[2]) < 150
+    assert "mask_logits" in " ".join(load_file(checkpoint / "model.safetensors"))
+    # The same command again offers to go on, and does.
+    assert f"complete up to {checkpoint.name}: add --resume" in said(words)
+    assert main([*words, "--resume"]) == 0
+    assert json.loads((folder / "metrics.json").read_text())["steps"] == 150
+    assert not (folder / UNFINISHED_NAME).exists()
+
+
+def test_a_second_signal_ends_the_run_at_once(long_run):
+    words, folder = long_run("--max_steps", "100000", "--gradient_accumulation_steps", "5000")
+    process = start(words)
+    wait_for(lambda: process.poll() is not None or (folder / UNFINISHED_NAME).exists())
+    time.sleep(3)  # within the first step, which takes minutes
+    process.send_signal(signal.SIGTERM)
+    line = next(line for line in iter(process.stderr.readline, "") if "SIGTERM" in line)
+    assert "a second signal" in line
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+# Complete checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """`saved_run(flags)`: folder of a search with checkpoints 2, 4 and 6, not finished; made once."""
+    root = tmp_path_factory.mktemp("saved")
+
+    def make(flags):
+        folder = root / "run"
+        if not folder.exists():
+            assert main(flags(folder, *SEARCH)) == 0
+            (folder / "metrics.json").unlink()
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def saved(saved_run, pretraining_flags, tmp_path):
+    """A copy of the folder of `saved_run`."""
+    return Path(shutil.copytree(saved_run(pretraining_flags), tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json", "model.safetensors", MANIFEST_NAME]
+)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_a_damaged_checkpoint_is_refused_by_name(saved, name, damage):
+    if (name, damage) == (MANIFEST_NAME, "flipped"):
+        name = "scheduler.pt"  # whichever file the manifest is wrong about
+    path = saved / "checkpoint-6" / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(ValueError, match=name):
+        check_whole(saved / "checkpoint-6")
+    if damage == "missing":
+        if name != "model.safetensors":
+            check_whole(saved / "checkpoint-6", allow_partial=True)
+    else:
+        with pytest.raises(ValueError, match=name):
+            check_whole(saved / "checkpoint-6", allow_partial=True)
+    assert newest_whole(saved) == saved / "checkpoint-4"
+
+
+@pytest.mark.parametrize("flag", [["--resume"], ["--resume_from_checkpoint", "true"]], ids=lambda flag: flag[0])
+def test_resuming_takes_the_newest_complete_checkpoint(saved, pretraining_flags, caplog, flag):
+    for path in (saved / "checkpoint-6/optimizer.pt", saved / "checkpoint-6" / MANIFEST_NAME):
+        path.unlink()
+    assert main(pretraining_flags(saved, *SEARCH, *flag)) == 0
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "checkpoint-6" in said and MANIFEST_NAME in said and f"Going on from {saved / 'checkpoint-4'}" in said
+    assert json.loads((saved / "metrics.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_parts_are_missing_only_if_that_is_allowed(saved, pretraining_flags, said, name):
+    (saved / "checkpoint-4" / name).unlink()
+    words = pretraining_flags(saved, *SEARCH, "--resume_from_checkpoint", saved / "checkpoint-4")
+    line = said(words)
+    assert name in line and "--allow_partial_resume" in line
+    assert main([*words, "--allow_partial_resume"]) == 0
+
+
+def test_resuming_without_a_checkpoint(saved, pretraining_flags, said, tmp_path):
+    assert "there is no folder" in said(pretraining_flags(saved, "--resume_from_checkpoint", tmp_path / "none"))
+    for path in saved.glob(f"checkpoint-*/{MANIFEST_NAME}"):
+        path.unlink()
+    line = said(pretraining_flags(saved, *SEARCH, "--resume"))
+    assert "no complete checkpoint" in line and "checkpoint-6" in line and "checkpoint-2" in line
+    assert "not empty" in said(pretraining_flags(saved, *SEARCH))
+    assert main(pretraining_flags(tmp_path / "new", *SEARCH, "--resume")) == 0  # nothing is there to go on from
+    assert "finished run" in said(pretraining_flags(tmp_path / "new", *SEARCH, "--resume"))
+
+
+def test_several_runs_go_on(finetuning_flags, said, tmp_path):
+    words = finetuning_flags(tmp_path, "--seeds", "2", "--save_strategy", "steps", "--save_steps", "1")
+    assert main(words) == 0
+    second = tmp_path / "seed-43"
+    for path in (second / "metrics.json", tmp_path / "metrics.json"):
+        path.unlink()
+    before = (second / "checkpoint-1/model.safetensors").stat().st_mtime_ns
+    assert main([*words, "--resume"]) == 0
+    assert (second / "checkpoint-1/model.safetensors").stat().st_mtime_ns == before
+    assert json.loads((second / "metrics.json").read_text())["steps"] == 2
+
+
+# One run at a time
+
+
+def test_a_second_run_is_told_who_has_the_folder(finetuning_flags, pretraining_flags, said, tmp_path):
+    with locked_output(tmp_path / "run"):
+        for words in (finetuning_flags(tmp_path / "run"), pretraining_flags(tmp_path / "run", "--overwrite")):
+            line = said(words)
+            assert f"is in use by process {os.getpid()} on {os.uname().nodename}" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = f"""
+import os, signal
+from sparsebert.files import locked_output
+with locked_output({str(tmp_path / "run")!r}):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert (tmp_path / "run" / LOCK_NAME).exists()
+    with locked_output(tmp_path / "run") as unfinished:
+        assert unfinished
+
+
+# A full disk
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(pretraining_flags, tmp_path, said, monkeypatch):
+    folder = tmp_path / "run"
+    words = pretraining_flags(folder, *SEARCH)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    from sparsebert.training.trainer import SparseBertTrainer
+
+    save = SparseBertTrainer._save_checkpoint
+
+    def save_on_full_disk(self, *args):
+        # No file may be larger than this: the weights fit, the state of the optimizer does not.
+        if self.state.global_step == 4:
+            size = (folder / "checkpoint-2/optimizer.pt").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, limit[1]))
+        return save(self, *args)
+
+    monkeypatch.setattr(SparseBertTrainer, "_save_checkpoint", save_on_full_disk)
+    try:
+        line = said(words, code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert str(folder / "checkpoint-4") in line
+    assert not (folder / "checkpoint-4").exists() and not list(folder.rglob("*.tmp"))
+    check_whole(folder / "checkpoint-2")
+    monkeypatch.undo()
+    assert main([*words, "--resume"]) == 0
+
+
+def test_a_failed_save_keeps_what_the_limit_would_delete(pretraining_flags, tmp_path, said, monkeypatch):
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    folder, words = tmp_path / "run", pretraining_flags(tmp_path / "run", *SEARCH, "--save_total_limit", "1")
+    from sparsebert.training import checkpoint_manifests
+
+    write = checkpoint_manifests._write_manifest
+    monkeypatch.setattr(
+        checkpoint_manifests, "_write_manifest", lambda path: fail(path) if path.name[-1] == "4" else write(path)
+    )
+    assert "No space left on device" in said(words, code=1)
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_run_aside_that_fails_leaves_nothing_aside(tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(OSError, match="full"), run_folder(tmp_path, overwrite=True) as (folder, _):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("full")
+    assert os.listdir(tmp_path) == ["thesis.txt"]

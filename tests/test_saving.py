@@ -1,0 +1,110 @@
+"""What is saved is what is loaded, for every search, and a folder holds one state of a mask."""
+
+import copy
+import hashlib
+
+import pytest
+import torch
+from conftest import TINY
+from transformers import BertConfig, BertModel
+
+from sparsebert import SEARCHES, MaskFileError, SparseBertConfig, SparseBertModel, SparseMask, attach, load
+from sparsebert.analysis.runs import read_run
+from sparsebert.models.configuration_sparsebert import MASK_FORMS
+
+
+ONE_LAYER = TINY | {"num_hidden_layers": 1, "vocab_size": 10, "intermediate_size": 8}
+
+
+def hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def searching_model(attached, search, **fields):
+    fields = {"mask_length": 40, "block_size": 16, "allow_empty_rows": True} | fields
+    if attached:
+        return attach(BertModel(BertConfig(**ONE_LAYER)), search, **fields)
+    return SparseBertModel(SparseBertConfig(**ONE_LAYER, search=search, **fields))
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+@pytest.mark.parametrize("target", [None, 0.6], ids=["penalty", "target"])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_search_is_loaded_as_it_was_saved(tmp_path, search, target, attached):
+    for form in MASK_FORMS:
+        model = searching_model(
+            attached, search, target_sparsity=target, initial_sparsity=target and 0.0, mask_form=form
+        )
+        with torch.no_grad():
+            model.sparse_attention.mask_logits.add_(torch.randn_like(model.sparse_attention.mask_logits) / 10)
+        if form == "log":
+            model.sparse_attention.learned.prune(model.sparse_attention.mask_logits, 0.3)
+            model.sparse_attention.start_pruning()
+        model.sparse_attention.set_progress(0.2)
+        folders = [tmp_path / f"{form}{index}" for index in range(3)]
+        loaded = model
+        for folder in folders:
+            loaded.save_pretrained(folder)
+            loaded = load(folder)
+        assert hashes(folders[0]) == hashes(folders[1]) == hashes(folders[2])
+        before, after = model.sparse_attention, loaded.sparse_attention
+        assert torch.equal(after.mask_logits, before.mask_logits)
+        assert after.thresholded_mask() == before.thresholded_mask()
+        assert torch.equal(after.mask_probs(), before.mask_probs())
+        # What `analyze` reports of a checkpoint is what was learned so far.
+        run = read_run(folders[0])
+        assert run.mask == before.thresholded_mask() and torch.equal(run.probs, before.mask_probs())
+        assert loaded.freeze() == copy.deepcopy(model).freeze()
+
+
+def test_new_search_starts_from_nothing(tmp_path):
+    """A search that is asked for anew takes neither the logits' progress nor that of the checkpoint."""
+    model = searching_model(False, "dam_s", target_sparsity=0.6, initial_sparsity=0.0)
+    model.sparse_attention.set_progress(0.2)
+    model.save_pretrained(tmp_path)
+    assert SparseBertModel.from_pretrained(tmp_path).sparse_attention.progress.item() == pytest.approx(0.2)
+    assert SparseBertModel.from_pretrained(tmp_path, search="dam_s").sparse_attention.progress.item() == 1.0
+    frozen = SparseBertModel.from_pretrained(tmp_path)
+    frozen.freeze()
+    frozen.save_pretrained(tmp_path)
+    assert SparseBertModel.from_pretrained(tmp_path).config.search_progress is None
+
+
+STATE_FILES = {"mask_config.json", "mask.safetensors", "search_config.json", "mask_probs.safetensors"}
+FROZEN = {"mask_config.json", "mask.safetensors"}
+
+
+def model_in_state(attached, search):
+    """A model and the files that its state has."""
+    if search:
+        return searching_model(attached, "dam_s"), {"search_config.json"} if attached else set()
+    model = searching_model(attached, "dam_u")
+    model.freeze(sparsity=0.3)
+    return model, FROZEN
+
+
+@pytest.mark.parametrize("second", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("first", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_folder_holds_one_state_of_a_mask(tmp_path, first, second):
+    model_in_state(*first)[0].save_pretrained(tmp_path)
+    if second[1]:
+        (tmp_path / "mask_probs.safetensors").touch()
+    model, files = model_in_state(*second)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} & STATE_FILES == files
+    loaded = load(tmp_path).sparse_attention
+    assert loaded.searching == model.sparse_attention.searching and loaded.mask == model.sparse_attention.mask
+    if second[1]:
+        with pytest.raises(MaskFileError, match="no such file"):
+            SparseMask.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["frozen over search", "search over frozen"])
+def test_interrupted_save_does_not_pass_for_the_old_state(tmp_path, monkeypatch, second):
+    model_in_state(True, not second)[0].save_pretrained(tmp_path)
+    model, _ = model_in_state(True, second)
+    monkeypatch.setattr(type(model), "_save_mask", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
+        load(tmp_path)
