@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -58,6 +59,13 @@ def start(words):
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-m", "sparsebert", *words], stderr=pipe, text=True, env=variables)
+
+
+def catches(process, number):
+    """Whether the process handles a signal by now."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.M).group(1), 16)
+    return bool(caught >> (number - 1) & 1)
 
 
 def wait_for(condition, seconds=120):
@@ -194,10 +202,9 @@ def test_a_signal_saves_and_the_run_goes_on(long_run, said, number, code):
 
 
 def test_a_second_signal_ends_the_run_at_once(long_run):
-    words, folder = long_run("--max_steps", "100000", "--gradient_accumulation_steps", "5000")
+    words, _ = long_run("--max_steps", "100000", "--gradient_accumulation_steps", "5000")
     process = start(words)
-    wait_for(lambda: process.poll() is not None or (folder / UNFINISHED_NAME).exists())
-    time.sleep(3)  # within the first step, which takes minutes
+    wait_for(lambda: process.poll() is not None or catches(process, signal.SIGTERM))  # in the first step for minutes
     process.send_signal(signal.SIGTERM)
     line = next(line for line in iter(process.stderr.readline, "") if "SIGTERM" in line)
     assert "a second signal" in line
