@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
+from ..files import replace_files
+
 
 logger = logging.get_logger(__name__)
 
@@ -42,6 +44,10 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
         if state.is_main_process:
             _write_manifest(path)
         state.wait_for_everyone()
+    except FloatingPointError:
+        if state.is_main_process:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:
         if state.is_main_process:
             shutil.rmtree(path, ignore_errors=True)
@@ -56,12 +62,8 @@ def _write_manifest(folder):
             digest = sha_fileobj(file).hex()
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
-    temporary = folder / f"{MANIFEST_NAME}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump({"files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / MANIFEST_NAME)
+    content = json.dumps({"files": files}, indent=1).encode()
+    replace_files({folder / MANIFEST_NAME: content})
 
 
 def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> None:
