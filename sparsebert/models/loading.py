@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
-from ..attention.backends import check_backend
+from ..attention.backends import sparse_name
 from ..hub import check_available
 from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, check_subfolder
 from ..masks.sparse_mask import SparseMask
@@ -61,8 +61,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     if isinstance(config, SparseBertConfig):
         return model_class.from_pretrained(source, **kwargs)
     check_architecture(config.model_type)
-    attn_implementation = kwargs.pop("attn_implementation", None) or "sparse_auto"
-    check_backend(attn_implementation)
+    attn_implementation = sparse_name(kwargs.pop("attn_implementation", None))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
     if find_file(source, MASK_CONFIG_NAME, **hub_arguments):
         mask = SparseMask.from_pretrained(source, **hub_arguments)
