@@ -17,8 +17,7 @@ class Derived:
         return _new, (self.mixin, self.stock_class), self.__dict__
 
 
-@cache
-def derived_class(mixin: type, stock_class: type) -> Any:
+def derived_class(mixin: type, stock_class: Any) -> Any:
     """
     The class that derives from a mixin and a stock class, with the name of the stock class.
 
@@ -26,6 +25,11 @@ def derived_class(mixin: type, stock_class: type) -> Any:
         mixin (`type`): A class that derives from [`Derived`].
         stock_class (`type`): The class to derive from.
     """
+    return _made(mixin, stock_class)
+
+
+@cache
+def _made(mixin, stock_class):
     # Transformers looks up what it knows about a class by its names.
     names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(stock_class.__name__, (mixin, stock_class), names | {"mixin": mixin, "stock_class": stock_class})

@@ -35,8 +35,8 @@ class MaskedForward(_ModelBase):
         super().__init_subclass__(**kwargs)
         forward = getattr(cls, "forward", None)
         if forward is not None and forward is not nn.Module.forward:
-            vars_of: Any = cls
-            vars_of.forward = _masked_forward(cls, forward)
+            made: Any = cls
+            made.forward = _masked_forward(cls, forward)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         # Before transformers looks for a kernel of a name that is refused.
@@ -63,11 +63,11 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         output = super(cls, self).forward(*args, **kwargs) if own is None else own(self, *args, **kwargs)
         return _with_sparsity_loss(self, output) if outermost else output
 
-    update_wrapper(forward, stock)
+    masked: Any = update_wrapper(forward, stock)
     # Trainer drops the columns that the signature does not name. Nothing may unwrap the forward to one without a mask.
-    forward.__signature__ = signature
-    del forward.__wrapped__
-    return forward
+    masked.__signature__ = signature
+    del masked.__wrapped__
+    return masked
 
 
 def _with_mask_inputs(model, names, args, kwargs):

@@ -52,8 +52,8 @@ class AttachedConfig(Derived, MaskedConfigMixin):
         super().__init_subclass__(**kwargs)
         strict(cls)  # collects the validators again
         # Transformers makes a dataclass of every configuration, which equals none of its stock class.
-        vars_of: Any = cls
-        vars_of.__eq__ = AttachedConfig.__eq__
+        made: Any = cls
+        made.__eq__ = AttachedConfig.__eq__
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, self.stock_class) and vars(self) == vars(other)
