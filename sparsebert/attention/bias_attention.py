@@ -73,7 +73,7 @@ def _blocks(query, key, bias, padding, first, last, seed, learned_diagonal, caus
     tokens = [token for token in (first, last) if token is not None]
     for start in range(0, batch, size[0]):
         rows = slice(start, min(start + size[0], batch))
-        count = rows.stop - first
+        count = rows.stop - start
         scores, weights, keep = scores[:count], weights[:count], None if keep is None else keep[:count]
         if padding is not None:
             own = [token[rows] for token in tokens]

@@ -261,6 +261,9 @@ def special_rows(inputs: MaskInputs, special_tokens: str, last_token: str) -> to
     first, last = real_tokens(inputs, special_tokens, last_token)
     special = special_entries(inputs.num_keys, special_tokens, first, last, inputs.device)
     special = special.view(-1, 1, inputs.num_keys, inputs.num_keys)
+    if inputs.padding is not None:
+        # For all masks alike, so that gradients are summed over the sequences in one order.
+        special = special.expand(len(inputs.padding), -1, -1, -1)
     return special[:, :, inputs.num_keys - inputs.num_queries :]
 
 
