@@ -217,7 +217,14 @@ def post_hoc_flags(checkpoints, tmp_path):
     """`post_hoc_flags(output, *flags)`: words of `sparsebert search` on a tiny BERT."""
     text = tmp_path / "words.txt"
     text.write_text("\n\n".join(" ".join(f"w{(i * j) % 90}" for j in range(60)) for i in range(1, 260)))
-    fields = {"model": checkpoints["stock"], "data": text, "target_sparsity": 0.5, "max_length": 16, "steps": 2}
+    fields = {
+        "model": checkpoints["stock"],
+        "data": text,
+        "validation": text,
+        "target_sparsity": 0.5,
+        "max_length": 16,
+        "steps": 2,
+    }
     words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
     return lambda output, *flags: ["search", *words, "--output_dir", str(output), *map(str, flags)]
 

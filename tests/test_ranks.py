@@ -133,6 +133,7 @@ def codes(folder):
     return [int((folder / f"code{rank}").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_saves_one_checkpoint(pretraining_flags, tmp_path):
     run = tmp_path / "run"
     flags = ("--search", "dam_s", "--sparsity_weight", "1e-4", "--max_steps", "60", "--save_steps", "20")
