@@ -30,6 +30,7 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.searches import SEARCHES
 from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
+from .run_checks import check_source
 
 
 if TYPE_CHECKING:
@@ -215,10 +216,16 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
         raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its own configuration")
     check_choice("train", options.train, (None, "norms"))
+    for name in ("learning_rate", "recover_learning_rate"):
+        check_range(name, getattr(options, name), 0, 1e6, (int, float))
+    check_range("seed", options.seed, 0, 2**32 - 1)
     for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
         check_range(name, getattr(options, name), least)
     if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    for name in ("max_tokens", "max_validation_tokens"):
+        check_range(name, getattr(options, name), options.max_length)
+    check_source("model", options.model)
     config = AutoConfig.from_pretrained(str(options.model))
     check_architecture(config.model_type)
     if config.model_type == "vit":

@@ -33,6 +33,7 @@ from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import check_output_dir, open_text, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
+from .run_checks import check_model_fields, check_training
 from .trainer import SparseBertTrainer
 
 
@@ -284,6 +285,8 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
     start = time.perf_counter()
+    check_training(recipe["training"])
+    check_model_fields(recipe["model"])
     data, training = TranslationArguments(**recipe["data"]), Seq2SeqTrainingArguments(**recipe["training"])
     training.predict_with_generate = True
     output = Path(str(training.output_dir))
