@@ -439,7 +439,7 @@ def test_pruning_and_a_search_that_ends(tiny_config, tmp_path):
     "variables, line, code, said",
     [
         ({"PYTHONIOENCODING": "ascii"}, "{} theory bigbird --length 8", 0, "Universality"),
-        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "{} theory bigbird --length 8", 0, "Universal"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "{} theory bigbird --length 8", 0, "Univ"),
         ({}, "{} theory --all --length 8 | head -1", 1, "Universality"),
         ({}, "{} --version >&-", 0, ""),
         ({}, "{} theory windw 2>&-", 2, ""),
