@@ -20,6 +20,10 @@ POSITIONS = {
 }
 
 
+# What is in the metrics of GLUE, of fine-tuning and of pre-training.
+_KINDS = ({"glue", "missing"}, {"task", "main_metric", "splits"}, {"sparsity", "positions", "seconds"})
+
+
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
     """
     Read the metrics of runs.
@@ -31,6 +35,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         `dict[Path, dict]`: Metrics by folder.
     Raises:
         FileNotFoundError: If a folder has no `metrics.json`.
+        ValueError: If one is damaged, or of another kind of run.
     """
     metrics = {}
     for folder in map(Path, folders):
@@ -39,7 +44,14 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
             raise FileNotFoundError(
                 f"{path}: no such file; expected the output folder of a finished pre-training or fine-tuning run"
             )
-        metrics[folder] = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: damaged or not JSON ({error})") from error
+        kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
+        if not kinds:
+            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE; a report is of these")
+        metrics[folder] = found
     return metrics
 
 

@@ -5,12 +5,13 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 """
 
 import importlib
+import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -57,7 +58,10 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
     command = _command_of(verb, rest)
-    return command, load_recipe(rest, command.sections, command.positional, command.excluded)
+    values = load_recipe(rest, command.sections, command.positional, command.excluded)
+    if command.positional is None and not any(values.values()):
+        raise ValueError(f"recipe {rest[0]} sets nothing: expected sections with fields")
+    return command, values
 
 
 def _command_of(verb, arguments):
@@ -115,32 +119,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
     verb = arguments[0] if arguments else ""
+    with suppress(AttributeError):  # what stands for the output stream need not be a file
+        # A terminal that lacks a character must not cost the results of a run.
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        if verb == "--version":
-            print(__version__)
-        elif verb in ("", "-h", "--help", "--help-all"):
-            from ._help import overview
-
-            print(overview(VERBS))
-            return 0 if verb else 2
-        elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
-            from ._help import long_help, short_help
-
-            explain = long_help if "--help-all" in arguments else short_help
-            print(explain(verb, _command_of(verb, arguments[1:])))
-        else:
-            command, values = parse(arguments)
-            as_json = values.get("print", {}).get("json", False)
-            # What a run logs on the way must not get between the lines of the JSON.
-            with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-                results = command.run(values)
-            results.show(as_json)
+        return _run(verb, arguments)
     except REFUSED as error:
         return _say(verb, error, 2)
     except RecursionError:
         return _say(verb, "what was given is nested too deeply", 2)
+    except ImportError as error:  # what a field asks for is not installed
+        return _say(verb, error, 2)
+    except BrokenPipeError:  # the reader of the output has what it wanted, as in `... | head`
+        return _close_output()
     except (OSError, FloatingPointError, MaskMismatchError) as error:
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:
         return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))
-    return 0
+
+
+def _close_output():
+    """Throw away what Python would still write when it ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _run(verb, arguments):
+    """The exit code of a command line that does not fail."""
+    if verb == "--version":
+        print(__version__)
+    elif verb in ("", "-h", "--help", "--help-all"):
+        from ._help import overview
+
+        print(overview(VERBS))
+    elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
+        from ._help import long_help, short_help
+
+        explain = long_help if "--help-all" in arguments else short_help
+        print(explain(verb, _command_of(verb, arguments[1:])))
+    else:
+        command, values = parse(arguments)
+        as_json = values.get("print", {}).get("json", False)
+        # What a run logs on the way must not get between the lines of the JSON.
+        with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+            results = command.run(values)
+        results.show(as_json)
+    with suppress(AttributeError):  # there may be no output stream
+        sys.stdout.flush()
+    return 0 if verb else 2

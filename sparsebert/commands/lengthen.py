@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ..checks import check_choice
 from ..files import check_output_dir
-from ..models.loading import carries_mask, load, model_class_of
+from ..models.loading import carries_mask, check_folder, load, model_class_of
 from ..models.positions import METHODS, extend_positions
 from ._command import Command, Results, needed
 
@@ -52,6 +52,7 @@ def run(values):
     needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
+    check_folder(options.model, "model")
     check_output_dir(options.output_dir, options.overwrite)
     if carries_mask(options.model):
         model = load(options.model)

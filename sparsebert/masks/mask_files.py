@@ -97,9 +97,11 @@ def write_mask_files(
         metadata (`dict`): Further fields to store.
 
     Raises:
-        ValueError: If the mask is larger than what is read back, see [`check_sizes`].
+        ValueError: If the mask is larger than what is read back, see [`check_sizes`], or `metadata` holds what is not
+            JSON, a field of the mask itself, or a provenance that is not a name.
     """
     check_sizes(description)
+    _check_metadata(metadata, description)
     bits = torch.from_numpy(np.packbits(keep.flatten().numpy()))
     weights = safetensors.torch.save({"keep": bits})
     config = {
@@ -164,6 +166,20 @@ def weights_changed(config_path: Path, folder: Path) -> bool:
     except (ValueError, RecursionError, AttributeError) as error:
         raise MaskFileError(f"{config_path}: not a mask description ({error!r})") from error
     return saved is not None and sample_weights(folder) not in (None, saved)
+
+
+def _check_metadata(metadata, description):
+    """What could not be read back is not written."""
+    own = description.keys() | {"format_version", "library_version", "sparsity", "weights_sha256"}
+    for name, value in metadata.items():
+        if name in own or not isinstance(name, str):
+            raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")
+        if name in PROVENANCE and not isinstance(value, str | None):
+            raise ValueError(f"metadata: {name} must be a name or null, got {value!r}")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metadata: {name} must hold JSON values, got {value!r} ({error})") from error
 
 
 def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> tuple[Path, Path]:

@@ -23,6 +23,7 @@ from ..checks import check_choice, check_range
 from ..hub import upload_and_delete
 from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
 from .mask_files import (
+    MAX_MASK_LENGTH,
     SEARCH_CONFIG_NAME,
     SPARSITY_TOLERANCE,
     MaskFileError,
@@ -136,8 +137,12 @@ class SparseMask(PushToHubMixin):
             )
         if block_size is not None:
             check_range("block_size", block_size, 1)
-        if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
-            raise ValueError(f"keep must be a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
+        if not isinstance(keep, torch.Tensor):
+            raise ValueError(f"keep must be a bool tensor, got {type(keep).__name__}")
+        if keep.dtype != torch.bool or keep.layout != torch.strided or keep.is_meta:
+            raise ValueError(f"keep must be a bool tensor with data, got {keep.dtype} {keep.layout} on {keep.device}")
+        if not isinstance(metadata, dict | None):
+            raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
         num_dims = 4 if form == "table" else 3
         keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
         keep = keep[None] if keep.dim() == num_dims - 1 else keep
@@ -212,8 +217,8 @@ class SparseMask(PushToHubMixin):
             ValueError: If `length` is less than 1, or exceeds the mask's and `length_policy` is `"error"`.
         """
         length = self.length if length is None else length
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
+            raise ValueError(f"length must be an integer from 1 to {MAX_MASK_LENGTH}, got {length!r}")
         return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy)
 
     def to_table(self, length: int | None = None) -> torch.Tensor:

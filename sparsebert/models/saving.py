@@ -47,7 +47,9 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     Raises:
         ValueError: If the model carries no mask.
     """
-    inner = without_adapters(model)
+    inner: Any = without_adapters(model)
+    if not hasattr(inner, "base_model"):
+        raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
     sparse_attention = inner.base_model._modules.get("sparse_attention")
     if sparse_attention is None:
         raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")

@@ -234,10 +234,15 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
         raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its own configuration")
     check_choice("train", options.train, (None, "norms"))
+    for name in ("learning_rate", "recover_learning_rate"):
+        check_range(name, getattr(options, name), 0, 1e6, (int, float))
+    check_range("seed", options.seed, 0, 2**32 - 1)
     for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
         check_range(name, getattr(options, name), least)
     if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    for name in ("max_tokens", "max_validation_tokens"):
+        check_range(name, getattr(options, name), options.max_length)
     check_source("model", options.model)
     config = AutoConfig.from_pretrained(str(options.model))
     check_architecture(config.model_type)

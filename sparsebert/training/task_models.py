@@ -16,6 +16,7 @@ from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
+from .run_checks import check_sizes_of
 from .task_data import TaskData
 
 
@@ -42,6 +43,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         OSError: If the model or the mask does not exist.
     """
     model = AutoConfig.from_pretrained(str(options.model))
+    check_sizes_of(f"model {options.model}", model, config)
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
         raise ValueError(
