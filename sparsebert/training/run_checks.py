@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import HTTPError
-from transformers import AutoConfig, TrainingArguments
+from transformers import TrainingArguments
 from transformers.activations import ACT2FN
 
 from ..attention import choice
@@ -14,6 +14,7 @@ from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
+from ..hub import read_config
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -163,7 +164,7 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
     check_model_fields(model)
     config: PreTrainedConfig
     if data.base_model:
-        config = AutoConfig.from_pretrained(data.base_model)
+        config = read_config(data.base_model)
         positions = model.get("max_position_embeddings") or num_positions(config)
     else:
         config = SparseBertConfig(**model)

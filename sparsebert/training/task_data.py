@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from ..data.tasks import TASKS, TEST_SPLITS, Task
+from ..hub import read_tokenizer
 from .finetuning_arguments import FinetuningArguments
 
 
@@ -156,6 +156,6 @@ def prepare(options: FinetuningArguments) -> TaskData:
     total = len(examples[train])
     if options.max_train_examples is not None and options.max_train_examples < total:
         examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = read_tokenizer(options.model)
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 import transformers
-from transformers import AutoConfig
 
 from ..attention.backends import ATTENTION_NAMES, check_backend
+from ..hub import read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, get_sparse_attention, read_mask
@@ -41,7 +41,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here.
         OSError: If the model or the mask does not exist.
     """
-    model = AutoConfig.from_pretrained(str(options.model))
+    model = read_config(str(options.model))
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
         raise ValueError(
@@ -125,7 +125,7 @@ def _with_mask(
     pattern = name in PATTERNS
     if pattern:
         fields = {"mask_length": options.max_length} | fields
-    sparse = AutoConfig.from_pretrained(str(options.model)).model_type == SparseBertConfig.model_type
+    sparse = read_config(str(options.model)).model_type == SparseBertConfig.model_type
     if sparse and pattern:
         arguments |= {"pattern": name, "attn_implementation": backend}
         return model_class.from_pretrained(options.model, **arguments, **fields)

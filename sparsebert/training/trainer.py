@@ -1,7 +1,7 @@
 """The Trainer of pre-training and fine-tuning, and the metrics of pre-training."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import logging
 
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import EvalPrediction
     from transformers.trainer_utils import EvalLoopOutput
 
+
+logger = logging.get_logger(__name__)
 
 # Under a gradient scaler (fp16) a step that overflows is skipped. After this many in a row, all of them do.
 MOST_SKIPPED_STEPS = 25
@@ -188,6 +191,16 @@ class SparseBertTrainer(Trainer):
             yield
         finally:
             self.data_collator = collator
+
+    def get_train_dataloader(self) -> Any:
+        loader, rows = super().get_train_dataloader(), self.train_dataset
+        batch = self.args.train_batch_size * self.args.world_size
+        if isinstance(rows, Sized) and len(rows) < batch:
+            message = f"the training set has {len(rows)} examples, fewer than a batch of {batch}"
+            if self.args.dataloader_drop_last:
+                raise ValueError(f"{message}, and dataloader_drop_last leaves none: take a smaller batch")
+            logger.warning(f"{message}: every step sees all of them.")
+        return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluation_collator():
