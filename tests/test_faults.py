@@ -381,7 +381,7 @@ def train_in_parallel(rank, folder):
     distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
     torch.manual_seed(0)
     model = SparseBertForMaskedLM(SparseBertConfig(**TINY, search="dam_u", mask_length=16)).train()
-    parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     samples, logits = [], model.sparse_attention.mask_logits
     for step in range(2):

@@ -127,7 +127,7 @@ def search_post_hoc(
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
     set_seed(options.seed)
-    tokenizer = read_tokenizer(options.model)
+    tokenizer = read_tokenizer(str(options.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
     seconds = {"prepare": time.perf_counter() - start}

@@ -89,6 +89,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     fields = {name: value for name, value in config.items() if name in of_mask}
     arguments = {name: value for name, value in config.items() if name not in of_mask}
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
+    arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(str(options.model)):

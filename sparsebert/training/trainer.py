@@ -66,6 +66,7 @@ class SparseBertTrainer(Trainer):
 
     Raises:
         FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
+        ValueError: By `train`, if the training set has no whole batch and `dataloader_drop_last` is set.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
