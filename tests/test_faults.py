@@ -781,14 +781,15 @@ def wrong_key(said, tmp_path):
 
 
 @row(29, "backend missing")
-def backend_missing(tiny_config, caplog, monkeypatch):
+def backend_missing(tiny_config, caplog, monkeypatch, request):
+    request.addfinalizer(cpu.unavailable.cache_clear)
     ids = torch.randint(5, 100, (2, 32))
     config = tiny_config(pattern="window", mask_length=32)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    cpu.unavailable.cache_clear()
     hf_logging.warning_once.cache_clear()
-    try:
-        model = SparseBertModel(config).eval()
+    model = SparseBertModel(config).eval()
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        cpu.unavailable.cache_clear()
         assert model(ids).last_hidden_state.isfinite().all()
         lines = [record.getMessage() for record in caplog.records if "sparse_auto runs" in record.getMessage()]
         assert len(lines) == 1 and "\n" not in lines[0]
@@ -796,8 +797,7 @@ def backend_missing(tiny_config, caplog, monkeypatch):
         model.set_attn_implementation("sparse_cpu")
         with pytest.raises(ValueError, match=r"sparse_cpu cannot run here: there is no C\+\+ compiler.*sparse_auto"):
             model(ids)
-    finally:
-        cpu.unavailable.cache_clear()
+    cpu.unavailable.cache_clear()  # with the compiler that there is
     wide = torch.randn(1, 4, 16, 520)
     with pytest.raises(ValueError, match="head size must be at most"):
         sparse_dot_product_attention(wide, wide, wide, build_pattern("window", 16, 4), backend="sparse_cpu")
