@@ -1,12 +1,16 @@
-"""The Hub: whether files can be had, asked before a client retries for half a minute, and uploads that also delete."""
+"""The Hub: asked before a client retries for half a minute, read without running code, and pushed to in one commit."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 # Seconds to wait for the Hub's answer. A network that is only slow is left to the client and its retries.
@@ -95,3 +99,35 @@ def upload_and_delete(
         revision=revision,
         delete_patterns=list(deleted),
     )
+
+
+def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedConfig":
+    """
+    The configuration of a model in a folder or on the Hub.
+
+    Raises:
+        ValueError: If it is defined by code in that folder or repository, which is never run.
+        OSError: If there is none.
+    """
+    from transformers import AutoConfig
+
+    return _without_code(AutoConfig.from_pretrained, source, hub_arguments)
+
+
+def read_tokenizer(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder or on the Hub. Raises what [`read_config`] does."""
+    from transformers import AutoTokenizer
+
+    return _without_code(AutoTokenizer.from_pretrained, source, hub_arguments)
+
+
+def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) -> Any:
+    try:
+        # By default transformers would ask on the terminal whether to run it.
+        return read(source, trust_remote_code=False, **hub_arguments)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} comes with Python code, which is never run: it must be of a type that transformers knows"
+        ) from error

@@ -2,16 +2,15 @@
 
 import json
 import os
-import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from conftest import SEARCH, catches, contents, wait_for
 from safetensors.torch import load_file
 
 from sparsebert.commands import main
@@ -22,21 +21,6 @@ from sparsebert.training.run_folders import ASIDE_NAME, run_folder
 
 
 ROOT = Path(__file__).parents[1]
-SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
-
-
-@pytest.fixture
-def said(capsys):
-    """`said(words, code)`: the one line that a command ends with."""
-
-    def run(words, code=2):
-        capsys.readouterr()
-        assert main(list(map(str, words))) == code
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
-        assert len(lines) == 1
-        return lines[0]
-
-    return run
 
 
 @pytest.fixture
@@ -50,29 +34,11 @@ def finetuning_flags(checkpoints, glue_folder):
     return lambda output, *flags: ["finetune", *words, "--output_dir", str(output), *map(str, flags)]
 
 
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
 def start(words):
     """The command as a process of its own."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-m", "sparsebert", *words], stderr=pipe, text=True, env=variables)
-
-
-def catches(process, number):
-    """Whether the process handles a signal by now."""
-    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.M).group(1), 16)
-    return bool(caught >> (number - 1) & 1)
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # Nothing old is lost
@@ -295,25 +261,10 @@ def test_a_signal_in_a_translation_saves_and_the_run_goes_on(tmp_path, said):
 # Complete checkpoints
 
 
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """`saved_run(flags)`: folder of a search with checkpoints 2, 4 and 6, not finished; made once."""
-    root = tmp_path_factory.mktemp("saved")
-
-    def make(flags):
-        folder = root / "run"
-        if not folder.exists():
-            assert main(flags(folder, *SEARCH)) == 0
-            (folder / "metrics.json").unlink()
-        return folder
-
-    return make
-
-
 @pytest.fixture
-def saved(saved_run, pretraining_flags, tmp_path):
+def saved(saved_run, tmp_path):
     """A copy of the folder of `saved_run`."""
-    return Path(shutil.copytree(saved_run(pretraining_flags), tmp_path / "saved"))
+    return Path(shutil.copytree(saved_run, tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,8 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
     if source.is_file() or source.suffix in PICKLE_SUFFIXES:
         raise MaskFileError(
             f"{source}: expected a folder or Hub id with {MASK_CONFIG_NAME} and {MASK_WEIGHTS_NAME}; "
-            "pickled files are never read"
+            "pickled files are never read. Of a bool tensor that you trust, SparseMask(keep, length).save_pretrained "
+            "makes such a folder"
         )
     name = str(pretrained_model_name_or_path)
     found = []
@@ -265,7 +266,7 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
     num_bits = math.prod(shape)
     num_bytes = -(-num_bits // 8)
     weights = _read(weights_path, num_bytes + MAX_HEADER_BYTES)
-    bits = _read_bits(weights, weights_path)
+    bits = _read_bits(weights, weights_path, num_bytes)
     if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or len(bits) != num_bytes:
         got = "nothing" if bits is None else f"{bits.dtype} {tuple(bits.shape)}"
         raise MaskFileError(f"{weights_path}: expected {num_bytes} bytes for shape {shape}, got {got}")
@@ -292,11 +293,15 @@ def _read(path, limit):
     return content
 
 
-def _read_bits(weights, path):
+def _read_bits(weights, path, num_bytes):
     try:
         return safetensors.torch.load(weights).get("keep")
     # Types that torch does not have are a KeyError or ValueError.
     except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        header, reason = int.from_bytes(weights[:8], "little"), str(error)
+        if header <= MAX_HEADER_BYTES and len(weights) < 8 + header + num_bytes:
+            reason = f"truncated: it has {len(weights)} of {8 + header + num_bytes} bytes"
         raise MaskFileError(
-            f"{path}: damaged or not a safetensors file ({error}); write or download it again"
+            f"{path}: damaged or not a safetensors file ({reason}); write it again, or download it again with "
+            "force_download=True"
         ) from error

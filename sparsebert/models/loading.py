@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from ..attention.backends import check_backend
-from ..hub import check_available
+from ..hub import check_available, read_config
 from ..masks.mask_files import (
     HUB_ARGUMENTS,
     MASK_CONFIG_NAME,
@@ -38,7 +38,7 @@ def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | 
 def carries_mask(source: str | PathLike, **hub_arguments: Any) -> bool:
     """Whether a folder or Hub repository holds a model with a mask, frozen or still being searched."""
     check_available(source, CONFIG_NAME, **hub_arguments)
-    if AutoConfig.from_pretrained(source, **hub_arguments).model_type == SparseBertConfig.model_type:
+    if read_config(source, **hub_arguments).model_type == SparseBertConfig.model_type:
         return True
     names = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
     return any(find_file(source, name, **hub_arguments) for name in names)
@@ -100,7 +100,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     check_subfolder(hub_arguments.get("subfolder"))
     check_available(source, CONFIG_NAME, **hub_arguments)
-    config = AutoConfig.from_pretrained(source, **hub_arguments)
+    config = read_config(source, **hub_arguments)
     model_class = model_class or model_class_of(config)
     if isinstance(config, SparseBertConfig):
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):

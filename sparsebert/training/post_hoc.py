@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, set_seed
+from transformers import set_seed
 
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..analysis.tables import Table
@@ -22,6 +22,7 @@ from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..files import check_output_dir, locked_output, write_metrics
+from ..hub import read_config, read_tokenizer
 from ..masks.matched import matched_patterns
 from ..models.architectures import attention_modules, check_architecture, num_positions
 from ..models.attaching import allowed_fields, attach
@@ -145,7 +146,7 @@ def _search(
 ) -> dict[str, Any]:
     start = time.perf_counter()
     set_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = read_tokenizer(str(options.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
     seconds = {"prepare": time.perf_counter() - start}
@@ -244,7 +245,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name in ("max_tokens", "max_validation_tokens"):
         check_range(name, getattr(options, name), options.max_length)
     check_source("model", options.model)
-    config = AutoConfig.from_pretrained(str(options.model))
+    config = read_config(str(options.model))
     check_architecture(config.model_type)
     if config.model_type == "vit":
         raise ValueError(f"{options.model} reads images: this search is for text encoders")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from ..analysis.importance import position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
@@ -15,6 +15,7 @@ from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
+from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ..models.token_mixers import fixed_length
@@ -138,7 +139,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+        tokenizer = read_tokenizer(data.tokenizer)
     else:
         tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
         tokenizer.model_max_length = model.config.max_position_embeddings

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import HTTPError
-from transformers import AutoConfig, TrainingArguments
+from transformers import TrainingArguments
 from transformers.activations import ACT2FN
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import (
@@ -22,7 +22,7 @@ from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
-from ..hub import check_available
+from ..hub import check_available, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
@@ -204,7 +204,7 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
     check_model_fields(model)
     config: PreTrainedConfig
     if data.base_model:
-        config = AutoConfig.from_pretrained(data.base_model)
+        config = read_config(data.base_model)
         check_sizes_of(f"base_model {data.base_model}", config, model)
         positions = model.get("max_position_embeddings") or num_positions(config)
     else:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import (
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     EncoderDecoderModel,
     GenerationConfig,
@@ -31,6 +30,7 @@ from transformers.utils import logging
 from ..checks import check_range
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, open_text, write_metrics
+from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
@@ -322,7 +322,7 @@ def _train_translation(
     vocab_size = SparseBertConfig(**fields).vocab_size
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+        tokenizer = read_tokenizer(data.tokenizer)
     else:
         tokenizer = train_tokenizer(map(list, train), vocab_size, lowercase=False)
         tokenizer.model_max_length = data.max_length

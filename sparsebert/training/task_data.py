@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from ..data.tasks import TASKS, TEST_SPLITS, Task
 from ..data.tasks.task_files import FORMATS
+from ..hub import read_tokenizer
 from .finetuning_arguments import FinetuningArguments
 
 
@@ -164,6 +164,6 @@ def prepare(options: FinetuningArguments) -> TaskData:
         logger.warning(f"task {task.name}: all {total} examples of {train} are of one class, {only!r}.")
     if options.max_train_examples is not None and options.max_train_examples < total:
         examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = read_tokenizer(str(options.model))
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,7 @@ class SparseBertTrainer(Trainer):
 
     Raises:
         FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
+        ValueError: By `train`, if the training set has no whole batch and `dataloader_drop_last` is set.
     """
 
     most_skipped_steps = 20
@@ -219,6 +220,12 @@ class SparseBertTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()
+        rows, batch = self.train_dataset, self.args.train_batch_size * self.args.world_size
+        if isinstance(rows, Sized) and len(rows) < batch:
+            message = f"the training set has {len(rows)} examples, fewer than a batch of {batch}"
+            if self.args.dataloader_drop_last:
+                raise ValueError(f"{message}, and dataloader_drop_last leaves none: take a smaller batch")
+            logger.warning(f"{message}: every step sees all of them.")
         # Of its own: the global one, from which it would draw, is that of noise and dropout.
         getattr(loader, "base_dataloader", loader).generator = self.worker_seeds
         return loader
