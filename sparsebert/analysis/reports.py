@@ -11,6 +11,7 @@ from ..data.tasks.glue import GLUE_COLUMNS
 from .tables import Table
 
 
+METRICS_NAME = "metrics.json"
 POSITIONS = {
     "diagonal": "P diag.",
     "offset_1": "P 1",
@@ -31,15 +32,22 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         `dict[Path, dict]`: Metrics by folder.
     Raises:
         FileNotFoundError: If a folder has no `metrics.json`.
+        ValueError: If the file is damaged, or of another kind of run.
     """
     metrics = {}
     for folder in map(Path, folders):
-        path = folder / "metrics.json"
+        path = folder / METRICS_NAME
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path}: no such file; expected the output folder of a finished pre-training or fine-tuning run"
             )
-        metrics[folder] = json.loads(path.read_text())
+        try:
+            metrics[folder] = json.loads(path.read_text(encoding="utf-8"))
+            report_tables({folder: metrics[folder]})
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: damaged, no JSON ({error})") from error
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise ValueError(f"{path}: not the metrics of pre-training or fine-tuning ({error!r})") from error
     return metrics
 
 
