@@ -199,6 +199,11 @@ def test_texts_stay_texts():
     assert extra == [tag for tag, _, _ in plain.elements if tag not in ("th", "td")]
 
 
+def test_runs_of_one_name_are_told_apart():
+    page = Page(make_page([], {Path("a/run"): FINETUNED, Path("b/run"): FINETUNED}))
+    assert [entry.split(":")[0].strip() for _, entry in page.all("li")] == ["a/run", "b/run"]
+
+
 def test_without_masks_there_is_nothing_to_draw():
     page = Page(make_page([], {Path("dense"): FINETUNED}))
     assert page.data == [] and "None of the runs has a mask" in page.all("main")[0][1]

@@ -103,17 +103,15 @@ def score_figures(what: str, found: list[Score]) -> str:
     charts = [
         _chart(what, "sparsity: entries of the mask removed, in %", [100 * score.sparsity for score in found], found)
     ]
-    timed = [score.seconds for score in found if score.seconds is not None]
-    unit = ""
-    if len(timed) == len(found):
-        unit, factor, _ = next(choice for choice in UNITS if max(timed) < choice[2])
-        charts.append(_chart(what, f"training time in {unit}", [seconds / factor for seconds in timed], found))
-    items = []
-    for index, score in enumerate(found):
-        text = f"{score.run}: {_with_deviation(score)}, {100 * score.sparsity:.1f} % removed"
-        if unit:
-            text += f", {score.seconds / factor:.3g} {unit} of training"
-        items.append(f"<li>{_key(index)} {escape(text)}</li>")
+    times = [score.seconds for score in found if score.seconds is not None and math.isfinite(score.seconds)]
+    texts = [f"{score.run}: {_with_deviation(score)}, {100 * score.sparsity:.1f} % removed" for score in found]
+    if len(times) == len(found):
+        unit, factor, _ = next(choice for choice in UNITS if max(times) < choice[2])
+        charts.append(_chart(what, f"training time in {unit}", [seconds / factor for seconds in times], found))
+        texts = [
+            f"{text}, {seconds / factor:.3g} {unit} of training" for text, seconds in zip(texts, times, strict=True)
+        ]
+    items = [f"<li>{_key(index)} {escape(text)}</li>" for index, text in enumerate(texts)]
     bars = "<p>Bars: one sample deviation over seeds, up and down.</p>" if any(s.deviation for s in found) else ""
     return (
         f'<section class="scores"><h3>{escape(what)}</h3><div class="charts">{"".join(charts)}</div>'

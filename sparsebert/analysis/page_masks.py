@@ -48,15 +48,13 @@ def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, 
         tiles by size, without the rows and columns of special tokens, as in [`plan`].
     """
     places: dict[bytes, int] = {}
-    layers = [[places.setdefault(head.tobytes(), len(places)) for head in layer] for layer in mask.keep.numpy()]
-    first = {
-        which: (layer, head)
-        for layer, row in reversed([*enumerate(layers)])
-        for head, which in [*enumerate(row)][::-1]
-    }
-    heads = [
-        mask.replace(keep=mask.keep[layer, head][None, None]) for layer, head in map(first.get, range(len(first)))
-    ]
+    heads: list[SparseMask] = []
+    layers: list[list[int]] = []
+    for layer in mask.keep:
+        layers.append([places.setdefault(head.numpy().tobytes(), len(places)) for head in layer])
+        for which, head in zip(layers[-1], layer, strict=True):
+            if which == len(heads):
+                heads.append(mask.replace(keep=head[None, None]))
     drawn = min(mask.length, DRAWN_LENGTH)
     kind, size = _kind(mask, len(heads), room)
     step = -(-drawn // size)

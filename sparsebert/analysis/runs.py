@@ -195,11 +195,11 @@ def read_mask(source: str | os.PathLike) -> SavedMask:
         ValueError: If a file is damaged or does not fit the mask.
         OSError: If the Hub has no such repository.
     """
-    source, config = _check_source(source)
-    if _is_searching(source, config):
-        searching = _read_search(source, config)
-        return SavedMask(source, searching.thresholded_mask(), searching.config)
-    return SavedMask(source, _read_frozen(source), config)
+    name, config = _check_source(source)
+    if _is_searching(name, config):
+        searching = _read_search(name, config)
+        return SavedMask(name, searching.thresholded_mask(), searching.config)
+    return SavedMask(name, _read_frozen(name), config)
 
 
 def read_run(source: str | os.PathLike) -> Run:
@@ -212,25 +212,25 @@ def read_run(source: str | os.PathLike) -> Run:
     Returns:
         [`Run`]
     """
-    source, config = _check_source(source)
-    if _is_searching(source, config):
-        searching = _read_search(source, config)
+    name, config = _check_source(source)
+    if _is_searching(name, config):
+        searching = _read_search(name, config)
         probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
         quantity = KEPT
     else:
-        mask = _read_frozen(source)
+        mask = _read_frozen(name)
         # A run with a given mask may lie where a search ended before, whose P is not this mask's.
-        path = _find(source, MASK_PROBS_NAME) if config is None or config.search else None
+        path = _find(name, MASK_PROBS_NAME) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
-    setup = {name: mask.metadata.get(name) for name in ("search", "pattern", "pattern_parameters")}
+    setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters")}
     if config is not None and config.search:
-        setup |= {name: getattr(config, name) for name in SEARCH_FIELDS}
+        setup |= {key: getattr(config, key) for key in SEARCH_FIELDS}
     setup |= {"quantity": quantity} | {
-        name: getattr(mask, name)
-        for name in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
+        key: getattr(mask, key)
+        for key in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
     }
-    return Run(source, mask, config, quantity, probs, setup)
+    return Run(name, mask, config, quantity, probs, setup)
 
 
 def read_runs(sources: Sequence[str | os.PathLike]) -> list[Run]:

@@ -17,6 +17,7 @@ from ..masks.sparse_mask import SparseMask
 from ..version import __version__
 from .page_charts import score_figures, scores
 from .page_masks import PAGE_BYTES, TILES, mask_data
+from .report_sources import distinct_names
 from .reports import report_tables
 from .runs import SavedMask
 from .tables import Table
@@ -128,11 +129,11 @@ def _json(data):
 
 def _masks_part(masks, data):
     tiles = Table.of(
-        "Live tiles: the share of square tiles that hold an entry, so that a kernel cannot skip them, in %",
+        "Live tiles, in %",
         [_tile_row(*pair) for pair in zip(masks, data, strict=True)],
         [
-            "Mean over heads and layers, then the least and the greatest. Rows and columns of special tokens are left "
-            "out."
+            "The share of square tiles that hold an entry, so that a kernel cannot skip them: mean over heads and "
+            "layers, then the least and the greatest. Rows and columns of special tokens are left out."
         ],
     )
     return "\n".join([_html(mask_table(masks)), *map(_facts, masks), _html(tiles)])
@@ -182,7 +183,7 @@ def _runs_part(runs):
     tables = "\n".join(map(_html, report_tables(runs)))
     figures = [
         score_figures(what, found)
-        for what, found in scores({folder.name: metrics for folder, metrics in runs.items()}).items()
+        for what, found in scores(dict(zip(distinct_names([*runs]), runs.values(), strict=True))).items()
         if len(found) > 1
     ]
     charts = f"<h3>Quality against sparsity and time</h3>{''.join(figures)}" if figures else ""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.report_sources import Source, read_sources
+from ..analysis.report_sources import Source, distinct_names, read_sources
 from ..analysis.reports import report_tables
 from ..analysis.web_page import PageMask, check_page, mask_table, write_page
 from ..theory.verdicts import Case, check_cases, details
@@ -41,7 +41,7 @@ def command(words):
     return Command(
         run,
         {"report": ReportArguments, "print": Printing},
-        examples=("runs/demo/dam_s runs/demo/dense", "runs/glue --json", "runs/demo/dam_s MASK -o report.html"),
+        examples=("runs/demo/dam_s runs/demo/dense", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html"),
         words="RUN_OR_MASK ...",
         positional="report.runs",
         short={"-o": "--output"},
@@ -71,24 +71,21 @@ def run(values):
 def _page_masks(sources: Sequence[Source]) -> list[PageMask]:
     """The masks with short names that differ, and what the theorems say about them."""
     saved = [mask for source in sources for mask in source.masks]
-    short = [Path(mask.source).name for mask in saved]
-    names = [mask.source if short.count(name) > 1 else name for mask, name in zip(saved, short, strict=True)]
-    cases = [
-        Case(name, mask.mask, min(mask.mask.length, MAX_CHECKED), {}, None, mask.is_decoder, mask.token_mixers)
-        for name, mask in zip(names, saved, strict=True)
-    ]
+    names = distinct_names([mask.source for mask in saved])
+    cases = []
+    for name, mask in zip(names, saved, strict=True):
+        length, setup = min(mask.mask.length, MAX_CHECKED), {"causal": True} if mask.is_decoder else {}
+        cases.append(Case(name, mask.mask, length, setup, None, mask.is_decoder, mask.token_mixers))
     # One token has no other to attend to.
-    checked = {case.name: found for case, found in _verdicts([case for case in cases if case.length > 1])}
-    entries = []
-    for case, mask in zip(cases, saved, strict=True):
-        verdict, facts = "", ""
-        if found := checked.get(case.name):
-            verdict, facts = f"{found.universal}: {found.reason}", details(case, found)
-            if case.length < mask.mask.length:
-                verdict += f" (checked at {case.length} tokens)"
-        entries.append(PageMask(case.name, mask, verdict, facts))
-    return entries
+    checkable = [case for case in cases if case.length > 1]
+    found = {case.name: verdict for case, verdict in zip(checkable, check_cases(checkable), strict=True)}
+    return [_page_mask(case, mask, found.get(case.name)) for case, mask in zip(cases, saved, strict=True)]
 
 
-def _verdicts(cases):
-    return zip(cases, check_cases(cases), strict=True)
+def _page_mask(case, saved, found):
+    if found is None:
+        return PageMask(case.name, saved)
+    verdict = f"{found.universal}: {found.reason}"
+    if case.length < saved.mask.length:
+        verdict += f" (checked at {case.length} tokens)"
+    return PageMask(case.name, saved, verdict, details(case, found))
