@@ -11,6 +11,7 @@ from ..data.tasks.glue import GLUE_COLUMNS
 from .tables import Table
 
 
+METRICS_NAME = "metrics.json"
 POSITIONS = {
     "diagonal": "P diag.",
     "offset_1": "P 1",
@@ -39,7 +40,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
     """
     metrics = {}
     for folder in map(Path, folders):
-        path = folder / "metrics.json"
+        path = folder / METRICS_NAME
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path}: no such file; expected the output folder of a finished pre-training or fine-tuning run"
@@ -51,6 +52,10 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
         if not kinds:
             raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE; a report is of these")
+        try:
+            report_tables({folder: found})
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise ValueError(f"{path}: not the metrics of pre-training or fine-tuning ({error!r})") from error
         metrics[folder] = found
     return metrics
 

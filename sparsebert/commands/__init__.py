@@ -32,7 +32,7 @@ VERBS = {
     "plan": "what a mask costs to run: live tiles, and which backend would be chosen",
     "theory": "which universality theorems apply to a pattern or mask",
     "draw": "pictures of patterns and masks",
-    "report": "tables of finished runs",
+    "report": "tables of finished runs, and a web page to look at masks",
     "reproduce": "the papers' tables and figures",
     "translate": "train a translation model with sparse attention",
 }
@@ -58,6 +58,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
     command = _command_of(verb, rest)
+    rest = [command.short.get(word, word) for word in rest]
     values = load_recipe(rest, command.sections, command.positional, command.excluded)
     if command.positional is None and not any(values.values()):
         raise ValueError(f"recipe {rest[0]} sets nothing: expected sections with fields")
