@@ -26,7 +26,6 @@ MASKS = {
     "empty rows": {"density": 0.05},
 }
 MODEL_HEADS = (
-    "Model",
     "ForPreTraining",
     "ForMaskedLM",
     "LMHeadModel",

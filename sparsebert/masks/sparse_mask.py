@@ -20,8 +20,18 @@ import torch
 from transformers.utils import PushToHubMixin
 
 from ..checks import check_choice, check_range
+from ..hub import upload_and_delete
 from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
-from .mask_files import SPARSITY_TOLERANCE, MaskFileError, find_mask_files, read_mask_files, write_mask_files
+from .mask_files import (
+    MAX_MASK_LENGTH,
+    SEARCH_CONFIG_NAME,
+    SPARSITY_TOLERANCE,
+    MaskFileError,
+    check_no_search,
+    find_mask_files,
+    read_mask_files,
+    write_mask_files,
+)
 
 
 # A configuration's `diagonal` to that of a SparseMask.
@@ -127,8 +137,12 @@ class SparseMask(PushToHubMixin):
             )
         if block_size is not None:
             check_range("block_size", block_size, 1)
-        if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
-            raise ValueError(f"keep must be a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
+        if not isinstance(keep, torch.Tensor):
+            raise ValueError(f"keep must be a bool tensor, got {type(keep).__name__}")
+        if keep.dtype != torch.bool or keep.layout != torch.strided or keep.is_meta:
+            raise ValueError(f"keep must be a bool tensor with data, got {keep.dtype} {keep.layout} on {keep.device}")
+        if not isinstance(metadata, dict | None):
+            raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
         num_dims = 4 if form == "table" else 3
         keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
         keep = keep[None] if keep.dim() == num_dims - 1 else keep
@@ -203,8 +217,8 @@ class SparseMask(PushToHubMixin):
             ValueError: If `length` is less than 1, or exceeds the mask's and `length_policy` is `"error"`.
         """
         length = self.length if length is None else length
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
+            raise ValueError(f"length must be an integer from 1 to {MAX_MASK_LENGTH}, got {length!r}")
         return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy)
 
     def to_table(self, length: int | None = None) -> torch.Tensor:
@@ -302,17 +316,46 @@ class SparseMask(PushToHubMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """
-        Write `mask_config.json` and `mask.safetensors` (one bit per parameter).
+        Write `mask_config.json` and `mask.safetensors` (one bit per parameter). In the folder of an attached model
+        that is being searched, the mask ends that search: its `search_config.json` is removed.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to, created if missing.
             push_to_hub (`bool`, *optional*, defaults to `False`): Whether to upload the files as well.
             kwargs: Arguments of `PushToHubMixin.push_to_hub` (`repo_id`, `private`, `token`, `commit_message`, ...).
+
+        Raises:
+            ValueError: If the folder holds a SparseBERT that is being searched: its `config.json` says so.
         """
         folder = Path(save_directory)
+        check_no_search(folder)
         write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
+        (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def _upload_modified_files(
+        self,
+        working_dir,
+        repo_id,
+        files_timestamps,
+        commit_message=None,
+        token=None,
+        create_pr=False,
+        revision=None,
+        commit_description=None,
+    ):
+        """The last step of `push_to_hub`: as in a folder, the mask ends a search."""
+        return upload_and_delete(
+            working_dir,
+            repo_id,
+            [SEARCH_CONFIG_NAME],
+            commit_message or "Upload mask",
+            token,
+            create_pr,
+            revision,
+            commit_description,
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "SparseMask":

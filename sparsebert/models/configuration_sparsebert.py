@@ -1,5 +1,6 @@
 """The configuration of a BERT with a learned or fixed sparse attention mask, and the mask that it describes."""
 
+import difflib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -190,6 +191,11 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
                 self.pattern = "dense"
         if self.mask_length is None:
             self.mask_length = min(self.max_position_embeddings, 512)
+        own = [name for name in self.__dataclass_fields__ if name not in BertConfig.__dataclass_fields__]
+        for name in kwargs:
+            # Transformers keeps unknown fields, which would let a search run without the one that was meant.
+            if match := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+                raise ValueError(f"unknown field {name!r}; did you mean {match[0]!r}?")
         super().__post_init__(**kwargs)
 
     @property
