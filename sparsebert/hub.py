@@ -91,7 +91,7 @@ def upload_and_delete(
         api.create_branch(repo_id=repo_id, branch=revision, token=token, exist_ok=True)
     return api.upload_folder(
         repo_id=repo_id,
-        folder_path=folder,
+        folder_path=Path(folder),
         commit_message=commit_message or "Upload model",
         commit_description=commit_description,
         token=token,

@@ -259,12 +259,20 @@ class SparseBertTrainer(Trainer):
         names = getattr(self.accelerator.unwrap_model(self.model), "_contradicting_files", None)
         return () if names is None else names()
 
-    def push_to_hub(self, *args: Any, token: str | None = None, private: bool | None = None, **kwargs: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         token = self.args.hub_token if token is None else token
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
-        self._delete_contradicting(token, kwargs.get("revision"))
-        return super().push_to_hub(*args, token=token, private=private, **kwargs)
+        self._delete_contradicting(token, revision)
+        return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
