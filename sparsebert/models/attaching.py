@@ -152,7 +152,7 @@ def attach(
     check_architecture(inner.config.model_type)
     attn_implementation = sparse_name(attn_implementation)
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
-        raise ValueError(f"attach needs a SparseMask or the name of one, got {mask_or_search!r}")
+        raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
     given = mask_or_search if isinstance(mask_or_search, str) else None
     if refused := sorted(fields.keys() - set(allowed_fields(given))):
         kind = "search" if given in SEARCHES else "pattern" if given in PATTERNS else "given mask"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
 from .architectures import input_shape
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     _ModelBase = PreTrainedModel
 else:
     _ModelBase = object
+
+logger = logging.get_logger(__name__)
 
 
 class MaskedForward(_ModelBase):
@@ -89,8 +92,14 @@ def _with_mask_inputs(model, names, args, kwargs):
             needs.add("additive")
         padding = padding.to(device).bool() if padding.dim() == 2 else None
     # As in transformers, a mask without padding is no mask. Under compilation the question would depend on data.
-    if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
-        padding = None
+    if padding is not None and not torch.compiler.is_compiling():
+        if bool(padding.all()):
+            padding = None
+        elif not bool(padding.any(-1).all()):
+            logger.warning_once(
+                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output means "
+                "nothing."
+            )
     if given.get("output_attentions", config.output_attentions):
         needs.add("weights")
     if config._attn_implementation not in ATTENTION_NAMES:
