@@ -129,7 +129,8 @@ def attach(
             `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
             model or revision, instead of warning.
-        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend.
+        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
+            `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
         fields: Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
             for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
             `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`.
