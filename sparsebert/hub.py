@@ -1,10 +1,16 @@
-"""Whether files of the Hub can be had, asked before a client retries for half a minute."""
+"""The Hub: asked before a client retries for half a minute, read without running code, and pushed to in one commit."""
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 # Seconds to wait for the Hub's answer. A network that is only slow is left to the client and its retries.
@@ -59,3 +65,69 @@ def check_available(
         f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
         f"connection, fetch it with: hf download {' '.join(options)}"
     )
+
+
+def upload_and_delete(
+    folder: str | os.PathLike,
+    repo_id: str,
+    deleted: Iterable[str],
+    commit_message: str | None = None,
+    token: str | bool | None = None,
+    create_pr: bool = False,
+    revision: str | None = None,
+    commit_description: str | None = None,
+) -> Any:
+    """
+    The last step of `PushToHubMixin.push_to_hub`, in one commit that also deletes files.
+
+    Args:
+        folder (`str` or `os.PathLike`): Folder to upload.
+        repo_id (`str`): Repository.
+        deleted (`Iterable[str]`): Names of files to delete from it, where it has them and the folder does not.
+        commit_message, token, create_pr, revision, commit_description: See `HfApi.upload_folder`.
+    """
+    api = HfApi()
+    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+        api.create_branch(repo_id=repo_id, branch=revision, token=token, exist_ok=True)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=commit_message or "Upload model",
+        commit_description=commit_description,
+        token=token,
+        create_pr=create_pr,
+        revision=revision,
+        delete_patterns=list(deleted),
+    )
+
+
+def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedConfig":
+    """
+    The configuration of a model in a folder or on the Hub.
+
+    Raises:
+        ValueError: If it is defined by code in that folder or repository, which is never run.
+        OSError: If there is none.
+    """
+    from transformers import AutoConfig
+
+    return _without_code(AutoConfig.from_pretrained, source, hub_arguments)
+
+
+def read_tokenizer(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder or on the Hub. Raises what [`read_config`] does."""
+    from transformers import AutoTokenizer
+
+    return _without_code(AutoTokenizer.from_pretrained, source, hub_arguments)
+
+
+def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) -> Any:
+    try:
+        # By default transformers would ask on the terminal whether to run it.
+        return read(source, trust_remote_code=False, **hub_arguments)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} comes with Python code, which is never run: it must be of a type that transformers knows"
+        ) from error

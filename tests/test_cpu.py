@@ -5,13 +5,11 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
 import copy
-import ctypes
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import growth
 
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.cpu import compressed_rows, unavailable
@@ -42,7 +40,7 @@ def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, see
     begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
-    return begin, end, columns, padding, last, True, torch.tensor([seed]), dropout, 0.3
+    return begin, end, columns, padding, last, torch.tensor([seed]), True, True, False, dropout, 0.3
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -276,21 +274,6 @@ def test_copies_of_a_frozen_model_run(tiny_config, assert_same_model, copied):
     assert_same_model(copied(model), model, input_ids=ids)
 
 
-def most_memory():
-    """Peak memory in bytes."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def growth(function):
-    """Peak memory of a second call of `function`, in bytes above the memory before it."""
-    function()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would otherwise be used again, without growth
-    Path("/proc/self/clear_refs").write_text("5")  # from here on
-    before = most_memory()
-    function()
-    return most_memory() - before
-
-
 def test_no_allocation_of_n_times_n():
     length = 4096
     mask = SparseMask(torch.ones(1, 33, dtype=torch.bool), length, "offsets", special_tokens="first_last")
@@ -325,5 +308,6 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     begin, end, columns = compressed_rows(mask.to_table()[0])
     with pytest.raises(RuntimeError):
         torch.ops.sparsebert.csr_attention(
-            query, key, value, begin, end, columns, None, None, True, torch.zeros(1, dtype=torch.int64), 0.0, 1.0
+            *(query, key, value, begin, end, columns, None, None, torch.zeros(1, dtype=torch.int64)),
+            *(False, True, False, 0.0, 1.0),
         )

@@ -21,6 +21,10 @@ POSITIONS = {
 }
 
 
+# What is in the metrics of GLUE, of fine-tuning and of pre-training.
+_KINDS = ({"glue", "missing"}, {"task", "main_metric", "splits"}, {"sparsity", "positions", "seconds"})
+
+
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
     """
     Read the metrics of runs.
@@ -32,7 +36,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         `dict[Path, dict]`: Metrics by folder.
     Raises:
         FileNotFoundError: If a folder has no `metrics.json`.
-        ValueError: If the file is damaged, or of another kind of run.
+        ValueError: If one is damaged, or of another kind of run.
     """
     metrics = {}
     for folder in map(Path, folders):
@@ -42,12 +46,17 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
                 f"{path}: no such file; expected the output folder of a finished pre-training or fine-tuning run"
             )
         try:
-            metrics[folder] = json.loads(path.read_text(encoding="utf-8"))
-            report_tables({folder: metrics[folder]})
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: damaged, no JSON ({error})") from error
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: damaged or not JSON ({error})") from error
+        kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
+        if not kinds:
+            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE; a report is of these")
+        try:
+            report_tables({folder: found})
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
-            raise ValueError(f"{path}: not the metrics of pre-training or fine-tuning ({error!r})") from error
+            raise ValueError(f"{path}: damaged, its metrics are incomplete ({error!r})") from error
+        metrics[folder] = found
     return metrics
 
 

@@ -21,15 +21,14 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
-from ..files import write_metrics
+from ..files import make_folder, write_metrics
 from ..hub import check_available
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
-from ..models.saving import SEARCH_CONFIG_NAME
 from ..search.learned_mask import MASK_PROBS_NAME
 from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
 from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
@@ -414,7 +413,7 @@ def analyze(
         special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
     numbers = measure_importance(runs, special_tokens)
     probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     for number, run in enumerate(runs, start=1):
         name = Path(run.source).name if len(runs) == 1 else f"run {number}, {Path(run.source).name}"
         plot_heads(run.mask, output / ("heads" if len(runs) == 1 else f"heads_{number}"), name)

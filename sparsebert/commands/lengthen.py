@@ -6,11 +6,10 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 
 from dataclasses import dataclass
 
-from transformers import AutoConfig, AutoTokenizer
-
 from ..checks import check_choice
 from ..files import check_output_dir
-from ..models.loading import carries_mask, load, model_class_of
+from ..hub import read_config, read_tokenizer
+from ..models.loading import carries_mask, check_folder, load, model_class_of
 from ..models.positions import METHODS, extend_positions
 from ._command import Command, Results, needed
 
@@ -52,12 +51,13 @@ def run(values):
     needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
+    check_folder(options.model, "model")
     check_output_dir(options.output_dir, options.overwrite)
     if carries_mask(options.model):
         model = load(options.model)
     else:
-        model = model_class_of(AutoConfig.from_pretrained(options.model)).from_pretrained(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = model_class_of(read_config(options.model)).from_pretrained(options.model)
+    tokenizer = read_tokenizer(options.model)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     model.save_pretrained(options.output_dir)

@@ -68,8 +68,14 @@ def _prepare_forward(argument_names, model, args, kwargs):
             needs.add("additive")
         padding = padding.to(device).bool() if padding.dim() == 2 else None
     # As in transformers, a mask without padding is no mask. Under compilation the question would depend on data.
-    if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
-        padding = None
+    if padding is not None and not torch.compiler.is_compiling():
+        if bool(padding.all()):
+            padding = None
+        elif not bool(padding.any(-1).all()):
+            logger.warning_once(
+                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output means "
+                "nothing."
+            )
     if given.get("output_attentions"):
         needs.add("weights")
     autocast = torch.is_autocast_enabled(device.type)
@@ -211,7 +217,7 @@ def attach(
     check_architecture(inner.config.model_type)
     check_backend(attn_implementation)
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
-        raise ValueError(f"attach needs a SparseMask or the name of one, got {mask_or_search!r}")
+        raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
     given = mask_or_search if isinstance(mask_or_search, str) else None
     if refused := sorted(fields.keys() - set(allowed_fields(given))):
         kind = "search" if given in SEARCHES else "pattern" if given in PATTERNS else "given mask"

@@ -1,5 +1,6 @@
 """The configuration of a BERT with a learned or fixed sparse attention mask, and the mask that it describes."""
 
+import difflib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -106,8 +107,8 @@ class SparseBertConfig(BertConfig):
             `"remove"` turns it off, `"learned"` leaves it to the search or the pattern, and takes off what was fixed
             in a frozen mask. Unset once a mask is frozen, which holds it from then on.
         special_tokens (`str`, *optional*): Tokens whose rows and columns are always on in a search: `"none"`,
-            `"first"` or `"first_last"`. Defaults to `"first_last"` for `dam_s` and `dam_b` (`"first"` in a decoder)
-            and to `"none"` for the others.
+            `"first"` (each sequence's first token that is not padding) or `"first_last"`. Defaults to `"first_last"`
+            for `dam_s` and `dam_b` (`"first"` in a decoder) and to `"none"` for the others.
         last_token (`str`, *optional*): What the last token is: `"real"` for the last one that is not padding, the
             default, or `"position"` for the last position of the input. Unset once a mask is frozen.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
@@ -189,6 +190,11 @@ class SparseBertConfig(BertConfig):
                 self.pattern = "dense"
         if self.mask_length is None:
             self.mask_length = min(self.max_position_embeddings, 512)
+        own = [name for name in self.__dataclass_fields__ if name not in BertConfig.__dataclass_fields__]
+        for name in kwargs:
+            # Transformers keeps unknown fields, which would let a search run without the one that was meant.
+            if match := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+                raise ValueError(f"unknown field {name!r}; did you mean {match[0]!r}?")
         # config.json does not store it. A reloaded model would run the stock default, which is refused.
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = "sparse_auto"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 import transformers
-from transformers import AutoConfig
 
 from ..attention.backends import ATTENTION_NAMES, check_backend
+from ..hub import read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, get_sparse_attention, read_mask
@@ -16,6 +16,7 @@ from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
+from .run_checks import check_sizes_of
 from .task_data import TaskData
 
 
@@ -41,7 +42,8 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here.
         OSError: If the model or the mask does not exist.
     """
-    model = AutoConfig.from_pretrained(str(options.model))
+    model = read_config(str(options.model))
+    check_sizes_of(f"model {options.model}", model, config)
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
         raise ValueError(
@@ -89,6 +91,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     fields = {name: value for name, value in config.items() if name in of_mask}
     arguments = {name: value for name, value in config.items() if name not in of_mask}
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
+    arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(str(options.model)):
@@ -125,7 +128,7 @@ def _with_mask(
     pattern = name in PATTERNS
     if pattern:
         fields = {"mask_length": options.max_length} | fields
-    sparse = AutoConfig.from_pretrained(str(options.model)).model_type == SparseBertConfig.model_type
+    sparse = read_config(str(options.model)).model_type == SparseBertConfig.model_type
     if sparse and pattern:
         arguments |= {"pattern": name, "attn_implementation": backend}
         return model_class.from_pretrained(options.model, **arguments, **fields)
