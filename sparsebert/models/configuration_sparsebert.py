@@ -18,6 +18,7 @@ from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
 from ..search.searches import SEARCHES
+from .masked_configs import MaskedConfigMixin
 from .token_mixers import MIXERS, check_token_mixers
 
 
@@ -63,7 +64,7 @@ def _between(low: float, high: float, low_open: bool = False, high_open: bool = 
 
 
 @strict
-class SparseBertConfig(BertConfig):
+class SparseBertConfig(MaskedConfigMixin, BertConfig):
     """
     A [`BertConfig`] with an attention mask: either a fixed `pattern`, or a `search` that learns it.
 
@@ -195,9 +196,6 @@ class SparseBertConfig(BertConfig):
             # Transformers keeps unknown fields, which would let a search run without the one that was meant.
             if match := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
                 raise ValueError(f"unknown field {name!r}; did you mean {match[0]!r}?")
-        # config.json does not store it. A reloaded model would run the stock default, which is refused.
-        if kwargs.get("attn_implementation") is None:
-            kwargs["attn_implementation"] = "sparse_auto"
         super().__post_init__(**kwargs)
 
     @property

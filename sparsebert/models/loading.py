@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from ..attention.backends import check_backend
+from ..attention.backends import sparse_name
 from ..hub import check_available, read_config
 from ..masks.mask_files import (
     HUB_ARGUMENTS,
@@ -111,8 +111,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
                 )
         return model_class.from_pretrained(source, **kwargs)
     check_architecture(config.model_type)
-    attn_implementation = kwargs.pop("attn_implementation", None) or "sparse_auto"
-    check_backend(attn_implementation)
+    attn_implementation = sparse_name(kwargs.pop("attn_implementation", None))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
     if mask_config := find_file(source, MASK_CONFIG_NAME, **hub_arguments):
         mask = SparseMask.from_pretrained(source, **hub_arguments)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields as dataclass_fields
-from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,8 @@ from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFI
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_mask import MASK_PROBS_NAME
 from .configuration_sparsebert import SparseBertConfig
+from .derived import Derived
+from .forwards import MaskedForward
 from .sparse_attention import SparseAttention
 
 
@@ -56,7 +57,7 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     return sparse_attention
 
 
-class SparseModelMixin(_ModelBase):
+class SparseModelMixin(MaskedForward, _ModelBase):
     """
     What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
     `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
@@ -137,17 +138,12 @@ class SparseModelMixin(_ModelBase):
         )
 
 
-class AttachedModel(SparseModelMixin):
+class AttachedModel(Derived, SparseModelMixin):
     """
     A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
     the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
     and `search_config.json` says what is searched.
     """
-
-    stock_class: type[PreTrainedModel]
-
-    def __reduce__(self) -> tuple:
-        return _new_attached, (self.stock_class,), self.__dict__
 
     def _save_mask(self, folder):
         super()._save_mask(folder)
@@ -158,14 +154,3 @@ class AttachedModel(SparseModelMixin):
     def _contradicting_files(self):
         names = super()._contradicting_files()
         return tuple(n for n in names if n != SEARCH_CONFIG_NAME) if self.sparse_attention.searching else names
-
-
-@cache
-def attached_class(stock_class: type[PreTrainedModel]) -> type[AttachedModel]:
-    """The class of an attached `stock_class`."""
-    names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(stock_class.__name__, (AttachedModel, stock_class), names | {"stock_class": stock_class})
-
-
-def _new_attached(stock_class):
-    return object.__new__(attached_class(stock_class))
