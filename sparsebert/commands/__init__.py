@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from ..checks import nearest
+from ..hub import explained
 from ..version import __version__
 from ._command import Command
 
@@ -28,6 +29,9 @@ VERBS = {
     "theory": "which universality theorems apply to a pattern or mask",
     "draw": "pictures of patterns and masks",
     "report": "tables of finished runs",
+    "masks": "the masks in a Hub repository or folder",
+    "push": "a model or mask to the Hub",
+    "pull": "a model or mask from the Hub",
     "reproduce": "the papers' tables and figures",
     "translate": "train a translation model with sparse attention",
 }
@@ -113,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(verb, error, 2)
     except RecursionError:
         return _say(verb, "what was given is nested too deeply", 2)
+    except HTTPError as error:
+        return _say(verb, explained(error), 1)
     except (OSError, FloatingPointError) as error:
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:

@@ -10,13 +10,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ..checks import check_choice
 from ..files import check_output_dir
+from ..hub import HubArguments
 from ..models.loading import carries_mask, load, model_class_of
 from ..models.positions import METHODS, extend_positions
-from ._command import Command, Results, needed
+from ._command import Command, Results, needed, without_token
 
 
 @dataclass
-class LengtheningArguments:
+class LengtheningArguments(HubArguments):
     """
     What to extend.
 
@@ -53,14 +54,16 @@ def run(values):
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
     check_output_dir(options.output_dir, options.overwrite)
-    if carries_mask(options.model):
-        model = load(options.model)
+    source, hub_arguments = options.model, options.hub_arguments(options.model)
+    if carries_mask(source, **hub_arguments):
+        model = load(source, **hub_arguments)
     else:
-        model = model_class_of(AutoConfig.from_pretrained(options.model)).from_pretrained(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+        config = AutoConfig.from_pretrained(source, **hub_arguments)
+        model = model_class_of(config).from_pretrained(source, **hub_arguments)
+    tokenizer = AutoTokenizer.from_pretrained(source, **hub_arguments)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
-    return Results(vars(options), notes=[done])
+    return Results(without_token(vars(options)), notes=[done])

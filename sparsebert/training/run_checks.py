@@ -14,6 +14,7 @@ from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
+from ..hub import mask_arguments
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -110,15 +111,15 @@ def check_source(field: str, name: str | None) -> None:
             raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
 
 
-def read_given_mask(name: str) -> SparseMask:
+def read_given_mask(name: str, **hub_arguments: Any) -> SparseMask:
     """
-    The mask of a folder or Hub id.
+    The mask of a folder or Hub id. `hub_arguments` are those of [`SparseMask.from_pretrained`].
 
     Raises:
         ValueError, OSError: If it cannot be read. The message names it.
     """
     try:
-        return SparseMask.from_pretrained(name)
+        return SparseMask.from_pretrained(name, **hub_arguments)
     except HTTPError as error:
         raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error
 
@@ -160,10 +161,13 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
         )
     for name in ("base_model", "tokenizer", "mask"):
         check_source(name, getattr(data, name))
+    if data.base_model is None:
+        data.hub_arguments()
+    mask_arguments(data)
     check_model_fields(model)
     config: PreTrainedConfig
     if data.base_model:
-        config = AutoConfig.from_pretrained(data.base_model)
+        config = AutoConfig.from_pretrained(data.base_model, **data.hub_arguments(data.base_model))
         positions = model.get("max_position_embeddings") or num_positions(config)
     else:
         config = SparseBertConfig(**model)

@@ -156,6 +156,6 @@ def prepare(options: FinetuningArguments) -> TaskData:
     total = len(examples[train])
     if options.max_train_examples is not None and options.max_train_examples < total:
         examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **options.hub_arguments(options.model))
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)
