@@ -378,3 +378,37 @@ mask_of("star").push_to_hub("user/stars", subfolder="star-80")
     assert not [path for path in written if b"hf_local" in path.read_bytes()]
     assert json.loads((run / "metrics.json").read_text())["mask"] == "star-80"
     assert "user/stars" not in (run / "README.md").read_text()
+
+
+# Cards
+
+
+def test_card_of_a_repository_is_ours_or_stays(hub, client):
+    """A model's names the repository and has the tags that were asked for; one that a user wrote stays."""
+    client.run("""
+model = sparsebert.attach(tiny(), "window", mask_length=16)
+model.push_to_hub("user/card", tags=["mine"])
+model.push_to_hub("user/card")
+""")
+    card = hub.read("user/card", "README.md").decode()
+    assert "More Information Needed" not in card and card.count("\n- mine\n") == 0
+    assert card.startswith("---\nlibrary_name: sparsebert\n") and 'sparsebert.load("user/card")' in card
+    client.run("""
+from huggingface_hub import HfApi
+HfApi().upload_file(path_or_fileobj=b"# Mine", path_in_repo="README.md", repo_id="user/card")
+model.push_to_hub("user/card")
+mask_of("star").push_to_hub("user/card")
+mask_of("star").push_to_hub("user/card", subfolder="star-80")
+""")
+    assert hub.read("user/card", "README.md") == b"# Mine"
+    assert b'"user/card", subfolder="star-80"' in hub.read("user/card", "star-80/README.md")
+
+
+def test_base_model_on_the_hub_is_named_with_its_revision(hub, client, tmp_path):
+    client.run(f"""
+tiny().push_to_hub("user/tiny")
+base = transformers.AutoModelForMaskedLM.from_pretrained("user/tiny")
+sparsebert.attach(base, "window", mask_length=16).save_pretrained({str(tmp_path)!r})
+""")
+    card = (tmp_path / "README.md").read_text()
+    assert f"base_model: user/tiny\nbase_model_revision: {hub.repos['user/tiny'].sha}" in card

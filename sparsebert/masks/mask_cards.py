@@ -20,7 +20,7 @@ from ..version import __version__
 CARD_NAME = "README.md"
 _SIGNATURE = re.compile(r"\n<!-- sparsebert wrote this card (\w+): once changed, it is never written again -->\s*\Z")
 # Sections in the order in which a card has them; the text before the first one is under "".
-SECTIONS = ("", "Masks", "Mask", "Results", "Cost", "Load", "Limits")
+SECTIONS = ("", "Masks", "Mask", "Results", "Cost", "Plan", "Load", "Limits")
 # The table of a mask has a column per head up to this many.
 MOST_COLUMNS = 16
 _LENGTH_POLICIES = {

@@ -62,35 +62,29 @@ def _add(folder, results, datasets, tables, metrics, network=None):
         data.metrics = list(dict.fromkeys(result.metric_type for result in results))
     data.datasets = list(datasets) or data.datasets
     sections["Results"] = "\n".join(table.markdown() for table in tables)
-    sections["Cost"] = _cost(metrics, network) or sections.get("Cost", "")
+    sections["Cost"] = _cost(metrics)
+    if network is not None:
+        sections["Plan"] = make_plan(network, device="cpu", dtype=torch.float32).table().markdown()
     if (folder / PICTURE).is_file() and PICTURE not in sections["Mask"]:
         caption = "The masks of the heads: white is kept, black is removed"
         sections["Mask"] += f"\n\n![{caption}]({PICTURE})"
     save_card(folder, make_card(data, sections))
 
 
-def _cost(metrics, network):
-    names = {
-        "hardware": "measured on",
-        "train_seconds": "training, seconds",
-        "seconds": "whole run, seconds",
-        "tokens_per_second": "tokens per second of training",
-    }
-    seconds = metrics.get("seconds")
-    values = metrics | (
-        {f"{name}, seconds": value for name, value in seconds.items()} if isinstance(seconds, dict) else {}
-    )
-    shown = {text: values[name] for name, text in names.items() if isinstance(values.get(name), (int, float, str))}
-    shown |= {name: value for name, value in values.items() if name.endswith(", seconds")}
-    rows = [{"": name, " ": value if isinstance(value, str) else f"{value:.4g}"} for name, value in shown.items()]
+def _cost(metrics):
+    """The times that a run measured, as a table; none without what they were measured on."""
+    if "hardware" not in metrics:
+        return ""
+    rows = [("measured on", metrics["hardware"])]
+    seconds = metrics["seconds"] if isinstance(metrics["seconds"], dict) else {"whole run": metrics["seconds"]}
+    if "train_seconds" in metrics:
+        seconds = {"training": metrics["train_seconds"]} | seconds
+    rows += [(f"{name}, seconds", f"{value:.4g}") for name, value in seconds.items()]
+    if "tokens_per_second" in metrics:
+        rows.append(("tokens per second of training", f"{metrics['tokens_per_second']:.4g}"))
     if "seeds" in metrics:
-        rows.append({"": "means over", " ": f"{len(metrics['seeds'])} seeds"})
-    parts = [Table.of("Times of this run", rows).markdown()] if "hardware" in metrics else []
-    if network is not None:
-        table = make_plan(network, device="cpu", dtype=torch.float32).table()
-        table.title = f"Plan: {table.title}"
-        parts.append(table.markdown())
-    return "\n".join(parts)
+        rows.append(("means over", f"{len(metrics['seeds'])} seeds"))
+    return Table("Times of this run", ["what", "value"], [list(row) for row in rows]).markdown()
 
 
 def _evaluation(task_type: str, dataset: tuple, split: str, metric: tuple[str, str], value: Any) -> EvalResult:
