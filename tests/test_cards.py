@@ -210,7 +210,7 @@ def test_trainer_keeps_the_card(tmp_path):
     (tmp_path / "ours" / "README.md").write_text("# Mine\n")
     trainer.create_model_card()
     assert (tmp_path / "ours" / "README.md").read_text() == "# Mine\n"
-    dense = BertForMaskedLM(BertConfig(50, 32, 1, 2, 32))
+    dense = BertForMaskedLM(BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     for kind in (Trainer, SparseBertTrainer):
         kind(dense, arguments(kind.__name__)).create_model_card()
     texts = [(tmp_path / name / "README.md").read_text() for name in ("Trainer", "SparseBertTrainer")]

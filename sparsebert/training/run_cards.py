@@ -47,7 +47,8 @@ def hardware() -> str:
     except OSError:
         found = None
     name = found[1] if found else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _add(folder, results, datasets, tables, metrics, network=None):
