@@ -387,7 +387,7 @@ model.push_to_hub("user/card", tags=["mine"])
 model.push_to_hub("user/card")
 """)
     card = hub.read("user/card", "README.md").decode()
-    assert "More Information Needed" not in card and card.count("\n- mine\n") == 0
+    assert "More Information Needed" not in card and card.count("\n- mine\n") == 1
     assert card.startswith("---\nlibrary_name: sparsebert\n") and 'sparsebert.load("user/card")' in card
     client.run("""
 from huggingface_hub import HfApi

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME
 
 from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
@@ -70,10 +73,14 @@ def save_model_card(model: Any, folder: Path) -> None:
 
 def _base(config):
     """Metadata about the model that this one was loaded from: of the Hub, or what the card of its folder says."""
-    source, commit = config.name_or_path, getattr(config, "_commit_hash", None)
-    found = {"base_model": source, "base_model_revision": commit} if source and commit else {}
-    path: Any = Path(source or ".", CARD_NAME) if source and Path(source).is_dir() else None
-    if found:
+    source = config.name_or_path or ""
+    found, path = {}, None
+    if source and Path(source).is_dir():
+        path = Path(source, CARD_NAME)
+    elif commits := _cached_commits(source, getattr(config, "_commit_hash", None)):
+        # Transformers does not say which commit it has loaded. Of several it could be any.
+        commit = commits[0] if len(commits) == 1 else None
+        found = {"base_model": source, "base_model_revision": commit}
         path = try_to_load_from_cache(source, CARD_NAME, revision=commit)
     try:
         card = ModelCard(Path(path).read_text(encoding="utf-8")).data
@@ -81,6 +88,16 @@ def _base(config):
         return found  # no card, or one that anybody may have written
     names = ("license", "license_name", "license_link", "language", "base_model", "base_model_revision")
     return {name: card.get(name) for name in names if card.get(name)} | found
+
+
+def _cached_commits(source, commit):
+    """Commits of a model of the Hub that it may have been loaded from; none if it cannot have been."""
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return []
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "snapshots")
+    return [commit] if commit else sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _how_to_load(name, class_name, saved):
