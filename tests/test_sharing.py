@@ -407,4 +407,5 @@ base = transformers.AutoModelForMaskedLM.from_pretrained("user/tiny")
 sparsebert.attach(base, "window", mask_length=16).save_pretrained({str(tmp_path)!r})
 """)
     card = (tmp_path / "README.md").read_text()
-    assert f"base_model: user/tiny\nbase_model_revision: {hub.repos['user/tiny'].sha}" in card
+    assert "\nbase_model: user/tiny\n" in card
+    assert f"\nbase_model_revision: {hub.repos['user/tiny'].sha}\n" in card

@@ -18,17 +18,15 @@ from ..data.tasks import TASKS, glue, squad, swag
 from ..masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
 from ..masks.sparse_mask import SparseMask
 from ..models.attaching import get_sparse_attention
+from ..models.model_cards import PIPELINE_TAGS
 
 
 PICTURE = "heads.png"
 # Where the data of tasks is on the Hub, and under which configuration.
 _DATA = {name: (glue.HUB, name) for name in glue.GLUE} | {name: (hub, None) for name, hub in squad.HUB.items()}
 _DATA |= {"swag": (swag.HUB, None)}
-_TASK_TYPES = {
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForMultipleChoice": "multiple-choice",
-}
+# A plan and a picture make the tables of all heads: none of masks with more entries.
+MOST_ENTRIES = 2**27
 _PRETRAINING_METRICS = {
     "mlm_accuracy": ("accuracy", "Accuracy of masked tokens"),
     "mlm_loss": ("loss", "Loss of masked tokens"),
@@ -64,12 +62,16 @@ def _add(folder, results, datasets, tables, metrics, network=None):
     data.datasets = list(datasets) or data.datasets
     sections["Results"] = "\n".join(table.markdown() for table in tables)
     sections["Cost"] = _cost(metrics)
-    if network is not None:
+    if network is not None and _is_small(get_sparse_attention(network).mask):
         sections["Plan"] = make_plan(network, device="cpu", dtype=torch.float32).table().markdown()
     if (folder / PICTURE).is_file() and PICTURE not in sections["Mask"]:
         caption = "The masks of the heads: white is kept, black is removed"
         sections["Mask"] += f"\n\n![{caption}]({PICTURE})"
     save_card(folder, make_card(data, sections))
+
+
+def _is_small(mask):
+    return mask.num_layers * mask.num_heads * mask.length**2 <= MOST_ENTRIES
 
 
 def _cost(metrics):
@@ -170,8 +172,9 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, f
     task = TASKS[metrics["task"]]
     hub, config = _DATA.get(task.name, (None, None)) if from_hub else (None, None)
     dataset = (hub or task.name, task.name, config)
+    task_type = next((tag for end, tag in PIPELINE_TAGS.items() if task.head.endswith(end)), "other")
     results = [
-        _evaluation(_TASK_TYPES[task.head], dataset, split, (name, name), value)
+        _evaluation(task_type, dataset, split, (name, name), value)
         for split, values in metrics["splits"].items()
         for name, value in values.items()
         if name not in ("seconds", "loss") and value is not None
@@ -184,5 +187,5 @@ def draw_heads(folder: Path, network: Any) -> None:
     mask: SparseMask | None = None
     if "sparse_attention" in network.base_model._modules:
         mask = get_sparse_attention(network).mask
-    if mask is not None and not (folder / PICTURE).exists() and find_spec("matplotlib"):
+    if mask is not None and _is_small(mask) and not (folder / PICTURE).exists() and find_spec("matplotlib"):
         plot_heads(mask, folder / PICTURE)
