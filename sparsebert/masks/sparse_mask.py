@@ -43,7 +43,11 @@ LAST_TOKENS = ("real", "position")
 
 
 def special_entries(
-    length: int, special_tokens: str, last: torch.Tensor | None = None, device: torch.device | str | None = None
+    length: int,
+    special_tokens: str,
+    first: torch.Tensor | None = None,
+    last: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """
     The rows and columns of the special tokens.
@@ -51,12 +55,14 @@ def special_entries(
     Args:
         length (`int`): n.
         special_tokens (`str`): `"none"`, `"first"` or `"first_last"`.
+        first (`torch.Tensor` of shape `(B,)`, *optional*): Position of the first token in each sequence of a batch.
+            Defaults to 0.
         last (`torch.Tensor` of shape `(B,)`, *optional*): Position of the last token in each sequence of a batch.
             Defaults to `n - 1`.
         device (`torch.device`, *optional*): Device of the result.
 
     Returns:
-        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if `last` is given, bool.
+        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if a special token has positions, bool.
     Raises:
         ValueError: If `special_tokens` is not one of the three.
     """
@@ -64,11 +70,9 @@ def special_entries(
     position = torch.arange(length, device=device)
     special = torch.zeros(length, dtype=torch.bool, device=device)
     if special_tokens != "none":
-        special = position == 0
+        special = position == (0 if first is None else first[:, None])
     if special_tokens == "first_last":
         special = special | (position == (length - 1 if last is None else last[:, None]))
-    elif last is not None:
-        special = special.expand(len(last), length)
     return special[..., :, None] | special[..., None, :]
 
 
@@ -88,7 +92,8 @@ class SparseMask:
         form (`str`, *optional*, defaults to `"table"`): `"offsets"`, `"blocks"` or `"table"`.
         block_size (`int`, *optional*): B, required for form `"blocks"` and not allowed for the others.
         special_tokens (`str`, *optional*, defaults to `"none"`): Tokens that attend to and are attended by all,
-            regardless of `keep`: `"none"`, `"first"` (position 0) or `"first_last"`.
+            regardless of `keep`: `"none"`, `"first"` (the first non-padding token of each sequence, which is position
+            0 unless padding is on the left) or `"first_last"`.
         last_token (`str`, *optional*, defaults to `"real"`): The token meant by "last": `"real"`, the last
             non-padding token of each sequence, or `"position"`, the last position of the input.
         diagonal (`bool`, *optional*): `False` removes and `True` keeps all n diagonal entries, those of special
