@@ -17,6 +17,7 @@ from transformers import (
 import sparsebert
 from sparsebert.commands import main
 from sparsebert.masks.mask_cards import own_card, save_card
+from sparsebert.training.run_folders import run_folder
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -138,6 +139,25 @@ def test_a_client_that_writes_the_card_again_leaves_it_ours(tmp_path):
     sparsebert.build_pattern("window", 16, 2).save_pretrained(tmp_path)
     ModelCard.load(tmp_path / "README.md").save(tmp_path / "README.md")
     assert save_card(tmp_path, card_of(tmp_path))
+
+
+@pytest.mark.parametrize("has_card", [True, False])
+def test_a_run_replaces_our_card_alone(tmp_path, has_card):
+    def run():
+        with run_folder(tmp_path, overwrite=True) as (folder, _):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "metrics.json").write_text("{}")
+            if has_card:
+                sparsebert.build_pattern("star", 16, 2).save_pretrained(folder)
+
+    path = tmp_path / "README.md"
+    sparsebert.build_pattern("window", 16, 2).save_pretrained(tmp_path)
+    (tmp_path / "metrics.json").write_text("{}")
+    run()
+    assert ("`star`" in path.read_text()) if has_card else not path.exists()
+    path.write_text("# Mine\n")
+    run()
+    assert path.read_text() == "# Mine\n"
 
 
 # Runs

@@ -192,8 +192,7 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
         name: getattr(mask, name)
         for name in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
     }
-    place = str(Path(source, subfolder)) if (subfolder := hub_arguments.get("subfolder")) else source
-    return Run(place, quantity, probs, mask, setup, config)
+    return Run(str(Path(source, hub_arguments.get("subfolder", ""))), quantity, probs, mask, setup, config)
 
 
 def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> list[Run]:

@@ -174,6 +174,8 @@ def _swap(folder, output, written):
         for path in output.glob(pattern):
             if path.name not in names:
                 _remove(path)
+    if CARD_NAME not in names and own_card(output / CARD_NAME) is not None:
+        _remove(output / CARD_NAME)
     for path in entries:
         target = output / path.name
         if path.name == CARD_NAME and target.exists() and own_card(target) is None:
