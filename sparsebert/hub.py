@@ -45,7 +45,7 @@ class HubArguments:
     subfolder: str | None = None
     token: str | None = field(default=None, repr=False)
 
-    def hub_arguments(self, *sources: str | None) -> dict[str, str]:
+    def hub_arguments(self, *sources: str | None) -> dict[str, Any]:
         """
         What was set, as arguments of `from_pretrained`.
 
@@ -67,7 +67,7 @@ class HubArguments:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def mask_arguments(options: Any) -> dict[str, str]:
+def mask_arguments(options: Any) -> dict[str, Any]:
     """
     What options with a model and a mask say about the mask, as arguments of `from_pretrained`.
 

@@ -74,7 +74,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         read_mask(options.mask, **of_mask)
 
 
-def model_and_mask_arguments(options: FinetuningArguments) -> tuple[dict[str, str], dict[str, str]]:
+def model_and_mask_arguments(options: FinetuningArguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     The arguments of `from_pretrained` for the model, and for the mask.
 
