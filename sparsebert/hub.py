@@ -1,11 +1,12 @@
-"""The Hub: how a command says what to read there, whether it can be had, and what went wrong in one line."""
+"""The Hub: what a command reads there, without running code, if it can be had, and what went wrong in one line."""
 
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -16,6 +17,10 @@ from huggingface_hub.errors import (
     RemoteEntryNotFoundError,
     RevisionNotFoundError,
 )
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 # Seconds to wait for the Hub's answer. A network that is only slow is left to the client and its retries.
@@ -171,3 +176,35 @@ def check_available(
         f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
         f"connection, fetch it with: hf download {' '.join(options)}"
     )
+
+
+def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedConfig":
+    """
+    The configuration of a model in a folder or on the Hub.
+
+    Raises:
+        ValueError: If it is defined by code in that folder or repository, which is never run.
+        OSError: If there is none.
+    """
+    from transformers import AutoConfig
+
+    return _without_code(AutoConfig.from_pretrained, source, hub_arguments)
+
+
+def read_tokenizer(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder or on the Hub. Raises what [`read_config`] does."""
+    from transformers import AutoTokenizer
+
+    return _without_code(AutoTokenizer.from_pretrained, source, hub_arguments)
+
+
+def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) -> Any:
+    try:
+        # By default transformers would ask on the terminal whether to run it.
+        return read(source, trust_remote_code=False, **hub_arguments)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} comes with Python code, which is never run: it must be of a type that transformers knows"
+        ) from error

@@ -1,9 +1,12 @@
 """Shared by all tests: no network, a fixed seed, tiny models."""
 
+import ctypes
 import importlib.metadata
 import json
 import os
 import random
+import re
+import time
 from pathlib import Path
 
 
@@ -16,6 +19,7 @@ import torch  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast  # noqa: E402
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM  # noqa: E402
+from sparsebert.commands import main  # noqa: E402
 
 
 TINY = {
@@ -28,6 +32,44 @@ TINY = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+
+
+# Flags of a search for `pretraining_flags`.
+SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
+
+
+def contents(folder):
+    """Every file of a folder, by its path in it."""
+    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def catches(process, number):
+    """Whether the process handles a signal by now."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.M).group(1), 16)
+    return bool(caught >> (number - 1) & 1)
+
+
+def most_memory():
+    """Peak memory in bytes."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def growth(function):
+    """Peak memory of a second call of `function`, in bytes above the memory before it."""
+    function()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would otherwise be used again, without growth
+    Path("/proc/self/clear_refs").write_text("5")  # from here on
+    before = most_memory()
+    function()
+    return most_memory() - before
 
 
 def pytest_collection_modifyitems(items):
@@ -246,3 +288,49 @@ def pretraining_flags(word_tokenizer, tmp_path_factory):
         return ["pretrain", *words, "--output_dir", str(output), *map(str, flags)]
 
     return make
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """`refused(words)`: the line of a command that is refused; it must not have trained or written anything."""
+
+    from sparsebert.commands import main
+    from sparsebert.training.trainer import SparseBertTrainer
+
+    def train(*args, **kwargs):
+        raise AssertionError("it trains")
+
+    monkeypatch.setattr(SparseBertTrainer, "train", train)
+
+    def run(words):
+        capsys.readouterr()
+        code = main(list(map(str, words)))
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+        assert code == 2 and len(lines) == 1, (code, lines)
+        assert not (tmp_path / "run").exists()
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def saved_run(pretraining_flags, tmp_path_factory):
+    """Folder of a search with checkpoints 2, 4 and 6, not finished. To be copied, not changed."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    assert main(pretraining_flags(folder, *SEARCH)) == 0
+    (folder / "metrics.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def said(capsys):
+    """`said(words, code)`: the one line that a command ends with."""
+
+    def run(words, code=2):
+        capsys.readouterr()
+        assert main(list(map(str, words))) == code
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return run

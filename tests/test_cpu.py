@@ -5,13 +5,11 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
 import copy
-import ctypes
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import growth
 
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.cpu import compressed_rows, unavailable
@@ -274,21 +272,6 @@ def test_copies_of_a_frozen_model_run(tiny_config, assert_same_model, copied):
     ids = torch.randint(100, (2, 20))
     model(ids)
     assert_same_model(copied(model), model, input_ids=ids)
-
-
-def most_memory():
-    """Peak memory in bytes."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-
-def growth(function):
-    """Peak memory of a second call of `function`, in bytes above the memory before it."""
-    function()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed would otherwise be used again, without growth
-    Path("/proc/self/clear_refs").write_text("5")  # from here on
-    before = most_memory()
-    function()
-    return most_memory() - before
 
 
 def test_no_allocation_of_n_times_n():

@@ -2,16 +2,15 @@
 
 import json
 import os
-import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from conftest import SEARCH, catches, contents, wait_for
 from safetensors.torch import load_file
 
 from sparsebert.commands import main
@@ -22,21 +21,6 @@ from sparsebert.training.run_folders import ASIDE_NAME, run_folder
 
 
 ROOT = Path(__file__).parents[1]
-SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
-
-
-@pytest.fixture
-def said(capsys):
-    """`said(words, code)`: the one line that a command ends with."""
-
-    def run(words, code=2):
-        capsys.readouterr()
-        assert main(list(map(str, words))) == code
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
-        assert len(lines) == 1
-        return lines[0]
-
-    return run
 
 
 @pytest.fixture
@@ -50,29 +34,11 @@ def finetuning_flags(checkpoints, glue_folder):
     return lambda output, *flags: ["finetune", *words, "--output_dir", str(output), *map(str, flags)]
 
 
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
 def start(words):
     """The command as a process of its own."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-m", "sparsebert", *words], stderr=pipe, text=True, env=variables)
-
-
-def catches(process, number):
-    """Whether the process handles a signal by now."""
-    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.M).group(1), 16)
-    return bool(caught >> (number - 1) & 1)
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # Nothing old is lost
@@ -212,28 +178,93 @@ def test_a_second_signal_ends_the_run_at_once(long_run):
     assert process.wait(timeout=20) == -signal.SIGTERM
 
 
+@pytest.fixture
+def post_hoc_flags(checkpoints, tmp_path):
+    """`post_hoc_flags(output, *flags)`: words of `sparsebert search` on a tiny BERT."""
+    text = tmp_path / "words.txt"
+    text.write_text("\n\n".join(" ".join(f"w{(i * j) % 90}" for j in range(60)) for i in range(1, 260)))
+    fields = {
+        "model": checkpoints["stock"],
+        "data": text,
+        "validation": text,
+        "target_sparsity": 0.5,
+        "max_length": 16,
+        "steps": 2,
+    }
+    words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
+    return lambda output, *flags: ["search", *words, "--output_dir", str(output), *map(str, flags)]
+
+
+def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.json").write_text("{}")
+    process = start(post_hoc_flags(folder, "--steps", "1000000", "--overwrite"))
+    wait_for(lambda: process.poll() is not None or (folder / LOCK_NAME).exists())
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 143, errors
+    assert errors.strip().splitlines()[-1] == (
+        "sparsebert search: stopped by SIGTERM: nothing is written, the same command begins anew"
+    )
+    assert contents(folder) == {Path("metrics.json"): b"{}"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "over another"])
+def test_a_signal_while_a_post_hoc_search_is_written(post_hoc_flags, tmp_path, monkeypatch, overwrite):
+    """All files but the last are there by then."""
+    folder = tmp_path / "run"
+    if overwrite:
+        assert main(post_hoc_flags(folder)) == 0
+    before = contents(folder)
+
+    def terminate(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("sparsebert.training.post_hoc.write_metrics", terminate)
+    words = post_hoc_flags(folder, "--steps", "3", *["--overwrite"] * overwrite)
+    assert main(words) == 143
+    assert contents(folder) == before and folder.exists() == overwrite
+    monkeypatch.undo()
+    assert main(words) == 0 and json.loads((folder / "metrics.json").read_text())["steps"] == 3
+    assert not (folder / ASIDE_NAME).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_in_a_translation_saves_and_the_run_goes_on(tmp_path, said):
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "pairs.tsv").write_text("".join(f"a{i % 7} b{i % 5}\tc{i % 7} d{i % 5}\n" for i in range(60)))
+    folder, pairs = tmp_path / "run", tmp_path / "pairs.tsv"
+    fields = {
+        **{"train": pairs, "test": pairs, "max_test_pairs": 4, "num_beams": 1, "max_length": 8, "pattern": "dense"},
+        **{"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mask_length": 8},
+        **{"intermediate_size": 16, "max_position_embeddings": 8, "max_steps": 90, "save_strategy": "steps"},
+        **{"save_steps": 20, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none"},
+        **{"disable_tqdm": True, "output_dir": folder},
+    }
+    words = ["translate", *(str(word) for name, value in fields.items() for word in (f"--{name}", value))]
+    process = start(words)
+    wait_for(lambda: process.poll() is not None or (folder / "checkpoint-20" / MANIFEST_NAME).exists())
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 143 and "--resume" in errors.strip().splitlines()[-1], errors
+    checkpoint = newest_whole(folder)
+    assert 20 < int(checkpoint.name.partition("-")[2]) < 90 and not (folder / "metrics.json").exists()
+    assert "SIGTERM" in json.loads((folder / UNFINISHED_NAME).read_text())["stopped"]
+    assert f"complete up to {checkpoint.name}: add --resume" in said(words)
+    assert "data.max_length: 8 -> 7" in said([*words, "--resume", "--max_length", "7"])
+    assert main([*words, "--resume", "--max_test_pairs", "3"]) == 0
+    assert json.loads((folder / "metrics.json").read_text())["steps"] == 90
+    assert not (folder / UNFINISHED_NAME).exists()
+
+
 # Complete checkpoints
 
 
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """`saved_run(flags)`: folder of a search with checkpoints 2, 4 and 6, not finished; made once."""
-    root = tmp_path_factory.mktemp("saved")
-
-    def make(flags):
-        folder = root / "run"
-        if not folder.exists():
-            assert main(flags(folder, *SEARCH)) == 0
-            (folder / "metrics.json").unlink()
-        return folder
-
-    return make
-
-
 @pytest.fixture
-def saved(saved_run, pretraining_flags, tmp_path):
+def saved(saved_run, tmp_path):
     """A copy of the folder of `saved_run`."""
-    return Path(shutil.copytree(saved_run(pretraining_flags), tmp_path / "saved"))
+    return Path(shutil.copytree(saved_run, tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,14 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
-from ..files import write_metrics
+from ..files import make_folder, write_metrics
 from ..hub import check_available
-from ..masks.mask_files import MASK_CONFIG_NAME, check_subfolder, find_mask_files
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
-from ..models.saving import SEARCH_CONFIG_NAME
 from ..search.learned_mask import MASK_PROBS_NAME
 from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
 from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
@@ -45,32 +44,27 @@ SEARCH_FIELDS = (
 )  # fmt: skip
 
 
+class NoMaskError(ValueError):
+    """A folder or Hub repository holds no mask."""
+
+
 @dataclass(frozen=True)
-class Run:
+class SavedMask:
     """
-    What one run found.
+    A mask that a folder or Hub repository holds.
 
     Attributes:
         source (`str`):
             Folder or Hub id.
-        quantity (`str`):
-            What `probs` holds: P, or the frozen mask where P was not saved.
-        probs (`torch.Tensor`):
-            P or mask, `(L, H, n, n)`, float32.
         mask ([`SparseMask`]):
             The frozen mask, or what a search would freeze to now.
-        setup (`dict`):
-            Settings that all seeds of one search share.
         config ([`SparseBertConfig`], *optional*):
             Configuration of the model; `None` for a mask alone, or one beside a model of another architecture.
     """
 
     source: str
-    quantity: str
-    probs: torch.Tensor
     mask: SparseMask
-    setup: dict[str, Any]
-    config: SparseBertConfig | None = None
+    config: SparseBertConfig | None
 
     @property
     def is_decoder(self) -> bool:
@@ -82,6 +76,25 @@ class Run:
         """The token mixers that some layers have instead of attention."""
         mixers = () if self.config is None else self.config.token_mixers or ()
         return tuple(sorted(set(mixers) - {"attention"}))
+
+
+@dataclass(frozen=True)
+class Run(SavedMask):
+    """
+    What one run found.
+
+    Attributes:
+        quantity (`str`):
+            What `probs` holds: P, or the frozen mask where P was not saved.
+        probs (`torch.Tensor`):
+            P or mask, `(L, H, n, n)`, float32.
+        setup (`dict`):
+            Settings that all seeds of one search share.
+    """
+
+    quantity: str
+    probs: torch.Tensor
+    setup: dict[str, Any]
 
 
 def _find(source, name, hub_arguments):
@@ -148,9 +161,53 @@ def _read_probs(path, mask):
     return probs.view(shape)
 
 
+def _check_source(source, hub_arguments):
+    """The source as text, its name with the subfolder, and its configuration."""
+    source = str(source)
+    check_subfolder(subfolder := hub_arguments.get("subfolder"))
+    try:
+        check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
+    except HFValidationError as error:
+        raise ValueError(f"{source}: no such folder, and not a Hub id") from error
+    name = f"{source}/{subfolder}" if subfolder else source
+    return source, name, _read_config(source, hub_arguments)
+
+
+def _read_frozen(source, hub_arguments):
+    if _find(source, MASK_CONFIG_NAME, hub_arguments) is None:
+        find_mask_files(source, **hub_arguments)  # says where there are masks instead
+        raise NoMaskError(
+            f"{source}: holds no mask (or cannot be reached): expected a pre-training run, a searching checkpoint, or "
+            f"a folder or Hub repository with {MASK_CONFIG_NAME}"
+        )
+    return SparseMask.from_pretrained(source, **hub_arguments)
+
+
+def read_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
+    """
+    Read the mask of a pre-training run, a searching checkpoint, a mask, or a model with a mask or a search.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
+
+    Returns:
+        [`SavedMask`]
+    Raises:
+        NoMaskError: If there is no mask.
+        ValueError: If a file is damaged or does not fit the mask.
+        OSError: If the Hub has no such repository.
+    """
+    source, name, config = _check_source(source, hub_arguments)
+    if _is_searching(source, config, hub_arguments):
+        searching = _read_search(source, config, hub_arguments)
+        return SavedMask(name, searching.thresholded_mask(), searching.config)
+    return SavedMask(name, _read_frozen(source, hub_arguments), config)
+
+
 def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     """
-    Read P and the mask of a pre-training run, a searching checkpoint, a mask, or a model with a mask or a search.
+    Read P as well, where it was saved. Sources and errors are those of [`read_mask`].
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
@@ -158,41 +215,26 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
 
     Returns:
         [`Run`]
-    Raises:
-        ValueError: If there is no mask, or a file is damaged or does not fit the mask.
-        OSError: If the Hub has no such repository.
     """
-    source = str(source)
-    check_subfolder(hub_arguments.get("subfolder"))
-    try:
-        check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
-    except HFValidationError as error:
-        raise ValueError(f"{source}: no such folder, and not a Hub id") from error
-    config = _read_config(source, hub_arguments)
+    source, name, config = _check_source(source, hub_arguments)
     if _is_searching(source, config, hub_arguments):
         searching = _read_search(source, config, hub_arguments)
         probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
         quantity = KEPT
-    elif _find(source, MASK_CONFIG_NAME, hub_arguments) is None:
-        find_mask_files(source, **hub_arguments)  # says where there are masks instead
-        raise ValueError(
-            f"{source}: holds no mask (or cannot be reached): expected a pre-training run, a searching checkpoint, or "
-            f"a folder or Hub repository with {MASK_CONFIG_NAME}"
-        )
     else:
-        mask = SparseMask.from_pretrained(source, **hub_arguments)
+        mask = _read_frozen(source, hub_arguments)
         # A run with a given mask may lie where a search ended before, whose P is not this mask's.
         path = _find(source, MASK_PROBS_NAME, hub_arguments) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
-    setup = {name: mask.metadata.get(name) for name in ("search", "pattern", "pattern_parameters")}
+    setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters")}
     if config is not None and config.search:
-        setup |= {name: getattr(config, name) for name in SEARCH_FIELDS}
+        setup |= {key: getattr(config, key) for key in SEARCH_FIELDS}
     setup |= {"quantity": quantity} | {
-        name: getattr(mask, name)
-        for name in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
+        key: getattr(mask, key)
+        for key in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
     }
-    return Run(str(Path(source, hub_arguments.get("subfolder", ""))), quantity, probs, mask, setup, config)
+    return Run(name, mask, config, quantity, probs, setup)
 
 
 def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> list[Run]:
@@ -260,7 +302,7 @@ def find_mask(
     The mask that a name stands for.
 
     Args:
-        source (`str`): Name of a pattern, or a folder or Hub id that [`read_run`] understands.
+        source (`str`): Name of a pattern, or a folder or Hub id that [`read_mask`] understands.
         length (`int`, *optional*, defaults to 128): Number of tokens of a pattern, n.
         num_heads (`int`, *optional*, defaults to 12): Number of heads of a pattern, H.
         hub_arguments (`dict`, *optional*): `revision`, `subfolder` and `token` of a folder or Hub id.
@@ -274,7 +316,7 @@ def find_mask(
     """
     if is_pattern(source):
         return build_pattern(source, length, num_heads, **pattern_arguments)
-    return read_run(source, **(hub_arguments or {})).mask
+    return read_mask(source, **(hub_arguments or {})).mask
 
 
 def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") -> dict[str, Any]:
@@ -388,7 +430,7 @@ def analyze(
         special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
     numbers = measure_importance(runs, special_tokens)
     probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     for number, run in enumerate(runs, start=1):
         name = Path(run.source).name if len(runs) == 1 else f"run {number}, {Path(run.source).name}"
         plot_heads(run.mask, output / ("heads" if len(runs) == 1 else f"heads_{number}"), name)

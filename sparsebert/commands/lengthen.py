@@ -6,12 +6,10 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 
 from dataclasses import dataclass
 
-from transformers import AutoConfig, AutoTokenizer
-
 from ..checks import check_choice
 from ..files import check_output_dir
-from ..hub import HubArguments
-from ..models.loading import carries_mask, load, model_class_of
+from ..hub import HubArguments, read_config, read_tokenizer
+from ..models.loading import carries_mask, check_folder, load, model_class_of
 from ..models.positions import METHODS, extend_positions
 from ._command import Command, Results, needed, without_token
 
@@ -53,14 +51,15 @@ def run(values):
     needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
+    check_folder(options.model, "model")
     check_output_dir(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     if carries_mask(source, **hub_arguments):
         model = load(source, **hub_arguments)
     else:
-        config = AutoConfig.from_pretrained(source, **hub_arguments)
+        config = read_config(source, **hub_arguments)
         model = model_class_of(config).from_pretrained(source, **hub_arguments)
-    tokenizer = AutoTokenizer.from_pretrained(source, **hub_arguments)
+    tokenizer = read_tokenizer(source, **hub_arguments)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     model.save_pretrained(options.output_dir)

@@ -7,7 +7,7 @@ the selective shifts); `--maps` shows how far scores must be scaled until each p
 
 from dataclasses import dataclass
 
-from ..analysis.runs import is_pattern, read_run
+from ..analysis.runs import is_pattern, read_mask
 from ..hub import HubArguments
 from ..theory.contextual_mappings import mappings_table, plot_shifts, standard_checks
 from ..theory.hardmax_scales import scales_table, standard_scales
@@ -121,6 +121,6 @@ def _cases(options):
         cases += pattern_cases(length, options.num_heads, **common)
     for source in options.sources or ():
         if not is_pattern(source):
-            run = read_run(source, **hub_arguments)
-            cases.append(saved_case(source, run.mask, options.length, run.is_decoder, run.token_mixers))
+            saved = read_mask(source, **hub_arguments)
+            cases.append(saved_case(source, saved.mask, options.length, saved.is_decoder, saved.token_mixers))
     return cases

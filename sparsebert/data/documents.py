@@ -118,19 +118,27 @@ def _file_format(file: Path) -> str:
 
 
 def _read_files(files: list[Path]) -> Iterator[list[str]]:
-    documents = empty = 0
-    for file in files:
-        kind = _file_format(file)
-        for document in _jsonl_documents(file) if kind == ".jsonl" else _text_documents(file, kind in _WIKITEXT):
-            if document:
-                documents += 1
-                yield document
-            else:
-                empty += 1
+    def read() -> Iterator[list[str]]:
+        for file in files:
+            kind = _file_format(file)
+            yield from _jsonl_documents(file) if kind == ".jsonl" else _text_documents(file, kind in _WIKITEXT)
+
+    return _with_text(read(), ", ".join(repr(str(file)) for file in files))
+
+
+def _with_text(documents: Iterable[list[str]], where: str) -> Iterator[list[str]]:
+    """The documents that are not empty; the others are counted."""
+    used = empty = 0
+    for document in documents:
+        if document:
+            used += 1
+            yield document
+        else:
+            empty += 1
     if empty:
-        logger.warning(f"Skipped {empty} documents without text among {documents + empty}.")
-    if not documents:
-        raise ValueError(f"no paragraph of text in {', '.join(repr(str(file)) for file in files)}")
+        logger.warning(f"Skipped {empty} documents without text among {used + empty}.")
+    if not used:
+        raise ValueError(f"no paragraph of text in {where}")
 
 
 def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -207,8 +215,6 @@ def _hub_documents(source: str) -> Iterator[list[str]]:
         for row in rows:
             if not isinstance(row.get("text"), str):
                 raise ValueError(f"{source!r} has no text column 'text'; its columns are {sorted(row)}")
-            document = _paragraphs(row["text"])
-            if document:
-                yield document
+            yield _paragraphs(row["text"])
 
-    return read()
+    return _with_text(read(), repr(source))

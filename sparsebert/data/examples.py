@@ -28,6 +28,8 @@ logger = logging.get_logger(__name__)
 
 # A corpus with a larger share of repeated paragraphs than this is probably a mistake.
 _DUPLICATE_WARNING = 0.2
+# With a larger share of unknown tokens than this, the tokenizer is probably that of another language.
+_UNKNOWN_WARNING = 0.2
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]?[A-Z])")
 
 
@@ -183,6 +185,13 @@ class _TokenizedText:
                 "consider removing duplicates from the corpus."
             )
         self.ids = np.frombuffer(ids, dtype=np.int32)
+        unknown = np.count_nonzero(self.ids == tokenizer.unk_token_id) / max(len(self.ids), 1)
+        if unknown > _UNKNOWN_WARNING:
+            name = tokenizer.name_or_path or type(tokenizer).__name__
+            message = f"{unknown:.0%} of the tokens are {tokenizer.unk_token}"
+            if unknown == 1:
+                raise ValueError(f"{message}: tokenizer {name!r} is not one for this text")
+            logger.warning(f"{message}: tokenizer {name!r} may not be one for this text.")
         self.unit_offsets = np.frombuffer(unit_offsets, dtype=np.int64)
         self.document_offsets = np.frombuffer(document_offsets, dtype=np.int64)
         logger.info(f"Read {len(self.document_offsets) - 1} documents, {paragraphs} paragraphs, {len(ids)} tokens.")

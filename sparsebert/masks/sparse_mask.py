@@ -25,8 +25,11 @@ from ..checks import check_choice, check_range
 from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
 from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
+    MAX_MASK_LENGTH,
+    SEARCH_CONFIG_NAME,
     SPARSITY_TOLERANCE,
     MaskFileError,
+    check_no_search,
     check_subfolder,
     find_mask_files,
     read_mask_files,
@@ -138,8 +141,12 @@ class SparseMask:
             )
         if block_size is not None:
             check_range("block_size", block_size, 1)
-        if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool:
-            raise ValueError(f"keep must be a bool tensor, got {getattr(keep, 'dtype', type(keep).__name__)}")
+        if not isinstance(keep, torch.Tensor):
+            raise ValueError(f"keep must be a bool tensor, got {type(keep).__name__}")
+        if keep.dtype != torch.bool or keep.layout != torch.strided or keep.is_meta:
+            raise ValueError(f"keep must be a bool tensor with data, got {keep.dtype} {keep.layout} on {keep.device}")
+        if not isinstance(metadata, dict | None):
+            raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
         num_dims = 4 if form == "table" else 3
         keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
         keep = keep[None] if keep.dim() == num_dims - 1 else keep
@@ -214,8 +221,8 @@ class SparseMask:
             ValueError: If `length` is less than 1, or exceeds the mask's and `length_policy` is `"error"`.
         """
         length = self.length if length is None else length
-        if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+        if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
+            raise ValueError(f"length must be an integer from 1 to {MAX_MASK_LENGTH}, got {length!r}")
         return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy)
 
     def to_table(self, length: int | None = None) -> torch.Tensor:
@@ -327,15 +334,21 @@ class SparseMask:
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """
         Write `mask_config.json` and `mask.safetensors` (one bit per parameter) and, in a folder without a model, a
-        card. A README.md of the user stays.
+        card. A README.md of the user stays. In the folder of an attached model that is being searched, the mask ends
+        that search: its `search_config.json` is removed.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to, created if missing.
             push_to_hub (`bool`, *optional*, defaults to `False`): Whether to upload the files as well.
             kwargs: Arguments of [`SparseMask.push_to_hub`] (`repo_id`, `subfolder`, `private`, `token`, ...).
+
+        Raises:
+            ValueError: If the folder holds a SparseBERT that is being searched: its `config.json` says so.
         """
         folder = Path(save_directory)
+        check_no_search(folder)
         write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
+        (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
         if not (folder / CONFIG_NAME).is_file():
             name = folder.resolve().name
             save_card(folder, bare_mask_card(name, self.description(), self.head_sparsities(), self.metadata))

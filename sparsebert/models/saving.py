@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields as dataclass_fields
-from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,13 @@ from transformers import BertConfig, PreTrainedModel
 
 from ..files import replace_files
 from ..masks.mask_cards import CARD_NAME
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_mask import MASK_PROBS_NAME
 from .configuration_sparsebert import SparseBertConfig
+from .derived import Derived
+from .forwards import MaskedForward
 from .model_cards import save_model_card
 from .sparse_attention import SparseAttention
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 else:
     _ModelBase = object
 
-SEARCH_CONFIG_NAME = "search_config.json"
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
 # Fields that BERT's configuration does not have.
@@ -51,14 +51,16 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     Raises:
         ValueError: If the model carries no mask.
     """
-    inner = without_adapters(model)
+    inner: Any = without_adapters(model)
+    if not hasattr(inner, "base_model"):
+        raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
     sparse_attention = inner.base_model._modules.get("sparse_attention")
     if sparse_attention is None:
         raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
 
 
-class SparseModelMixin(_ModelBase):
+class SparseModelMixin(MaskedForward, _ModelBase):
     """
     What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
     `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
@@ -152,17 +154,12 @@ class SparseModelMixin(_ModelBase):
         )
 
 
-class AttachedModel(SparseModelMixin):
+class AttachedModel(Derived, SparseModelMixin):
     """
     A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
     the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
     and `search_config.json` says what is searched.
     """
-
-    stock_class: type[PreTrainedModel]
-
-    def __reduce__(self) -> tuple:
-        return _new_attached, (self.stock_class,), self.__dict__
 
     def _save_mask(self, folder):
         super()._save_mask(folder)
@@ -173,14 +170,3 @@ class AttachedModel(SparseModelMixin):
     def _contradicting_files(self):
         names = super()._contradicting_files()
         return tuple(n for n in names if n != SEARCH_CONFIG_NAME) if self.sparse_attention.searching else names
-
-
-@cache
-def attached_class(stock_class: type[PreTrainedModel]) -> type[AttachedModel]:
-    """The class of an attached `stock_class`."""
-    names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(stock_class.__name__, (AttachedModel, stock_class), names | {"stock_class": stock_class})
-
-
-def _new_attached(stock_class):
-    return object.__new__(attached_class(stock_class))

@@ -6,6 +6,10 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ..checks import check_range
+from .rank_agreement import check_same_mask
+from .searches import check_selection
+
 
 logger = logging.get_logger(__name__)
 
@@ -13,7 +17,8 @@ logger = logging.get_logger(__name__)
 class SearchSchedule(TrainerCallback):
     """
     Tells the mask how much of its search is done, which all its schedules follow. If the search ends before the
-    training does, the mask is frozen there and training goes on through it with the same optimizer.
+    training does, the mask is frozen there and training goes on through it with the same optimizer. The processes of a
+    distributed training compare their frozen masks when the training begins and when the search ends.
 
     Args:
         end (`float`, *optional*, defaults to 1.0): Fraction of the training after which the mask is frozen, in (0, 1].
@@ -27,7 +32,9 @@ class SearchSchedule(TrainerCallback):
         outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
     Raises:
-        ValueError: If `end` is out of its range.
+        ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Before the first
+            step, if the mask is pruned ([`ProgressivePruning`]) and `end` is less than 1: pruning freezes it itself.
+        MaskMismatchError: By the training, if the processes have different masks.
     """
 
     def __init__(
@@ -37,13 +44,27 @@ class SearchSchedule(TrainerCallback):
         sparsity: float | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        if not 0 < end <= 1:
+        check_range("search_end", end, 0, 1, (int, float))
+        if end == 0:
             raise ValueError(f"search_end must be in (0, 1], got {end!r}")
+        check_selection(threshold, sparsity)
         self.end = end
         self._freezing = (threshold, sparsity, metadata)
         self._refused = False
         self.probs: torch.Tensor | None = None
         self.outcome: dict[str, Any] | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
+        if sparse_attention is not None:
+            check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 
     def on_step_begin(
         self,
@@ -57,6 +78,8 @@ class SearchSchedule(TrainerCallback):
         sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
         if sparse_attention is None or not sparse_attention.searching:
             return
+        if self.end < 1 and sparse_attention.search.pruning:
+            raise ValueError(f"search_end {self.end} has no meaning with pruning, which freezes the mask itself")
         done = state.global_step / max(self.end * state.max_steps, 1)
         sparse_attention.set_progress(min(done, 1.0))
         if self.end < 1 and done >= 1 and not self._refused:
@@ -73,9 +96,16 @@ class SearchSchedule(TrainerCallback):
 
         Raises:
             ValueError: If the mask cannot be frozen, see [`SparseAttention.freeze`].
+            MaskMismatchError: If the processes of a distributed training would freeze different masks.
         """
         probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
-        _, self.outcome = sparse_attention.end_search(*self._freezing)
+        try:
+            _, outcome = sparse_attention.end_search(*self._freezing)
+        except (ValueError, FloatingPointError) as error:
+            check_same_mask(None, f"a mask that is refused ({error})")  # the others are waiting for the answer
+            raise
+        check_same_mask(sparse_attention.mask)
+        self.outcome = outcome
         self.probs = probs
         if optimizer is not None:
             forget(optimizer, logits)

@@ -35,7 +35,7 @@ from .run_checks import check_source, check_training
 from .run_folders import choose_folder, resume_from
 from .single_run import run_once, training_arguments
 from .task_data import MissingSplitError, TaskData, prepare
-from .task_models import check_model
+from .task_models import check_model, model_and_mask_arguments
 
 
 logger = logging.get_logger(__name__)
@@ -151,8 +151,8 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
             raise ValueError(f"{name} must be at least {low}, got {value!r}")
     if options.model is None:
         raise ValueError("--model must be the folder or Hub id of a pre-trained model")
-    for name in ("model", "mask"):
-        check_source(name, getattr(options, name))
+    for name, arguments in zip(("model", "mask"), model_and_mask_arguments(options), strict=True):
+        check_source(name, getattr(options, name), **arguments)
     pruning = ProgressivePruning.from_settings(options.pruning)
     if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
         raise ValueError(

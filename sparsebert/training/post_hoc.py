@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, set_seed
+from transformers import set_seed
 
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
-from ..files import check_output_dir, write_metrics
-from ..hub import HubArguments
+from ..files import check_output_dir, locked_output, write_metrics
+from ..hub import HubArguments, read_config, read_tokenizer
 from ..masks.matched import matched_patterns
 from ..models.architectures import attention_modules, check_architecture, num_positions
 from ..models.attaching import allowed_fields, attach
@@ -32,6 +32,8 @@ from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.searches import SEARCHES
 from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
 from .run_cards import add_search, hardware
+from .run_checks import check_source
+from .run_folders import run_folder
 
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class PostHocArguments(HubArguments):
         recover_learning_rate (`float`): Learning rate of these steps.
         patterns (`bool`): Compare with random and manual masks.
         seed (`int`): Random seed.
-        overwrite (`bool`): Accept a non-empty output folder.
+        overwrite (`bool`): Replace what is in the output folder, once the search is finished.
     """
 
     model: str | None = None
@@ -102,6 +104,12 @@ class PostHocArguments(HubArguments):
     overwrite: bool = False
 
 
+# What a search writes, apart from the configuration and the tokenizer.
+_WRITTEN = (
+    *("model*.safetensors*", "mask*.safetensors", "mask_config.json", "metrics.json", "heads.png", "mean_probs.png"),
+    "offset_profile.png",
+)
+
 SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
 
 
@@ -112,7 +120,7 @@ def search_post_hoc(
     Learn the mask of a trained model as a recipe says, freeze it, and compare it with other masks.
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
-    matplotlib is installed, pictures.
+    matplotlib is installed, pictures: all in the end, or nothing.
 
     Args:
         recipe (`dict[str, dict]`): Sections `data` and `model`, as [`load_recipe`] returns them.
@@ -123,13 +131,24 @@ def search_post_hoc(
     Raises:
         ValueError, OSError: If something is wrong in the recipe, the model or the text.
     """
-    start = time.perf_counter()
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
-    hub_arguments = options.hub_arguments(options.model)
+    with locked_output(output), run_folder(output, options.overwrite, written=_WRITTEN, whole=True) as (folder, _):
+        return _search(options, config, fields, folder, log)
+
+
+def _search(
+    options: PostHocArguments,
+    config: "PreTrainedConfig",
+    fields: dict[str, Any],
+    output: Path,
+    log: Callable[[int, float], None] | None,
+) -> dict[str, Any]:
+    start = time.perf_counter()
     set_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.model, **hub_arguments)
+    hub_arguments = options.hub_arguments(options.model)
+    tokenizer = read_tokenizer(str(options.model), **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
     seconds = {"prepare": time.perf_counter() - start}
@@ -220,12 +239,18 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
         raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its own configuration")
     check_choice("train", options.train, (None, "norms"))
+    for name in ("learning_rate", "recover_learning_rate"):
+        check_range(name, getattr(options, name), 0, 1e6, (int, float))
+    check_range("seed", options.seed, 0, 2**32 - 1)
     for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
         check_range(name, getattr(options, name), least)
     if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    for name in ("max_tokens", "max_validation_tokens"):
+        check_range(name, getattr(options, name), options.max_length)
     hub_arguments = options.hub_arguments(options.model)
-    config = AutoConfig.from_pretrained(str(options.model), **hub_arguments)
+    check_source("model", options.model, **hub_arguments)
+    config = read_config(str(options.model), **hub_arguments)
     check_architecture(config.model_type)
     if config.model_type == "vit":
         raise ValueError(f"{options.model} reads images: this search is for text encoders")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from ..analysis.importance import position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
@@ -15,7 +15,7 @@ from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
-from ..hub import mask_arguments
+from ..hub import HubArguments, mask_arguments, read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ..models.token_mixers import fixed_length
@@ -121,6 +121,12 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if pruning is not None:
         pruning.check(model)
     check_served(model, training, data.max_length)
+    search = sparse_attention.search
+    if search is not None and data.freeze_sparsity is not None and data.freeze_sparsity > search.most_sparsity:
+        raise ValueError(
+            f"freeze_sparsity must be at most {search.most_sparsity:.4f}, got {data.freeze_sparsity}: special tokens "
+            "and a kept diagonal stay"
+        )
     if training.resume_from_checkpoint:
         check_checkpoint(training.resume_from_checkpoint, model, pruning, data.search_end < 1)
     record = recipe_record(data, model.config, training)
@@ -134,7 +140,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer, token=data.token)
+        tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
     else:
         tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
         tokenizer.model_max_length = model.config.max_position_embeddings
@@ -169,12 +175,12 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
     searched = sparse_attention.searching or schedule.probs is not None
     probs = sparse_attention.mask_probs() if schedule.probs is None else schedule.probs  # (L, H, n, n)
-    if searched:
-        save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
     if sparse_attention.searching:
         trainer.save_model()  # freezing may refuse the mask; then the search is not lost
         schedule.freeze(sparse_attention)
     if searched:
+        # Not before the search is saved, which removes the P of another run.
+        save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
         metrics["search_outcome"] = schedule.outcome
     if pruning is not None:
         metrics["pruning"] = pruning.settings

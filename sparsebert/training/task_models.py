@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 import transformers
-from transformers import AutoConfig
 
 from ..attention.backends import ATTENTION_NAMES, check_backend
-from ..hub import mask_arguments
+from ..hub import mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, get_sparse_attention, read_mask
@@ -17,6 +16,7 @@ from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
+from .run_checks import check_sizes_of
 from .task_data import TaskData
 
 
@@ -43,7 +43,8 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         OSError: If the model or the mask does not exist.
     """
     hub_arguments, of_mask = model_and_mask_arguments(options)
-    model = AutoConfig.from_pretrained(str(options.model), **hub_arguments)
+    model = read_config(str(options.model), **hub_arguments)
+    check_sizes_of(f"model {options.model}", model, config)
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
         raise ValueError(
@@ -104,6 +105,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     fields = {name: value for name, value in config.items() if name in of_mask}
     arguments = {name: value for name, value in config.items() if name not in of_mask}
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
+    arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
@@ -143,7 +145,7 @@ def _with_mask(
     if pattern:
         fields = {"mask_length": options.max_length} | fields
     hub_arguments, of_mask = model_and_mask_arguments(options)
-    sparse = AutoConfig.from_pretrained(str(options.model), **hub_arguments).model_type == SparseBertConfig.model_type
+    sparse = read_config(str(options.model), **hub_arguments).model_type == SparseBertConfig.model_type
     arguments |= hub_arguments
     if sparse and pattern:
         arguments |= {"pattern": name, "attn_implementation": backend}

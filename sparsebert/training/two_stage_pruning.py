@@ -87,6 +87,8 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
     check_range("random_controls", options.random_controls, 0)
+    if not options.sparsities:
+        raise ValueError("sparsities must name at least one fraction to remove, got []")
     if finetuning_recipe is None and options.finetune is not None:
         finetuning_recipe = load_recipe([options.finetune], SECTIONS)
     run = read_run(str(options.run), **options.hub_arguments(options.run))
