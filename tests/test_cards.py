@@ -61,6 +61,14 @@ def test_bare_mask(tmp_path):
     assert 'sparsebert.attach(AutoModel.from_pretrained("user/base"), "mine")' in card.text
 
 
+@pytest.mark.parametrize("name", ["x\ny", "\ud800", "`x`", "<b>", "a | z"])
+def test_names_that_are_none_do_not_reach_a_card(tmp_path, name):
+    metadata = {"search": name, "base_model": name, "base_model_revision": name}
+    sparsebert.build_pattern("star", 16, 2).replace(metadata=metadata).save_pretrained(tmp_path)
+    card = card_of(tmp_path)
+    assert card.data.base_model is None and name not in card.text
+
+
 def test_head_sparsities_are_those_of_the_table():
     for name in ("bigbird", "window", "star"):
         for mask in (sparsebert.build_pattern(name, 20, 3), sparsebert.build_pattern(name, 20, 3).without_diagonal()):

@@ -113,6 +113,12 @@ def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: S
     return make_card(data, sections)
 
 
+def _name_in(metadata, name):
+    """A name in the metadata of a mask, which anybody may have written; `None` if it is no name."""
+    value = metadata.get(name)
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]{1,200}", value, re.ASCII) else None
+
+
 def describe_mask(
     description: Mapping[str, Any], sparsities: Sequence[Sequence[float]], metadata: Mapping[str, Any]
 ) -> str:
@@ -126,9 +132,9 @@ def describe_mask(
     """
     heads = [value for layer in sparsities for value in layer]
     made = {"search": "learned by the search", "pattern": "the pattern"}
-    origin = next((f"{text} `{metadata[name]}`" for name, text in made.items() if metadata.get(name)), "")
+    origin = next((f"{text} `{value}`" for name, text in made.items() if (value := _name_in(metadata, name))), "")
     if metadata.get("pattern_parameters"):
-        origin += f" with {json.dumps(metadata['pattern_parameters'])}"
+        origin += f" with {json.dumps(metadata['pattern_parameters'])}".replace("|", "/")
     layers = "one for all layers" if len(sparsities) == 1 else f"one for each of {len(sparsities)} layers"
     length = f"{description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}"
     diagonal = {True: "kept", False: "removed"}.get(description["diagonal"])
@@ -169,7 +175,7 @@ def mask_limits(description: Mapping[str, Any]) -> list[str]:
 
 def mask_tags(metadata: Mapping[str, Any]) -> list[str]:
     """Tags of a card."""
-    kind = metadata.get("search") or metadata.get("pattern")
+    kind = _name_in(metadata, "search") or _name_in(metadata, "pattern")
     return ["sparsebert", "sparse-attention", *([kind] if kind else [])]
 
 
@@ -186,11 +192,11 @@ def bare_mask_card(
         name (`str`): Name of its folder.
         description, sparsities, metadata: See [`describe_mask`].
     """
-    base = metadata.get("base_model")
+    base = _name_in(metadata, "base_model")
     data = ModelCardData(
         library_name="sparsebert",
         base_model=base,
-        base_model_revision=metadata.get("base_model_revision") if base else None,
+        base_model_revision=_name_in(metadata, "base_model_revision") if base else None,
         tags=[*mask_tags(metadata), "attention-mask"],
     )
     intro = (
