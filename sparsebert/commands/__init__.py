@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
         raise nearest("verb", verb, list(VERBS))
     command = _command_of(verb, rest)
     rest = [command.short.get(word, word) for word in rest]
-    values = load_recipe(rest, command.sections, command.positional, command.excluded)
+    values = load_recipe(rest, command.sections, command.positional, command.excluded, command.replaced)
     if command.positional is None and not any(values.values()):
         raise ValueError(f"recipe {rest[0]} sets nothing: expected sections with fields")
     return command, values
