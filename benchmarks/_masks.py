@@ -118,10 +118,10 @@ def kept(mask, length, padding=None):
     if padding is None:
         return mask.to_table(length)
     padding = padding.cpu()
-    last = torch.full((len(padding),), length - 1)
+    first, last = padding.int().argmax(-1), None
     if mask.last_token == "real":
         last = length - 1 - padding.flip(-1).int().argmax(-1)
-    special = special_entries(length, mask.special_tokens, last if mask.special_tokens == "first_last" else None)
+    special = special_entries(length, mask.special_tokens, first, last)
     keep = mask.structure(length) | special.view(-1, 1, length, length)
     if mask.diagonal is not None:
         keep.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)

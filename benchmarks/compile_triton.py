@@ -71,7 +71,7 @@ def compiled(variant):
     name, constants = KERNELS[variant.kernel]
     function = getattr(triton_kernels, name)
     constants = constants | {
-        "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "FIRST": True, "DIAGONAL_OFF": False,
+        "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "DIAGONAL_OFF": False,
         "CAUSAL": False, "ROWS": variant.rows, "STEP": variant.step,
     }  # fmt: skip
     absent = [] if variant.dropout else ["seed"]

@@ -1,11 +1,11 @@
-"""Reading from the Hub: asked before a client retries for half a minute, and without running code from there."""
+"""The Hub: asked before a client retries for half a minute, uploads that also delete, and no code run from there."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 
@@ -64,6 +64,40 @@ def check_available(
     raise LocalEntryNotFoundError(
         f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
         f"connection, fetch it with: hf download {' '.join(options)}"
+    )
+
+
+def upload_and_delete(
+    folder: str | os.PathLike,
+    repo_id: str,
+    deleted: Iterable[str],
+    commit_message: str | None = None,
+    token: str | bool | None = None,
+    create_pr: bool = False,
+    revision: str | None = None,
+    commit_description: str | None = None,
+) -> Any:
+    """
+    The last step of `PushToHubMixin.push_to_hub`, in one commit that also deletes files.
+
+    Args:
+        folder (`str` or `os.PathLike`): Folder to upload.
+        repo_id (`str`): Repository.
+        deleted (`Iterable[str]`): Names of files to delete from it, where it has them and the folder does not.
+        commit_message, token, create_pr, revision, commit_description: See `HfApi.upload_folder`.
+    """
+    api = HfApi()
+    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+        api.create_branch(repo_id=repo_id, branch=revision, token=token, exist_ok=True)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        commit_message=commit_message or "Upload model",
+        commit_description=commit_description,
+        token=token,
+        create_pr=create_pr,
+        revision=revision,
+        delete_patterns=list(deleted),
     )
 
 

@@ -101,12 +101,21 @@ def random_mask(layers=1, density=0.4, **fields):
 
 def reference(model, name, mask, padded=False, layer=0):
     """The stock model under the mask of one layer as an additive one, and its window where it has one."""
+    return stock_states(model, name, entries(mask, padded, layer))
+
+
+def entries(mask, padded, layer=0):
+    """Which keys each query may see, bool `(3, H, n, n)`."""
     keep = mask.to_table()[layer].expand(3, -1, -1, -1).clone()
     if padded:
         for row, size in enumerate(PADDING.sum(-1).tolist()):
             # Special tokens are those of the sequence itself.
             keep[row, :, :size, :size] = mask.to_table(size)[layer]
             keep[row, :, :, size:] = False
+    return keep
+
+
+def stock_states(model, name, keep):
     near = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-WINDOW).tril(WINDOW)
     additive = {
         kind: torch.zeros(k.shape).masked_fill(~k, -1e9) for kind, k in {"full": keep, "near": keep & near}.items()
@@ -155,6 +164,34 @@ def test_sparse_mask_is_an_additive_one_on_the_stock_model(name, padded, special
         else:
             got = states(model, name, padded)[rows]
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        detach(model)
+
+
+@pytest.mark.parametrize("special_tokens", ["first", "first_last"])
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_first_token_of_left_padded_sequences(name, special_tokens):
+    """It is the first real one, also in layers with a sliding window."""
+    model, mask = base_model(name), random_mask(special_tokens=special_tokens)
+    sizes = PADDING.sum(-1).tolist()
+    padding = PADDING.flip(1)
+    padding[0, -2:] = 0
+    keep = mask.structure().expand(3, -1, -1, -1).clone()
+    for row, size in enumerate(sizes):
+        keep[row, :, LENGTH - size] = keep[row, :, :, LENGTH - size] = True
+        if special_tokens == "first_last":
+            last = LENGTH - 1 if row else LENGTH - 3
+            keep[row, :, last] = keep[row, :, :, last] = True
+    rows = padding.bool()
+    expected = stock_states(model, name, keep & rows[:, None, None])[rows]
+    inputs = inputs_of(name) | {"attention_mask": padding}
+    for backend in BACKENDS:
+        attach(model, mask, attn_implementation=backend)
+        with torch.no_grad():
+            if name == "modernbert" and backend == "sparse_cpu":
+                with pytest.raises(ValueError, match="sparse_cpu cannot run here.*sliding windows around"):
+                    model(**inputs)
+            else:
+                torch.testing.assert_close(model(**inputs).last_hidden_state[rows], expected, atol=1e-5, rtol=1e-5)
         detach(model)
 
 

@@ -30,6 +30,7 @@ from sparsebert import (
 from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, CHOICES
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choice import refusal
+from sparsebert.masks.sparse_mask import SPECIAL_TOKENS
 
 
 HEADS = 4
@@ -119,7 +120,7 @@ def poisoned_memory():
 
 MASKS = [*PATTERNS, *SEARCHES, "per head", "empty rows"]
 LENGTHS = (1, 7, 63, 64, 100, 128, 257, 512)
-PADDINGS = ("none", "right", "left", "holes", "nothing real")
+PADDINGS = ("none", "right", "left", "mixed", "holes", "nothing real")
 HEAD_SIZES = (8, 20, 32, 64, 128)
 DROPOUTS = (0.0, 0.125)  # a multiple of 1/65536, which sparse_triton rounds to
 LAYOUTS = ("contiguous", "heads last", "one projection", "strided")
@@ -213,6 +214,8 @@ def make_padding(case):
     padding = torch.arange(length) < torch.tensor([length, -(-2 * length // 3), 1])[:, None]
     if case.padding == "nothing real":
         padding[1] = False
+    if case.padding == "mixed":
+        return torch.stack([padding[1], padding[1].flip(0), padding[0] & padding[1].roll(length // 6)])
     return padding.flip(1) if case.padding == "left" else padding
 
 
@@ -222,7 +225,7 @@ def kept(mask, length, padding=None, causal=False, layer=0, batch=2):
     for b in range(batch if padding is None else len(padding)):
         table = mask.structure(length)[layer].clone()
         real = list(range(length)) if padding is None else padding[b].nonzero()[:, 0].tolist()
-        special = [0] if mask.special_tokens != "none" else []
+        special = real[:1] if mask.special_tokens != "none" else []
         if mask.special_tokens == "first_last" and real:
             special.append(real[-1] if mask.last_token == "real" else length - 1)
         for position in special:
@@ -336,6 +339,28 @@ def test_grid(poisoned_memory, name, mask):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_whole_grid(poisoned_memory, name, mask):
     check_all(name, "cpu", mask)
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+@pytest.mark.parametrize("name", [*serving(), *CHOICES])
+def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_tokens, head_size):
+    """A batch that mixes left and right padding, with a mask per head: the first token is the first real one."""
+    length = 37
+    table = torch.rand(2, length, length) < torch.tensor([0.05, 0.5])[:, None, None]
+    mask = SparseMask(table, length, special_tokens=special_tokens, diagonal=None if head_size == 32 else False)
+    padding = torch.ones(5, length, dtype=torch.bool)
+    padding[0, 20:], padding[1, :20], padding[2, :7], padding[2, 30:] = False, False, False, False
+    padding[3, :-1], padding[4] = False, False
+    query, key, value, grad = torch.randn(4, 5, 2, length, head_size).unbind(0)
+
+    def attention(*leaves):
+        return sparse_dot_product_attention(*leaves, mask, padding, is_causal=causal, backend=name)
+
+    for causal in {False, special_tokens == "first"}:
+        keep = kept(mask, length, padding, causal)
+        results = with_gradients(attention, query, key, value, grad)
+        assert_as_good_as_plain(results, query, key, value, grad, keep, units=16)
 
 
 @pytest.mark.gpu
@@ -552,6 +577,59 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
     output = weights @ leaves[2]
     output.backward(grad.double())
     wanted = [output.detach(), *(leaf.grad for leaf in leaves), theta.grad]
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+    assert theta.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+@pytest.mark.parametrize("name", [*serving(needs=NEEDS["additive"]), *CHOICES])
+def test_searched_mask_and_its_gradient_under_left_padding(tiny_config, name, special_tokens, causal):
+    """A batch that mixes left and right padding, against the formulas written out in float64."""
+    if causal and special_tokens == "first_last":
+        return
+    length, heads_size = 13, 8
+    config = tiny_config(
+        search="dam_s", special_tokens=special_tokens, mask_length=length, mask_constant=10.0, is_decoder=causal
+    )
+    model = SparseBertModel(config).train()
+    sparse_attention, module = model.sparse_attention, model.encoder.layer[0].attention.self
+    with torch.no_grad():
+        sparse_attention.mask_logits.normal_(std=0.2)
+    number = sparse_attention.mask_logits.shape[-1]
+    position = torch.arange(length)
+    padding = (position >= torch.tensor([0, 5, 2, 12])[:, None]) & (position < torch.tensor([8, 13, 11, 13])[:, None])
+    query, key, value, grad = torch.randn(4, 4, HEADS, length, heads_size).unbind(0)
+    grad = grad * padding[:, None, :, None]  # a padded query's output means nothing
+    torch.manual_seed(3)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    inputs = prepared(sparse_attention, name, length, padding)
+    output = AttentionInterface()[name](module, *leaves, None, mask_inputs=inputs)[0].transpose(1, 2)
+    output.backward(grad)
+    results = [output * padding[:, None, :, None], *(leaf.grad for leaf in leaves), sparse_attention.mask_logits.grad]
+
+    torch.manual_seed(3)
+    noise = torch.logit(torch.rand(1, HEADS, number), eps=1e-6).double()
+    theta = sparse_attention.mask_logits.detach().double().requires_grad_()
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    soft = (10.0 * theta + noise).sigmoid()
+    sample = soft + ((soft > 0.5).double() - soft).detach()
+    offset = (position[:, None] - position).abs()
+    # Offsets without a parameter occur at special tokens alone.
+    on = sample[0][:, offset.clamp(max=number - 1)] * (offset < number)
+    special = torch.zeros(4, length, dtype=torch.bool)
+    for row, real in zip(special, padding, strict=True):
+        positions = real.nonzero()[:, 0]
+        row[{"none": [], "first": positions[:1], "first_last": positions[[0, -1]]}[special_tokens]] = True
+    special = special[:, None, :, None] | special[:, None, None, :]
+    keep = padding[:, None, None, :] & (position[:, None] >= position if causal else torch.tensor(True))
+    scores = leaves[0] @ leaves[1].mT * heads_size**-0.5 - 10.0 * (1 - on).masked_fill(special, 0.0)
+    scores = scores.masked_fill(~keep, -torch.inf)
+    weights = scores.softmax(-1).where(padding[:, None, :, None], 0.0)
+    output = weights.nan_to_num() @ leaves[2]
+    output.backward(grad.double())
+    wanted = [output.detach(), *(leaf.grad.nan_to_num() for leaf in leaves), theta.grad.nan_to_num()]
     for got, want in zip(results, wanted, strict=True):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
     assert theta.grad.abs().sum() > 0

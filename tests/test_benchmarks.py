@@ -240,8 +240,10 @@ def test_learned_masks_are_read_and_repeated_over_heads(tmp_path):
         build_mask("band", 32, 2)
 
 
-def test_special_tokens_follow_the_last_real_token():
+def test_special_tokens_follow_the_padding():
     padding = torch.arange(8) < torch.tensor([[8], [5]])
+    left = kept(build_mask("dam_s:0.3", 8, 1), 8, padding.flip(1))
+    assert left[1, 0, 3, 3:].all() and left[1, 0, 3:, 3].all() and not left[1, 0, :, :3].any()
     keep = kept(build_mask("toeplitz64", 8, 1), 8, padding)
     assert torch.equal(keep[1, 0].any(-1), padding[1])
     table = kept(build_mask("dam_s:0.3", 8, 1), 8, padding)

@@ -56,11 +56,12 @@ def ragged(batch, length):
     return padding
 
 
-def formula(query, key, value, bias, padding=None, last=None, learned_diagonal=True, factors=1.0):
+def formula(
+    query, key, value, bias, padding=None, first=None, last=None, learned_diagonal=True, causal=False, factors=1.0
+):
     """The same with all scores in memory, in the inputs' dtype; the probabilities times `factors`."""
-    inputs = MaskInputs(
-        "", bias.shape[1], bias.shape[2], padding=padding, last_token=last, learned_diagonal=learned_diagonal
-    )
+    tokens = {"first_token": first, "last_token": last, "learned_diagonal": learned_diagonal}
+    inputs = MaskInputs("", bias.shape[1], bias.shape[2], padding=padding, causal=causal, **tokens)
     scores = (query @ key.mT).to(bias.dtype) * query.shape[-1] ** -0.5 + merged_bias(bias, inputs)
     return (scores.softmax(-1) * factors).to(value.dtype) @ value
 
@@ -86,13 +87,17 @@ def assert_as_good_as_plain(results, plain, truth):
 
 
 CASES = [
-    # batch, queries, keys, head size, padded, last tokens, learned diagonal, layout
-    (5, 33, 33, 32, True, True, True, "host"),
-    (5, 33, 33, 32, True, True, False, "contiguous"),
-    (4, 100, 100, 64, True, False, True, "strided"),
-    (3, 61, 61, 128, False, False, True, "host"),
-    (4, 7, 30, 20, True, True, True, "host"),
-    (1, 1, 1, 8, False, False, True, "strided"),
+    # batch, queries, keys, head size, padded, tokens apart, learned diagonal, causal, layout
+    (5, 33, 33, 32, True, "last", True, False, "host"),
+    (5, 33, 33, 32, True, "last", False, False, "contiguous"),
+    (5, 33, 33, 32, True, "first last", True, False, "host"),
+    (5, 33, 33, 64, True, "first", True, True, "host"),
+    (4, 61, 61, 128, True, "first last", False, False, "strided"),
+    (4, 100, 100, 64, True, "", True, False, "strided"),
+    (3, 61, 61, 128, False, "", True, False, "host"),
+    (4, 7, 30, 20, True, "last", True, False, "host"),
+    (4, 7, 30, 20, True, "first", False, True, "host"),
+    (1, 1, 1, 8, False, "", True, False, "strided"),
 ]
 
 
@@ -100,12 +105,13 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula_in_float64(case, dtype):
-    batch, num_queries, num_keys, head_size, padded, has_last, learned_diagonal, layout = case
+    batch, num_queries, num_keys, head_size, padded, tokens, learned_diagonal, causal, layout = case
     *inputs, grad = tensors(batch, num_queries, num_keys, head_size, dtype, layout)
     inputs[3] = inputs[3].to(torch.promote_types(dtype, torch.float32))
     padding = ragged(batch, num_keys) if padded else None
-    last = torch.arange(batch) % num_keys if has_last else None
-    rest = (padding, last, learned_diagonal)
+    first = padding.int().argmax(-1) if "first" in tokens else None
+    last = torch.arange(batch) % num_keys if "last" in tokens else None
+    rest = (padding, first, last, learned_diagonal, causal)
     results = with_gradients(lambda *leaves: bias_attention(*leaves, *rest), inputs, grad)
     plain = with_gradients(lambda *leaves: formula(*leaves, *rest), inputs, grad)
     truth = with_gradients(lambda *leaves: formula(*leaves, *rest), inputs, grad, torch.float64)
@@ -122,14 +128,14 @@ def test_equals_the_formula_in_float64(case, dtype):
             for tensors in (results, plain, truth)
         )
     assert_as_good_as_plain(results, plain, truth)
-    if padded and has_last:
+    if last is not None:
         # Neither a padded key nor a last token's row moves the bias.
         alone = torch.zeros_like(padding)
         alone[0] = True
         grad = torch.zeros_like(grad)
         grad[0, :, -1] = 1.0
         last = torch.full((batch,), num_keys - 1)
-        moved = with_gradients(lambda *leaves: bias_attention(*leaves, alone, last), inputs, grad)["bias"]
+        moved = with_gradients(lambda *leaves: bias_attention(*leaves, alone, None, last), inputs, grad)["bias"]
         assert (moved == 0).all()
 
 
@@ -176,7 +182,7 @@ def test_gradients_under_dropout_agree_with_finite_differences():
     def loss(*leaves):
         torch.manual_seed(3)
         padding = torch.tensor([[True] * 4, [True] * 3 + [False]])
-        return (bias_attention(*leaves, padding, torch.tensor([3, 2]), dropout=0.25) * grad).sum()
+        return (bias_attention(*leaves, padding, last=torch.tensor([3, 2]), dropout=0.25) * grad).sum()
 
     assert torch.autograd.gradcheck(loss, [tensor.requires_grad_() for tensor in inputs])
 
@@ -351,5 +357,5 @@ def test_compiled_in_one_graph(tiny_config):
 def test_operator_is_registered_as_pytorch_asks():
     *inputs, _ = tensors(2, 6, 6, 8)
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    rest = (ragged(2, 6), torch.tensor([5, 3]), torch.tensor([1]), True, 0.25, 0.3, 1)
+    rest = (ragged(2, 6), torch.tensor([0, 1]), torch.tensor([5, 3]), torch.tensor([1]), True, False, 0.25, 0.3, 1)
     torch.library.opcheck(torch.ops.sparsebert.bias_attention.default, (*inputs, *rest))

@@ -40,7 +40,7 @@ def operator_arguments(length=LENGTH, heads=HEADS, dropout=0.0, padded=True, see
     begin, end, columns = compressed_rows(torch.rand(heads, length, length) < density)
     padding = torch.arange(length) < torch.tensor([length, 13])[:, None] if padded else None
     last = torch.tensor([length - 1, 12], dtype=torch.int32) if padded else None
-    return begin, end, columns, padding, last, True, torch.tensor([seed]), dropout, 0.3
+    return begin, end, columns, padding, last, torch.tensor([seed]), True, True, False, dropout, 0.3
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
@@ -308,5 +308,6 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
     begin, end, columns = compressed_rows(mask.to_table()[0])
     with pytest.raises(RuntimeError):
         torch.ops.sparsebert.csr_attention(
-            query, key, value, begin, end, columns, None, None, True, torch.zeros(1, dtype=torch.int64), 0.0, 1.0
+            *(query, key, value, begin, end, columns, None, None, torch.zeros(1, dtype=torch.int64)),
+            *(False, True, False, 0.0, 1.0),
         )

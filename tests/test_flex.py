@@ -23,8 +23,7 @@ def kept(case, batch):
     """Brute force: which keys each query may see, bool `(B, H, m, m)`."""
     keep = case.base.expand(batch, -1, -1, -1).clone()
     for b in range(batch):
-        special = [0] if case.first else []
-        special += [] if case.last is None else [int(case.last[b % len(case.last)])]
+        special = [int(token[b % len(token)]) for token in (case.first, case.last) if token is not None]
         for position in special:
             keep[b, :, position] = keep[b, :, :, position] = True
             if case.diagonal is False:
@@ -34,7 +33,7 @@ def kept(case, batch):
     return keep.tril() if case.causal else keep
 
 
-def make_case(base, batch=2, padding=None, last=None, first=False, diagonal=None, causal=False, full=False):
+def make_case(base, batch=2, padding=None, first=None, last=None, diagonal=None, causal=False, full=False):
     if diagonal is not None:
         base.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
     if causal:
@@ -43,8 +42,8 @@ def make_case(base, batch=2, padding=None, last=None, first=False, diagonal=None
         base=base,
         batch=batch,
         padding=padding,
-        last=last,
         first=first,
+        last=last,
         diagonal=diagonal,
         causal=causal,
         full=full,
@@ -71,16 +70,17 @@ def ragged(length, **fields):
     padding[2] &= torch.rand(length) < 0.7
     padding[2, : length // 4] = False
     last = (padding * torch.arange(length)).argmax(-1).to(torch.int32)
-    return make_case(random_base(length), 4, padding, last=last, first=True, **fields)
+    return make_case(random_base(length), 4, padding, padding.int().argmax(-1).to(torch.int32), last, **fields)
 
 
 def block_mask(case, device="cpu", block=None):
     block = block or BLOCK_SIZES[device]
     maps = [block_map(case.base, block), full_map(case.base, block) if case.full else None]
-    base, padding, last, *maps = (
-        None if tensor is None else tensor.to(device) for tensor in (case.base, case.padding, case.last, *maps)
+    base, padding, first, last, *maps = (
+        None if tensor is None else tensor.to(device)
+        for tensor in (case.base, case.padding, case.first, case.last, *maps)
     )
-    return make_block_mask(base, maps[0], block, padding, last, case.first, case.diagonal, case.causal, maps[1])
+    return make_block_mask(base, maps[0], block, padding, first, last, case.diagonal, case.causal, maps[1])
 
 
 def inputs(case, head_size=8, dtype=torch.float32, device="cpu"):
@@ -114,20 +114,21 @@ def window(length, width=8):
     return ((position[:, None] - position).abs() <= width).repeat(HEADS, 1, 1)
 
 
+START = torch.tensor([0])
 CASES = {
     "ragged": lambda: ragged(100),
 }
 SLOW_CASES = {
-    "causal": lambda: make_case(random_base(64), first=True, causal=True),
+    "causal": lambda: make_case(random_base(64), first=START, causal=True),
     "one token": lambda: make_case(torch.ones(HEADS, 1, 1, dtype=torch.bool)),
     "ragged, full tiles, no diagonal": lambda: ragged(100, full=True, diagonal=False),
-    "one last token for all": lambda: make_case(random_base(100), last=torch.tensor([99]), first=True, full=True),
+    "one last token for all": lambda: make_case(random_base(100), first=START, last=torch.tensor([99]), full=True),
     "ragged 7": lambda: ragged(7),
     "ragged 64": lambda: ragged(64, full=True),
     "ragged 128, diagonal": lambda: ragged(128, diagonal=True),
     "ragged 257": lambda: ragged(257, full=True),
     "causal, padding, no diagonal": lambda: make_case(
-        random_base(100), padding=right_padding(100, 100, 40)[0], first=True, causal=True, diagonal=False
+        random_base(100), padding=right_padding(100, 100, 40)[0], first=START, causal=True, diagonal=False
     ),
     "one token without a key": lambda: make_case(torch.zeros(HEADS, 1, 1, dtype=torch.bool)),
     "nothing kept": lambda: make_case(torch.zeros(HEADS, 64, 64, dtype=torch.bool)),
@@ -189,7 +190,7 @@ def test_tiles_that_hold_nothing_are_skipped():
     assert tiles_of(block_mask(band))[0].sum() == HEADS * (8 + 2 * 7)
     cut = make_case(window(256), padding=padding)
     assert tiles_of(block_mask(cut))[0].sum((1, 2, 3)).tolist() == [HEADS * 22, HEADS * 10]
-    special = make_case(window(256), padding=padding, last=last, first=True)
+    special = make_case(window(256), padding=padding, first=START, last=last)
     assert tiles_of(block_mask(special))[0].sum((1, 2, 3)).tolist() == [HEADS * (22 + 12 + 10), HEADS * (10 + 6)]
 
 
@@ -211,7 +212,7 @@ def test_more_lengths_than_recompilations():
 @pytest.mark.slow
 def test_twelve_lengths():
     for length in range(10, 130, 10):
-        assert_forward(make_case(random_base(length), first=True))
+        assert_forward(make_case(random_base(length), first=START))
 
 
 def test_new_masks_and_padding_compile_nothing():
@@ -235,7 +236,8 @@ def test_inside_torch_compile(full):
         base = base != 0
         last = (padding * torch.arange(40)).argmax(-1).to(torch.int32)
         full = full_map(base, 32) if case.full else None
-        mask = make_block_mask(base, block_map(base, 32), 32, padding, last, True, None, False, full)
+        first = padding.int().argmax(-1).to(torch.int32)
+        mask = make_block_mask(base, block_map(base, 32), 32, padding, first, last, None, False, full)
         return block_attention(query + 1, key, value, mask, 0.5) * 2
 
     output = torch.compile(attention, fullgraph=True)(query, key, value, case.base.int(), case.padding.long())

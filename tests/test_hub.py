@@ -149,6 +149,63 @@ for kind in ("own", "attached"):
 """
 
 
+PUSH_BY_TRAINER = """
+import sys
+from transformers import BertConfig, BertForMaskedLM, TrainingArguments
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach, load
+from sparsebert.search.search_schedule import SearchSchedule
+from sparsebert.training.trainer import SparseBertTrainer
+
+sizes = {"vocab_size": 10, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32,
+         "hidden_size": 32, "intermediate_size": 8}
+rows = [{"input_ids": [1, 2, 3, 4] * 8, "labels": [1, 2, 3, 4] * 8}] * 8
+
+def train(kind, name, strategy, end=1.0):
+    if kind == "own":
+        model = SparseBertForMaskedLM(SparseBertConfig(**sizes, **{"search" if name == "dam_s" else "pattern": name}))
+    else:
+        model = attach(BertForMaskedLM(BertConfig(**sizes)), name, mask_length=32)
+    arguments = TrainingArguments(f"{sys.argv[1]}/{kind}", max_steps=2, save_steps=1, push_to_hub=strategy != "none",
+        hub_model_id=f"user/trained_{kind}", hub_strategy=strategy if strategy != "none" else "end", use_cpu=True,
+        hub_always_push=True, report_to="none", disable_tqdm=True)
+    trainer = SparseBertTrainer(model, arguments, train_dataset=rows, callbacks=[SearchSchedule(end)])
+    trainer.train()
+    return trainer
+
+for kind in ("own", "attached"):
+    for name in ("window", "dam_s", "bigbird", "dam_s"):
+        trainer = train(kind, name, "none")
+        trainer.push_to_hub()
+        loaded = load(f"user/trained_{kind}").sparse_attention
+        assert loaded.searching == (name == "dam_s"), (kind, name)
+        assert loaded.mask == trainer.model.sparse_attention.mask
+    trainer = train(kind, "dam_s", "every_save", 0.5)  # frozen after the first of two checkpoints
+    loaded = load(f"user/trained_{kind}").sparse_attention
+    assert loaded.mask == trainer.model.sparse_attention.mask is not None, kind
+"""
+
+
+UNREACHABLE_VERBS = """
+import sys, time
+from sparsebert.commands import main
+
+folder = sys.argv[1]
+common = ["--output_dir", f"{folder}/run", "--use_cpu"]
+for words in (
+    ["pretrain", "--base_model", "user/absent", *common],
+    ["pretrain", "--tokenizer", "user/absent", *common],
+    ["finetune", "--task", "rte", "--model", "user/absent", "--data", folder, *common],
+    ["search", "--model", "user/absent", "--data", f"{folder}/a.txt", "--target_sparsity", "0.5", *common[:2]],
+    ["translate", "--train", f"{folder}/a.tsv", "--test", f"{folder}/a.tsv", "--pattern", "window",
+     "--tokenizer", "user/absent", *common],
+):
+    began = time.perf_counter()
+    assert main(words) == 2, words
+    seconds = time.perf_counter() - began
+    assert seconds < 20, (words, seconds)  # retries would take half a minute
+"""
+
+
 UNREACHABLE = """
 import time
 from sparsebert import SparseBertModel, SparseMask, attach, load
@@ -221,22 +278,39 @@ def test_repository_holds_one_state_of_a_mask(hub, run_client, tmp_path):
         assert [files & state for files in commits] == [frozen, search, frozen, search]
 
 
+def test_pushes_of_a_trainer_hold_one_state_of_a_mask(hub, run_client, tmp_path):
+    """At no commit there is the mask of another model, and those of checkpoints contain theirs."""
+    run_client(PUSH_BY_TRAINER, tmp_path)
+    frozen = {"mask_config.json", "mask.safetensors"}
+    for kind, search in (("own", set()), ("attached", {"search_config.json"})):
+        states = [files & (frozen | {"search_config.json"}) for files in hub.repos[f"user/trained_{kind}"].commits]
+        assert states[-1] == frozen and search in states
+        assert all(state in (frozen, search, set()) for state in states), states
+
+
+def run_without_connection(code, offline, home, *arguments):
+    environment = os.environ | {"HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home)}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment["NO_PROXY"] = "127.0.0.1"
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+
+
+def test_verbs_without_a_connection(tmp_path):
+    """Every field that names a model or tokenizer is refused at once."""
+    (tmp_path / "a.txt").write_text("Some words.\n")
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    result = run_without_connection(UNREACHABLE_VERBS, "0", tmp_path / "home", tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sparsebert ")]
+    assert len(lines) == 5 and all("user/absent: " in line and "hf download user/absent" in line for line in lines)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("offline", ["0", "1"], ids=["no connection", "offline mode"])
 def test_without_a_connection(tmp_path, offline):
     """At once, with the name of the file and what would fetch it."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": offline,
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": str(tmp_path),
-    }
-    command = [sys.executable, "-c", UNREACHABLE]
-    result = subprocess.run(
-        command,
-        env=environment | {"NO_PROXY": "127.0.0.1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
+    result = run_without_connection(UNREACHABLE, offline, tmp_path)
     assert result.returncode == 0, result.stderr
     mask, *models = result.stdout.splitlines()
     assert "user/absent: mask_config.json is not in the cache" in mask

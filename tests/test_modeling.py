@@ -273,6 +273,77 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(tiny_config, backend, pha
             torch.testing.assert_close(batch[row, :size], alone[0])
 
 
+RELATIVE = {
+    "dam_s": {},
+    "dam_s, first": {"special_tokens": "first"},
+    "dam_s, none": {"special_tokens": "none"},
+    "dam_s, decoder": {"is_decoder": True},
+    "dam_s, log": {"mask_form": "log", "share_layers": False},
+    "dam_s, multiplicative": {"mask_form": "multiplicative", "diagonal": "remove"},
+    "dam_b": {"search": "dam_b", "block_size": 16},
+    "star": {"pattern": "star"},
+    "window": {"pattern": "window", "pattern_kwargs": {"num_global_tokens": 2}},
+}
+
+
+@pytest.mark.parametrize("phase", ["train", "eval", "frozen"])
+@pytest.mark.parametrize(
+    "backend",
+    ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto", pytest.param("sparse_flex", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("what", RELATIVE)
+def test_left_padding_changes_no_logits(tiny_config, backend, what, phase):
+    """Offsets do not depend on where a sequence starts, and the first token is the first real one."""
+    fields = {"mask_length": 40, "initializer_range": 0.3} | RELATIVE[what]
+    if "pattern" in fields and phase != "frozen":
+        pytest.skip("nothing is searched")
+    if phase != "frozen" and backend in ("sparse_cpu", "sparse_flex"):
+        pytest.skip("refused in a search")
+    if fields.get("mask_form") == "multiplicative" and phase == "train" and backend == "sparse_sdpa":
+        pytest.skip("refused in a search of this form")
+    model = SparseBertForMaskedLM if not fields.get("is_decoder") else SparseBertLMHeadModel
+    model = model(tiny_config(**fields))
+    if "pattern" not in fields:
+        set_logits(model.bert)
+        model.train(phase == "train")
+        if phase == "frozen":
+            model.freeze()
+    model.train(phase == "train")
+    model.set_attn_implementation(backend)
+    ids, padding = torch.randint(5, 100, (4, 40)), torch.ones(4, 40, dtype=torch.bool)
+    padding[0, 27:] = padding[1, :16] = padding[2, :32] = padding[3, 35:] = padding[3, :16] = False
+
+    def logits(**inputs):
+        torch.manual_seed(2)  # the same draw
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    batch = logits(input_ids=ids, attention_mask=padding.long(), position_ids=positions)
+    model.set_attn_implementation("sparse_eager")
+    for row, real in enumerate(padding):
+        torch.testing.assert_close(
+            batch[row, real], logits(input_ids=ids[row : row + 1, real])[0], atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto"])
+def test_generation_under_left_padding(tiny_config, backend):
+    """Prompts of several lengths in one batch, with key/value caches, generate what each generates alone."""
+    config = tiny_config(is_decoder=True, initializer_range=0.3, mask_length=24, attn_implementation=backend)
+    model = set_logits(SparseBertLMHeadModel(config)).eval()
+    assert model.freeze().special_tokens == "first"
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    left = PADDING.flip(1)
+    batch = model.generate(IDS, attention_mask=left, **options)
+    for row, real in enumerate(left.bool()):
+        alone = model.generate(IDS[row : row + 1, real], **options)
+        assert torch.equal(batch.sequences[row, LENGTH:], alone.sequences[0, int(real.sum()) :])
+        for got, want in zip(batch.logits, alone.logits, strict=True):
+            torch.testing.assert_close(got[row], want[0], atol=1e-4, rtol=1e-4)
+
+
 def test_last_token_by_position_does_depend_on_them(tiny_config):
     """What `last_token='real'` is for: with `'position'` a shorter sequence loses its last token."""
     model = SparseBertModel(tiny_config(last_token="position"))

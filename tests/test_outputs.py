@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SEARCH, catches, contents, wait_for
+from conftest import SEARCH, contents, wait_for
 from safetensors.torch import load_file
 
 from sparsebert.commands import main
@@ -170,12 +170,90 @@ def test_a_signal_saves_and_the_run_goes_on(long_run, said, number, code):
 def test_a_second_signal_ends_the_run_at_once(long_run):
     words, _ = long_run("--max_steps", "100000", "--gradient_accumulation_steps", "5000")
     process = start(words)
-    wait_for(lambda: process.poll() is not None or catches(process, signal.SIGTERM))  # in the first step for minutes
-    process.send_signal(signal.SIGTERM)
-    line = next(line for line in iter(process.stderr.readline, "") if "SIGTERM" in line)
-    assert "a second signal" in line
-    process.send_signal(signal.SIGTERM)
+    for said in ("sparse_auto runs", "SIGTERM: saving a checkpoint; a second signal ends"):  # in the first batch
+        assert any(said in line for line in iter(process.stderr.readline, ""))
+        process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+@pytest.fixture
+def post_hoc_flags(checkpoints, tmp_path):
+    """`post_hoc_flags(output, *flags)`: words of `sparsebert search` on a tiny BERT."""
+    text = tmp_path / "words.txt"
+    text.write_text("\n\n".join(" ".join(f"w{(i * j) % 90}" for j in range(60)) for i in range(1, 260)))
+    fields = {
+        "model": checkpoints["stock"],
+        "data": text,
+        "validation": text,
+        "target_sparsity": 0.5,
+        "max_length": 16,
+        "steps": 2,
+    }
+    words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
+    return lambda output, *flags: ["search", *words, "--output_dir", str(output), *map(str, flags)]
+
+
+def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.json").write_text("{}")
+    process = start(post_hoc_flags(folder, "--steps", "1000000", "--overwrite"))
+    wait_for(lambda: process.poll() is not None or (folder / LOCK_NAME).exists())
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 143, errors
+    assert errors.strip().splitlines()[-1] == (
+        "sparsebert search: stopped by SIGTERM: nothing is written, the same command begins anew"
+    )
+    assert contents(folder) == {Path("metrics.json"): b"{}"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "over another"])
+def test_a_signal_while_a_post_hoc_search_is_written(post_hoc_flags, tmp_path, monkeypatch, overwrite):
+    """All files but the last are there by then."""
+    folder = tmp_path / "run"
+    if overwrite:
+        assert main(post_hoc_flags(folder)) == 0
+    before = contents(folder)
+
+    def terminate(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("sparsebert.training.post_hoc.write_metrics", terminate)
+    words = post_hoc_flags(folder, "--steps", "3", *["--overwrite"] * overwrite)
+    assert main(words) == 143
+    assert contents(folder) == before and folder.exists() == overwrite
+    monkeypatch.undo()
+    assert main(words) == 0 and json.loads((folder / "metrics.json").read_text())["steps"] == 3
+    assert not (folder / ASIDE_NAME).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_in_a_translation_saves_and_the_run_goes_on(tmp_path, said):
+    pytest.importorskip("sacrebleu")
+    (tmp_path / "pairs.tsv").write_text("".join(f"a{i % 7} b{i % 5}\tc{i % 7} d{i % 5}\n" for i in range(60)))
+    folder, pairs = tmp_path / "run", tmp_path / "pairs.tsv"
+    fields = {
+        **{"train": pairs, "test": pairs, "max_test_pairs": 4, "num_beams": 1, "max_length": 8, "pattern": "dense"},
+        **{"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mask_length": 8},
+        **{"intermediate_size": 16, "max_position_embeddings": 8, "max_steps": 90, "save_strategy": "steps"},
+        **{"save_steps": 20, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none"},
+        **{"disable_tqdm": True, "output_dir": folder},
+    }
+    words = ["translate", *(str(word) for name, value in fields.items() for word in (f"--{name}", value))]
+    process = start(words)
+    wait_for(lambda: process.poll() is not None or (folder / "checkpoint-20" / MANIFEST_NAME).exists())
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 143 and "--resume" in errors.strip().splitlines()[-1], errors
+    checkpoint = newest_whole(folder)
+    assert 20 < int(checkpoint.name.partition("-")[2]) < 90 and not (folder / "metrics.json").exists()
+    assert "SIGTERM" in json.loads((folder / UNFINISHED_NAME).read_text())["stopped"]
+    assert f"complete up to {checkpoint.name}: add --resume" in said(words)
+    assert "data.max_length: 8 -> 7" in said([*words, "--resume", "--max_length", "7"])
+    assert main([*words, "--resume", "--max_test_pairs", "3"]) == 0
+    assert json.loads((folder / "metrics.json").read_text())["steps"] == 90
+    assert not (folder / UNFINISHED_NAME).exists()
 
 
 # Complete checkpoints

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME
+from sparsebert.training.finetuning import finetune
 from sparsebert.training.pretraining import pretrain
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -150,7 +151,7 @@ def stopped(text, tmp_path_factory):
         ("data", "mlm_probability", 0.2, "data.mlm_probability: 0.15 -> 0.2"),
         ("data", "search_end", 0.5, "data.search_end: 1.0 -> 0.5"),
         ("data", "nsp", True, "data.nsp: False -> True"),
-        ("model", "hidden_dropout_prob", 0.2, "model.hidden_dropout_prob: 0.1 -> 0.2"),
+        ("model", "hidden_dropout_prob", 0.2, "model.hidden_dropout_prob: 0.0 -> 0.2"),
         ("model", "mask_constant", 5.0, "model.mask_constant: None -> 5.0"),
         ("model", "sparsity_weight", 1e-3, "model.sparsity_weight: 0.0001 -> 0.001"),
         ("training", "seed", 1, "training.seed: 42 -> 1"),
@@ -198,6 +199,67 @@ def test_what_may_change(stopped, tmp_path):
     assert metrics["steps"] == 3
 
 
+@pytest.fixture(scope="module")
+def stopped_finetuning(checkpoints, glue_folder, tmp_path_factory):
+    """The recipe of a fine-tuning on RTE, and its first checkpoint."""
+    folder = tmp_path_factory.mktemp("finetuning") / "run"
+    training = {"output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "steps"}
+    training |= {"save_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    data = {"task": "rte", "model": str(checkpoints["window"]), "data": str(glue_folder), "max_length": 32}
+    recipe = {"data": data, "model": {}, "training": training}
+    finetune(recipe)
+    return recipe, folder / "checkpoint-1"
+
+
+def resumed_elsewhere(recipe, checkpoint, folder, section, changed):
+    training = recipe["training"] | {"resume_from_checkpoint": str(checkpoint), "output_dir": str(folder)}
+    new = recipe | {"training": training}
+    return new | {section: new[section] | changed}
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "shown"),
+    [
+        ("training", {"learning_rate": 1e-3}, "training.learning_rate: 2e-05 -> 0.001"),
+        ("training", {"seed": 1}, "training.seed: 42 -> 1"),
+        ("data", {"mask": "bigbird"}, "data.mask: None -> 'bigbird'"),
+        ("data", {"max_length": 24}, "data.max_length: 32 -> 24"),
+        ("data", {"max_train_examples": 40}, "data.max_train_examples: None -> 40"),
+        ("model", {"hidden_dropout_prob": 0.2}, "model.hidden_dropout_prob: 0.0 -> 0.2"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_finetuning_with_another_recipe_is_refused(stopped_finetuning, tmp_path, section, changed, shown):
+    with pytest.raises(ValueError, match="cannot resume with another recipe") as error:
+        finetune(resumed_elsewhere(*stopped_finetuning, tmp_path / "new", section, changed))
+    assert f"  {shown}" in str(error.value).splitlines()
+    assert not (tmp_path / "new").exists()
+
+
+def test_finetuning_on_other_examples_is_refused(stopped_finetuning, glue_folder, tmp_path):
+    """Files of the same names, number of rows and words, with one label changed."""
+    recipe, checkpoint = stopped_finetuning
+    path = glue_folder / "RTE/train.tsv"
+    before = path.read_text()
+    try:
+        path.write_text(before.replace("\tnot_entailment", "\tentailment", 1))
+        with pytest.raises(ValueError, match=r"inputs.checksum of the rows: \d+ -> \d+") as error:
+            finetune(resumed_elsewhere(recipe, checkpoint, tmp_path / "new", "data", {}))
+        assert len(str(error.value).splitlines()) == 2
+    finally:
+        path.write_text(before)
+
+
+def test_what_may_change_in_finetuning(stopped_finetuning, tmp_path):
+    changed = {"seeds": [42], "simple_baseline": False, "test_split": [], "n_best_size": 3}
+    recipe = resumed_elsewhere(*stopped_finetuning, tmp_path / "new", "data", changed)
+    recipe["training"] |= {"logging_steps": 1, "save_steps": 2, "dataloader_num_workers": 1}
+    finetune(recipe)
+    metrics = json.loads((tmp_path / "new/metrics.json").read_text())
+    assert metrics["steps"] == 2 and "simple_baseline" not in metrics
+    assert sorted(path.name for path in (tmp_path / "new").glob("checkpoint-*")) == ["checkpoint-2"]
+
+
 def test_checkpoint_without_a_recipe_is_not_compared(stopped, tmp_path, caplog):
     """It can be resumed from, and what comes after has the record."""
     recipe, checkpoint = stopped
@@ -213,16 +275,19 @@ def test_checkpoint_without_a_recipe_is_not_compared(stopped, tmp_path, caplog):
     assert later["stateful_callbacks"]["RecipeRecord"] == record
 
 
-def test_workers_and_prefetching_do_not_change_the_batches(word_tokenizer, tmp_path):
-    """Over several epochs; persistent workers were started in the first one."""
+@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["batches", "dropout"])
+def test_workers_and_prefetching_change_nothing(word_tokenizer, tmp_path, dropout):
+    """Over several epochs; persistent workers were started in the first one. With dropout, the noise stays too."""
     documents = [[" ".join(f"w{(7 * i + j) % 90}" for j in range(60))] for i in range(20)]
     rows = pretraining_dataset(documents, word_tokenizer, 32)
     losses = []
-    for workers in ({}, {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}):
+    two = {"dataloader_num_workers": 2}
+    for workers in ({}, {"dataloader_num_workers": 1}, two, two | {"dataloader_persistent_workers": True}):
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        config = SparseBertConfig(vocab_size=100, max_position_embeddings=32, pattern="dense", **sizes)
+        sizes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        mask = {"search": "dam_s", "sparsity_weight": 1e-4} if dropout else {"pattern": "dense"}
+        config = SparseBertConfig(vocab_size=100, max_position_embeddings=32, **mask, **sizes)
         arguments = TrainingArguments(
             str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
             num_train_epochs=3, per_device_train_batch_size=8, eval_strategy="epoch", **workers,
@@ -236,4 +301,14 @@ def test_workers_and_prefetching_do_not_change_the_batches(word_tokenizer, tmp_p
         )
         trainer.train()
         losses.append([entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history])
-    assert losses[0] == losses[1] and len(set(losses[0])) > 3
+    assert losses[0] == losses[1] == losses[2] == losses[3] and len(set(losses[0])) > 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_resumed_with_other_workers_equals_the_uninterrupted_run(text, tmp_path, workers):
+    """From the middle of an epoch and over the next ones."""
+    recipe = recipe_of(text, tmp_path / "whole", FORMS["dam_s"], max_steps=9, save_steps=3)
+    pretrain(recipe)
+    new = {"resume_from_checkpoint": str(tmp_path / "whole/checkpoint-3"), "output_dir": str(tmp_path / "new")}
+    pretrain(recipe | {"training": recipe["training"] | new | {"dataloader_num_workers": workers}})
+    assert log_of(tmp_path / "whole") == log_of(tmp_path / "new") and len(log_of(tmp_path / "new")) == 9

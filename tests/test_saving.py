@@ -8,7 +8,7 @@ import torch
 from conftest import TINY
 from transformers import BertConfig, BertModel
 
-from sparsebert import SEARCHES, MaskFileError, SparseBertConfig, SparseBertModel, SparseMask, attach, load
+from sparsebert import SEARCHES, MaskFileError, SparseBertConfig, SparseBertModel, SparseMask, attach, detach, load
 from sparsebert.analysis.runs import read_run
 from sparsebert.models.configuration_sparsebert import MASK_FORMS
 
@@ -108,3 +108,70 @@ def test_interrupted_save_does_not_pass_for_the_old_state(tmp_path, monkeypatch,
         model.save_pretrained(tmp_path)
     with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
         load(tmp_path)
+
+
+# A mask beside a model
+
+
+def attached_bert(name, **fields):
+    torch.manual_seed(0)
+    return attach(BertModel(BertConfig(**ONE_LAYER)), name, mask_length=40, **fields)
+
+
+def test_a_mask_saved_alone_ends_the_search_of_an_attached_model(tmp_path):
+    model = attached_bert("dam_s")
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path).sparse_attention.searching and (tmp_path / "search_config.json").exists()
+    mask = copy.deepcopy(model).freeze(sparsity=0.5)
+    mask.save_pretrained(tmp_path)
+    assert not (tmp_path / "search_config.json").exists()
+    loaded = load(tmp_path)
+    assert loaded.sparse_attention.mask == mask == read_run(tmp_path).mask
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in detach(model).state_dict().items())
+
+
+def test_a_mask_is_not_saved_alone_beside_a_search_that_would_ignore_it(tmp_path):
+    model = SparseBertModel(SparseBertConfig(**ONE_LAYER, search="dam_s"))
+    model.save_pretrained(tmp_path)
+    before = hashes(tmp_path)
+    mask = copy.deepcopy(model).freeze(sparsity=0.5)
+    with pytest.raises(ValueError, match="holds a SparseBERT that is being searched"):
+        mask.save_pretrained(tmp_path)
+    assert hashes(tmp_path) == before and load(tmp_path).sparse_attention.searching
+    model.set_mask(mask)
+    model.save_pretrained(tmp_path)
+    mask.save_pretrained(tmp_path)
+    assert load(tmp_path).sparse_attention.mask == mask
+
+
+def test_a_model_without_a_mask_saved_over_one_with_it_is_noticed(tmp_path, caplog):
+    """Its files are those of any stock model: only the weights tell."""
+    model = attached_bert("window")
+    model.save_pretrained(tmp_path)
+    before = hashes(tmp_path)
+    loaded = load(tmp_path)
+    loaded.save_pretrained(tmp_path)
+    assert hashes(tmp_path) == before and "weights" not in caplog.text
+    assert not {"model_weights_sample"} & loaded.sparse_attention.mask.metadata.keys()
+    stock = detach(loaded)
+    with torch.no_grad():
+        stock.encoder.layer[0].output.dense.bias += 1e-3
+    stock.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert "the weights are not those that the mask was saved with" in caplog.text
+    caplog.clear()
+    again.save_pretrained(tmp_path)
+    load(tmp_path)
+    assert "weights" not in caplog.text
+
+
+def test_a_mask_written_beside_any_weights_is_no_cause_for_a_warning(tmp_path, caplog):
+    model = BertModel(BertConfig(**ONE_LAYER))
+    mask = attached_bert("window").sparse_attention.mask
+    mask.save_pretrained(tmp_path / "before")
+    model.save_pretrained(tmp_path / "before")
+    model.save_pretrained(tmp_path / "after")
+    mask.save_pretrained(tmp_path / "after")
+    for folder in (tmp_path / "before", tmp_path / "after"):
+        assert load(folder).sparse_attention.mask == mask
+    assert "weights" not in caplog.text

@@ -1,7 +1,9 @@
 """Trainer, accelerate and a plain loop all train the mask; accumulation and resumption change nothing."""
 
 import copy
+import itertools
 import json
+import math
 import re
 
 import pytest
@@ -373,6 +375,65 @@ def test_no_mask_is_frozen_from_nan(tiny_config, tmp_path):
         with pytest.raises(FloatingPointError, match="mask_logits.*NaN"):
             freeze()
     assert model.sparse_attention.searching
+
+
+# Overflow under fp16
+
+
+@pytest.fixture
+def half_trainer(tiny_config, tmp_path, monkeypatch):
+    """
+    `half_trainer(scale, **arguments)`: a Trainer under fp16 on the CPU, with this initial factor of the loss.
+    Accelerate offers fp16 on accelerators only, so it is given what it would make there.
+    """
+
+    def make(scale, **arguments):
+        model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH))
+        trainer = make_trainer(model, tmp_path, **arguments)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        trainer.accelerator.native_amp = True
+        monkeypatch.setitem(trainer.accelerator.state.__dict__, "_mixed_precision", "fp16")
+        return trainer
+
+    return make
+
+
+def test_steps_that_overflow_are_skipped_and_counted(half_trainer):
+    trainer = half_trainer(2.0**30, max_steps=24)
+    before = weights(trainer.model)
+    trainer.train()
+    skipped, overflows = (
+        history(trainer, "skipped_steps"),
+        [not math.isfinite(n) for n in history(trainer, "grad_norm")],
+    )
+    assert len(skipped) == 24 and 5 < skipped[-1] < 20
+    assert skipped == list(itertools.accumulate(overflows))
+    assert trainer.accelerator.scaler.get_scale() == 2.0 ** (30 - skipped[-1])
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights(trainer.model).items())
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0], ids=["clipped", "not clipped"])
+def test_overflow_in_every_step_stops_the_training(half_trainer, tmp_path, clip):
+    arguments = {"save_strategy": "steps", "save_steps": 4, "max_steps": 60, "max_grad_norm": clip}
+    trainer = half_trainer(1.0, callbacks=[Breaker(QUERY, "gradient")], **arguments)
+    with pytest.raises(FloatingPointError, match="20 steps in a row overflowed under fp16: use bf16") as error:
+        trainer.train()
+    assert "step 22: " in str(error.value) and str(tmp_path / "checkpoint-20") in str(error.value)
+    assert history(trainer, "skipped_steps") == [0, 0, *range(1, 20)]
+    reloaded = SparseBertForMaskedLM.from_pretrained(tmp_path / "checkpoint-20")
+    assert all(weight.isfinite().all() for weight in reloaded.parameters())
+
+
+def test_a_weight_that_is_not_finite_is_no_overflow(half_trainer):
+    trainer = half_trainer(1.0, callbacks=[Breaker(QUERY, "weight")], max_steps=60)
+    with pytest.raises(FloatingPointError, match=f"step 3: .*{QUERY} is not finite"):
+        trainer.train()
+
+
+def test_without_fp16_nothing_is_counted(tiny_config, tmp_path):
+    trainer = make_trainer(SparseBertForMaskedLM(tiny_config(pattern="window")), tmp_path)
+    trainer.train()
+    assert history(trainer, "loss") and not history(trainer, "skipped_steps")
 
 
 # Evaluation

@@ -65,15 +65,14 @@ class Case:
         self.base = MASKS[mask](heads, length)
         self.base[0, length // 2] = mask == "dense"  # an empty row where no special token fills it
         self.padding = None if padding is None else PADDINGS[padding](batch, length)
-        self.first, self.diagonal, self.causal, self.dropout = first, diagonal, causal, dropout
+        self.diagonal, self.causal, self.dropout = diagonal, causal, dropout
         if diagonal is not None:
             self.base.diagonal(dim1=1, dim2=2).fill_(diagonal)
         if causal:
             self.base = self.base.tril()
-        self.last = None
-        if last and not causal:
-            real = torch.ones(batch, length, dtype=torch.bool) if self.padding is None else self.padding
-            self.last = (real * torch.arange(length)).amax(1).int()
+        real = torch.ones(batch, length, dtype=torch.bool) if self.padding is None else self.padding
+        self.first = real.int().argmax(1).int() if first else None
+        self.last = (real * torch.arange(length)).amax(1).int() if last and not causal else None
         shape = (4, batch, length, heads, head_size) if transposed else (4, batch, heads, length, head_size)
         tensors = torch.randn(shape).to(dtype).to(DEVICE)
         self.tensors = (tensors.transpose(2, 3) if transposed else tensors).unbind(0)
@@ -84,9 +83,10 @@ class Case:
         """Every live entry, bool (B, H, n, n)."""
         batch, _, length, _ = self.tensors[0].shape
         position = torch.arange(length)
-        special = (position == 0)[None] & self.first
-        if self.last is not None:
-            special = special | (position == self.last[:, None])
+        special = torch.zeros(batch, length, dtype=torch.bool)
+        for token in (self.first, self.last):
+            if token is not None:
+                special = special | (position == token[:, None])
         special = special[:, None, :, None] | special[:, None, None, :]
         if self.diagonal is False:
             special = special & (position[:, None] != position)
@@ -103,15 +103,13 @@ class Case:
         return [output.detach(), *torch.autograd.grad(output, leaves, self.grad)]
 
     def attention(self, query, key, value, seed=(5, 7)):
-        tiles, padding, last = move(tile_form(self.base)), self.padding, self.last
+        sequences = [None if given is None else given.to(DEVICE) for given in (self.padding, self.first, self.last)]
         return tile_attention(
             query,
             key,
             value,
-            tiles,
-            None if padding is None else padding.to(DEVICE),
-            None if last is None else last.to(DEVICE),
-            self.first,
+            move(tile_form(self.base)),
+            *sequences,
             self.diagonal,
             self.causal,
             torch.tensor(seed, device=DEVICE),
@@ -151,6 +149,10 @@ def lengths(batch, length):
 PADDINGS = {
     "ragged": lambda batch, length: torch.arange(length) < lengths(batch, length),
     "left": lambda batch, length: torch.arange(length) >= length - lengths(batch, length),
+    "mixed": lambda batch, length: (
+        (torch.arange(length) >= torch.tensor([0, length // 3, length // 5][:batch])[:, None])
+        & (torch.arange(length) < torch.tensor([length - length // 3, length, length - length // 5][:batch])[:, None])
+    ),
     "holes": lambda batch, length: torch.rand(batch, length) < 0.6,
     "one token": lambda batch, length: (torch.arange(length) < 1).expand(batch, length),
 }
@@ -200,12 +202,18 @@ QUICK = [
     {"length": 128, "mask": "blocks", "diagonal": False},
     {"length": 128, "mask": "dense", "first": False, "last": False, "causal": True},
     {"length": 100, "padding": "one token", "diagonal": True},
+    {"length": 101, "padding": "left", "batch": 3, "mask": "blocks", "heads": 1},
+    {"length": 77, "padding": "mixed", "batch": 3, "last": False, "head_size": 64, "causal": True, "heads": 1},
+    {"length": 70, "padding": "mixed", "diagonal": False, "head_size": 128, "heads": 1},
 ]
 LISTS = [
     {"length": 130, "mask": "blocks", "padding": "ragged", "batch": 3, "heads": 1},
     {"length": 100, "padding": "holes", "diagonal": False, "head_size": 64, "heads": 1},
     {"length": 100, "padding": "left", "first": False, "transposed": False, "heads": 1},
     {"length": 65, "causal": True, "padding": "ragged", "last": False},
+    {"length": 101, "padding": "left", "batch": 3, "mask": "blocks", "heads": 1},
+    {"length": 150, "padding": "mixed", "batch": 3, "diagonal": False, "heads": 1},
+    {"length": 99, "causal": True, "padding": "left", "last": False, "head_size": 64, "heads": 1},
     {"length": 1, "padding": "ragged", "batch": 3},
     {"length": 128, "mask": "dense", "last": False, "head_size": 128, "heads": 1, "batch": 1},
     {"length": 65, "first": False, "last": False, "causal": True, "diagonal": True, "batch": 1},
@@ -343,13 +351,14 @@ def test_compiles_around():
     """A compiled graph around the operator has no break and gives the same result."""
     case = Case(70, padding="ragged", dropout=0.1, heads=1)
     plain = case.run()
-    tiles, padding, last = move(tile_form(case.base)), case.padding.to(DEVICE), case.last.to(DEVICE)
+    tiles, padding = move(tile_form(case.base)), case.padding.to(DEVICE)
+    first, last = case.first.to(DEVICE), case.last.to(DEVICE)
     seed = torch.tensor((5, 7), device=DEVICE)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(query, key, value):
         return 2 * tile_attention(
-            query, key, value, tiles, padding, last, case.first, None, False, seed, case.dropout, case.scaling
+            query, key, value, tiles, padding, first, last, None, False, seed, case.dropout, case.scaling
         )
 
     leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
@@ -365,7 +374,8 @@ def test_the_operator_is_well_formed():
     case = Case(20, padding="ragged", dropout=0.1, heads=1)
     leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
     padding, seed = case.padding.to(DEVICE).view(torch.int8), torch.tensor((5, 7), device=DEVICE)
-    rest = (list(move(tile_form(case.base))), padding, case.last.to(DEVICE), seed, True, False, False, 60000, 1.0)
+    first, last = case.first.to(DEVICE), case.last.to(DEVICE)
+    rest = (list(move(tile_form(case.base))), padding, first, last, seed, False, False, 60000, 1.0)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*leaves, *rest), test_utils=checks)
 
@@ -376,7 +386,7 @@ def test_shapes_without_running():
     with FakeTensorMode() as mode:
         leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
         tiles = [mode.from_tensor(tensor) for tensor in mask]
-        rest = (tiles, None, None, None, True, False, False, 65536, 1.0)
+        rest = (tiles, None, None, None, None, False, False, 65536, 1.0)
         output, lse = torch.ops.sparsebert.tile_attention(*leaves, *rest)
         gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *rest)
     assert output.shape == (2, 70, 3, 32) and output.is_contiguous() and output.dtype == torch.bfloat16

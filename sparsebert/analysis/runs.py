@@ -23,13 +23,12 @@ from transformers.utils import CONFIG_NAME, logging
 from ..checks import nearest
 from ..files import write_metrics
 from ..hub import check_available
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
-from ..models.saving import SEARCH_CONFIG_NAME
 from ..search.learned_mask import MASK_PROBS_NAME
 from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
 from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch

@@ -9,7 +9,7 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 
 import torch
 
-from .mask_inputs import REMOVED, last_entries
+from .mask_inputs import REMOVED, token_entries
 
 
 # Bytes of the scores of one block. On CPUs the few buffers of this size share the second-level cache of a core.
@@ -19,8 +19,8 @@ RANDOM_BITS = 16
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? padding, Tensor? last, Tensor seed, "
-    "bool learned_diagonal, float dropout, float scale, int block"
+    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? padding, Tensor? first, Tensor? last, Tensor seed, "
+    "bool learned_diagonal, bool causal, float dropout, float scale, int block"
 )
 library.define(f"bias_attention({_INPUTS}) -> Tensor")
 library.define(f"bias_attention_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -37,19 +37,19 @@ def _kept(dropout):
     return 1 - dropped / 2**RANDOM_BITS, dropped - 2 ** (RANDOM_BITS - 1)
 
 
-def _parts(padding, last, learned_diagonal, num_queries, dtype):
+def _parts(padding, tokens, learned_diagonal, causal, num_queries, dtype):
     """
     What differs between sequences: a factor `(b, n or 1, m)` of the bias, 0 where the bias does not count, and the
     term `(b, 1, m)` that removes padded keys.
     """
     real = padding[:, None]
     learned = real
-    if last is not None:
-        learned = real & ~last_entries(last, num_queries, padding.shape[1], learned_diagonal)
+    if tokens:
+        learned = real & ~token_entries(tokens, num_queries, padding.shape[1], learned_diagonal, causal)
     return learned.to(dtype), (~real).to(dtype) * REMOVED
 
 
-def _blocks(query, key, bias, padding, last, seed, learned_diagonal, dropout, scale, block):
+def _blocks(query, key, bias, padding, first, last, seed, learned_diagonal, causal, dropout, scale, block):
     """
     The attention probabilities, block by block. A block is one head of some sequences. The order of the blocks and
     their random numbers are always the same.
@@ -70,14 +70,14 @@ def _blocks(query, key, bias, padding, last, seed, learned_diagonal, dropout, sc
         numbers = torch.empty(-(-scores.numel() // per_number), dtype=torch.int64, device=query.device)
         bits = numbers.view(torch.int16)[: scores.numel()].view(size)
         threshold = _kept(dropout)[1]
-    for first in range(0, batch, size[0]):
-        rows = slice(first, min(first + size[0], batch))
-        count = rows.stop - first
+    tokens = [token for token in (first, last) if token is not None]
+    for start in range(0, batch, size[0]):
+        rows = slice(start, min(start + size[0], batch))
+        count = rows.stop - start
         scores, weights, keep = scores[:count], weights[:count], None if keep is None else keep[:count]
         if padding is not None:
-            learned, removed = _parts(
-                padding[rows], None if last is None else last[rows], learned_diagonal, num_queries, bias.dtype
-            )
+            own = [token[rows] for token in tokens]
+            learned, removed = _parts(padding[rows], own, learned_diagonal, causal, num_queries, bias.dtype)
         for head in range(num_heads):
             at = (rows, head)
             term = bias[head].expand(scores.shape)
@@ -143,15 +143,15 @@ def _backward_shapes(grad, query, key, value, bias, *rest):
 
 
 def _remember(ctx, inputs, output):
-    *tensors, ctx.learned_diagonal, ctx.dropout, ctx.scale, ctx.block = inputs
+    *tensors, ctx.learned_diagonal, ctx.causal, ctx.dropout, ctx.scale, ctx.block = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, grad):
     gradients = torch.ops.sparsebert.bias_attention_backward(
-        grad, *ctx.saved_tensors, ctx.learned_diagonal, ctx.dropout, ctx.scale, ctx.block
+        grad, *ctx.saved_tensors, ctx.learned_diagonal, ctx.causal, ctx.dropout, ctx.scale, ctx.block
     )
-    return *gradients, *[None] * 7
+    return *gradients, *[None] * 9
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -168,8 +168,10 @@ def bias_attention(
     value: torch.Tensor,
     bias: torch.Tensor,
     padding: torch.Tensor | None = None,
+    first: torch.Tensor | None = None,
     last: torch.Tensor | None = None,
     learned_diagonal: bool = True,
+    causal: bool = False,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
@@ -183,10 +185,13 @@ def bias_attention(
         bias (`torch.Tensor` of shape `(H, n, m)`): Added to the scores of every sequence; float32 (float64 for float64
             inputs). The softmax is computed in this dtype.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Padded keys are removed.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): Position in each sequence of the token in whose row and
+        first (`torch.Tensor` of shape `(B,)`, *optional*): Position in each sequence of a token in whose row and
             column the bias does not count. Requires `padding`.
-        learned_diagonal (`bool`, *optional*, defaults to `True`): Whether this row and column contain their diagonal
-            entry. If not, the bias counts there.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for another token.
+        learned_diagonal (`bool`, *optional*, defaults to `True`): Whether these rows and columns contain their
+            diagonal entries. If not, the bias counts there.
+        causal (`bool`, *optional*, defaults to `False`): Whether these rows and columns end at the diagonal. If so,
+            the bias counts at keys j > query i.
         dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1), rounded to
             multiples of 2^-16. Its seed is drawn from the global generator.
         scale (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
@@ -202,9 +207,11 @@ def bias_attention(
         value,
         bias,
         padding,
+        first,
         last,
         torch.randint(2**62, (1,), device="cpu") if dropout else torch.zeros(1, dtype=torch.int64, device="cpu"),
         learned_diagonal,
+        causal,
         dropout,
         query.shape[-1] ** -0.5 if scale is None else scale,
         max(1, block_bytes // (4 * query.shape[2] * key.shape[2])),

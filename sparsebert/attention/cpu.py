@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..masks.compiled import compiled
 from ..masks.sparse_mask import SparseMask
-from .mask_inputs import MaskInputs, compiled_length
+from .mask_inputs import MaskInputs, compiled_length, per_sequence
 
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ FLAGS = {
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
-    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, bool self_attention, Tensor seed, "
-    "float dropout, float scale"
+    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor seed, bool first, "
+    "bool self_attention, bool causal, float dropout, float scale"
 )
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
 library.define(
@@ -65,14 +65,14 @@ def _backward_shapes(grad, query, key, value, *mask):
 
 
 def _remember(ctx, inputs, output):
-    query, key, value, begin, end, columns, padding, last, ctx.self_attention, seed, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, begin, end, columns, padding, last, seed)
+    *tensors, first, self_attention, causal, dropout, scale = inputs
+    ctx.options = first, self_attention, causal, dropout, scale
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, grad):
-    *tensors, seed = ctx.saved_tensors
-    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, ctx.self_attention, seed, *ctx.options)
-    return *gradients, *[None] * 9
+    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *[None] * 11
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -158,9 +158,10 @@ def refuse(request: "Request") -> str | None:
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The compressed rows of every layer's mask."""
+    """The compressed rows of every layer's mask, and the last token of each sequence."""
     length = compiled_length(mask, inputs)
-    return {"compiled": compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")}
+    rows = compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")
+    return {"compiled": rows, "last_token": inputs.last()}
 
 
 def csr_backend(
@@ -188,9 +189,11 @@ def csr_backend(
         value,
         *inputs.compiled[0],
         None if inputs.padding is None else inputs.padding.contiguous(),
-        inputs.last_of(query.shape[0]),
-        mask.diagonal is not False,
+        per_sequence(inputs.last_token, query.shape[0]),
         seed,
+        mask.special_tokens != "none",
+        mask.diagonal is not False,
+        inputs.causal,
         dropout,
         scaling,
     )

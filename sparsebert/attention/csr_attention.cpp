@@ -336,8 +336,8 @@ at::Tensor empty_rows(const at::Tensor& like) {
 
 Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& begin,
                 const at::Tensor& end, const at::Tensor& columns, const std::optional<at::Tensor>& padding,
-                const std::optional<at::Tensor>& last, bool self, const at::Tensor& seed, double dropout,
-                double scale, int64_t buffers) {
+                const std::optional<at::Tensor>& last, const at::Tensor& seed, bool first, bool self, bool causal,
+                double dropout, double scale, int64_t buffers) {
   const int64_t B = query.size(0), H = query.size(1), n = query.size(2), m = key.size(2);
   TORCH_CHECK(B > 0 && n > 0 && n <= m, "expected sequences of at most as many queries as keys, got ", query.sizes(),
               " and ", key.sizes());
@@ -354,7 +354,7 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
               begin.size(1), ", the input ", H, " heads and ", m, " keys");
   Mask mask{begin.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), columns.const_data_ptr<uint16_t>(),
             padding ? padding->const_data_ptr<bool>() : nullptr, last ? last->const_data_ptr<int32_t>() : nullptr,
-            begin.size(1), m, m - n, self};
+            begin.size(1), m, m - n, first, self, causal};
   // At least two tasks per thread, split by heads first and then by rows. Fewer than 64 rows are not worth packing the
   // keys.
   const int64_t threads = at::get_num_threads(), floats = buffers * m * std::max<int64_t>(query.size(3), 16);
@@ -373,11 +373,11 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
 
 at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const at::Tensor& begin, const at::Tensor& end, const at::Tensor& columns,
-                         const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last, bool self,
-                         const at::Tensor& seed, double dropout, double scale) {
+                         const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last,
+                         const at::Tensor& seed, bool first, bool self, bool causal, double dropout, double scale) {
   const auto q = rows_of(query), k = rows_of(key), v = rows_of(value);
   auto output = empty_rows(query);
-  const auto p = problem(q, k, v, begin, end, columns, padding, last, self, seed, dropout, scale, 2);
+  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale, 2);
   for_head_size(query.size(3), [&](auto D) { forward_kernel<D>(p, Rows(output)); });
   return output;
 }
@@ -385,11 +385,11 @@ at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const a
 std::tuple<at::Tensor, at::Tensor, at::Tensor> csr_attention_backward(
     const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& begin, const at::Tensor& end, const at::Tensor& columns,
-    const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last, bool self, const at::Tensor& seed,
-    double dropout, double scale) {
+    const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last, const at::Tensor& seed, bool first,
+    bool self, bool causal, double dropout, double scale) {
   const auto g = rows_of(grad), q = rows_of(query), k = rows_of(key), v = rows_of(value);
   auto dq = empty_rows(query), dk = empty_rows(key), dv = empty_rows(value);
-  const auto p = problem(q, k, v, begin, end, columns, padding, last, self, seed, dropout, scale, 4);
+  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale, 4);
   for_head_size(query.size(3), [&](auto D) { backward_kernel<D>(p, Rows(g), Rows(dq), Rows(dk), Rows(dv)); });
   return {dq, dk, dv};
 }

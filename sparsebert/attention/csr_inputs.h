@@ -106,21 +106,24 @@ struct Mask {
   const bool* padding;  // (B, m), true = real token; null without padding
   const int32_t* last;  // (B,), the token whose row and column are on in addition; null if there is none
   int64_t num_rows, m, first_row;
-  bool self;  // whether this token attends to itself
+  bool first;   // whether the row and column of each sequence's first real token are on; those of position 0 are listed
+  bool self;    // whether these tokens attend to themselves
+  bool causal;  // whether a query attends to no later key
 
   struct Sequence {
-    int64_t first_key, end_key, last;
+    int64_t first_key, end_key, first, last;  // first and last: -1 if there is no such token
     const bool* holes;
   };
 
   Sequence sequence(int64_t b) const {
-    Sequence s{0, m, last ? last[b] : -1, nullptr};
+    Sequence s{0, m, -1, last ? last[b] : -1, nullptr};
     if (padding) {
       const bool* real = padding + b * m;
       s.first_key = std::find(real, real + m, true) - real;
       s.end_key = m;
       while (s.end_key > s.first_key && !real[s.end_key - 1]) --s.end_key;
       if (std::find(real + s.first_key, real + s.end_key, false) != real + s.end_key) s.holes = real;
+      if (first && s.first_key > 0 && s.first_key < m) s.first = s.first_key;
       if (s.last >= 0 && !real[s.last]) s.last = -1;
     }
     return s;
@@ -136,8 +139,9 @@ struct Mask {
       out[count] = j;
       count += !s.holes || s.holes[j];
     };
-    if (r == s.last) {
-      for (int64_t j = s.first_key; j < s.end_key; ++j)
+    if (r == s.first || r == s.last) {
+      const int64_t end_key = causal ? r + 1 : s.end_key;
+      for (int64_t j = s.first_key; j < end_key; ++j)
         if (self || j != r) add(j);
     } else {
       const uint16_t* from = columns + begin[h * num_rows + r];
@@ -146,13 +150,15 @@ struct Mask {
         if (s.first_key > 0) from = std::lower_bound(from, to, s.first_key);
         if (s.end_key < m) to = std::lower_bound(from, to, s.end_key);
       }
+      // No live key is less than the first token or greater than the last one, so the list stays ascending.
+      if (s.first >= 0 && !(to > from && from[0] == s.first)) out[count++] = s.first;
       if (s.holes) {
         for (const uint16_t* j = from; j < to; ++j) add(*j);
       } else {
-        count = to - from;
-        for (int64_t t = 0; t < count; ++t) out[t] = from[t];
+        const int64_t listed = to - from;
+        for (int64_t t = 0; t < listed; ++t) out[count + t] = from[t];
+        count += listed;
       }
-      // No live key is greater than the last token, so the list stays ascending.
       if (s.last >= 0 && !(to > from && to[-1] == s.last)) out[count++] = s.last;
     }
     std::fill(out + count, out + count + (count ? 3 : 0), out[0]);

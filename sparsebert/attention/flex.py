@@ -104,8 +104,8 @@ def make_block_mask(
     block_map: torch.Tensor,
     block: int,
     padding: torch.Tensor | None,
+    first: torch.Tensor | None,
     last: torch.Tensor | None,
-    first: bool,
     diagonal: bool | None,
     causal: bool,
     full_map: torch.Tensor | None = None,
@@ -120,9 +120,9 @@ def make_block_mask(
         block (`int`): Side of a tile.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Without it the block mask
             serves a batch of any size.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's last token, whose row
+        first (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's first token, whose row
             and column are on; of shape `(1,)` if it is the same for all sequences.
-        first (`bool`): Whether row and column 0 are on.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
         diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
         causal (`bool`): Whether to remove keys j > query i.
         full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): The result of [`full_map`]. These tiles are not
@@ -134,10 +134,9 @@ def make_block_mask(
     length, num_tiles = base.shape[-1], block_map.shape[-1]
     tile = torch.arange(num_tiles, device=base.device)
     special = torch.zeros(1, num_tiles, dtype=torch.bool, device=base.device)
-    if first:
-        special = special | (tile == 0)
-    if last is not None:
-        special = special | (tile == last[:, None] // block)
+    for token in (first, last):
+        if token is not None:
+            special = special | (tile == token[:, None] // block)
     live = block_map | special[:, None, :, None] | special[:, None, None, :]  # (B or 1, H, t, t)
     if causal:
         live = live & (tile[:, None] >= tile)
@@ -153,16 +152,17 @@ def make_block_mask(
         full = full.expand(live.shape)
         live, full_lists = live & ~full, _listed(full)
     number, columns = _listed(live)
-    shared_last = False
-    if last is not None and len(last) == 1:
-        last, shared_last = last[0], True
+    shared_first, shared_last = (token is not None and len(token) == 1 for token in (first, last))
+    first = first[0] if first is not None and shared_first else first
+    last = last[0] if last is not None and shared_last else last
     if torch.compiler.is_compiling():
-        base, padding, last = _materialized(base), _materialized(padding), _materialized(last)
+        base, padding, first, last = map(_materialized, (base, padding, first, last))
 
     def mask_mod(b, h, i, j):
         keep = base[h, i, j]
-        if first:
-            keep = keep | (i == 0) | (j == 0)
+        if first is not None:
+            start = first if shared_first else first[b]
+            keep = keep | (i == start) | (j == start)
         if last is not None:
             end = last if shared_last else last[b]
             keep = keep | (i == end) | (j == end)
@@ -223,14 +223,15 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     )
 
     def make():
+        first, last = inputs.first(), inputs.last()
         return tuple(
             make_block_mask(
                 table,
                 live,
                 BLOCK_SIZES[device.type],
                 inputs.padding,
-                inputs.last(),
-                mask.special_tokens != "none",
+                first,
+                last,
                 mask.diagonal,
                 inputs.causal,
                 full_map=full,

@@ -7,7 +7,8 @@ that bias from a frozen or a learned mask, its special tokens and diagonal, padd
 Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,10 +59,12 @@ class MaskInputs:
             window.
         local_layers (`tuple` of `int`): Indices of these layers.
         learned (`tuple` of `torch.Tensor`): A bias `(H, n, m)` that is being learned, the same for all sequences,
-            instead of `bias`. Causality is included; padding and the last token are not.
-        last_token (`torch.Tensor` of shape `(B,)`, *optional*): int64, position of each sequence's last token, in
-            whose row and column the `learned` bias does not count.
-        learned_diagonal (`bool`): Whether this row and column contain their diagonal entry.
+            instead of `bias`. Causality is included; padding and the special tokens of each sequence are not.
+        first_token (`torch.Tensor` of shape `(B,)`, *optional*): Position of each sequence's first token, whose row
+            and column are on in addition to the `compiled` mask, and in whose row and column the `learned` bias does
+            not count. In a `compiled` mask it has shape `(1,)` if it is the same for all sequences.
+        last_token (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
+        learned_diagonal (`bool`): Whether these rows and columns contain their diagonal entries.
         probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
     """
 
@@ -80,6 +83,7 @@ class MaskInputs:
     local: "MaskInputs | None" = None
     local_layers: tuple[int, ...] = ()
     learned: tuple[torch.Tensor | None, ...] = (None,)
+    first_token: torch.Tensor | None = None
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
@@ -138,11 +142,20 @@ class MaskInputs:
             probability_map=own(self.probability_map),
         )
 
-    def last(self) -> torch.Tensor | None:
+    def first(self) -> torch.Tensor | None:
         """
-        Position of each sequence's last token, int32 `(B,)`, or `(1,)` when it is the same for all sequences. `None`
+        Position of each sequence's first token, int32 `(B,)`, or `(1,)` when it is the same for all sequences. `None`
         if the frozen mask does not have it as a special token.
         """
+        mask = self.sparse_mask
+        if mask is None or mask.special_tokens == "none":
+            return None
+        if self.padding is None:
+            return torch.zeros(1, dtype=torch.int32, device=self.device)
+        return first_real(self.padding).int()
+
+    def last(self) -> torch.Tensor | None:
+        """The same for the last token."""
         mask = self.sparse_mask
         if mask is None or mask.special_tokens != "first_last":
             return None
@@ -150,10 +163,15 @@ class MaskInputs:
             return torch.full((1,), self.num_keys - 1, dtype=torch.int32, device=self.device)
         return last_real(self.padding).int()
 
-    def last_of(self, batch: int) -> torch.Tensor | None:
-        """The result of [`MaskInputs.last`] for every sequence of a batch of this size: `(B,)`, contiguous."""
-        last = self.last()
-        return None if last is None else last.expand(batch).contiguous()
+
+def per_sequence(positions: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Positions `(B,)` or `(1,)` for every sequence of a batch of this size: `(B,)`, contiguous."""
+    return None if positions is None else positions.expand(batch).contiguous()
+
+
+def first_real(padding: torch.Tensor) -> torch.Tensor:
+    """Position of the first real token in each row of `padding` `(B, m)`: int64 `(B,)`, 0 if there is none."""
+    return padding.int().argmax(-1)
 
 
 def last_real(padding: torch.Tensor) -> torch.Tensor:
@@ -240,12 +258,34 @@ def bias_and_live(
 
 def special_rows(inputs: MaskInputs, special_tokens: str, last_token: str) -> torch.Tensor:
     """The rows and columns of the special tokens, for the queries of this forward: bool `(B or 1, 1, n, m)`."""
-    last = None
-    if inputs.padding is not None and last_token == "real":
-        last = last_real(inputs.padding)
-    special = special_entries(inputs.num_keys, special_tokens, last, inputs.device)
+    first, last = real_tokens(inputs, special_tokens, last_token)
+    special = special_entries(inputs.num_keys, special_tokens, first, last, inputs.device)
     special = special.view(-1, 1, inputs.num_keys, inputs.num_keys)
+    if inputs.padding is not None:
+        # For all masks alike, so that gradients are summed over the sequences in one order.
+        special = special.expand(len(inputs.padding), -1, -1, -1)
     return special[:, :, inputs.num_keys - inputs.num_queries :]
+
+
+def real_tokens(
+    inputs: MaskInputs, special_tokens: str, last_token: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """
+    The special tokens whose positions depend on the padding.
+
+    Args:
+        inputs ([`MaskInputs`]): Its padding is read.
+        special_tokens (`str`): See [`SparseMask`].
+        last_token (`str`): See [`SparseMask`].
+
+    Returns:
+        `tuple`: Positions of the first and of the last token of each sequence, int64 `(B,)`; `None` for a token that
+        is not special or has the same position in all sequences.
+    """
+    if inputs.padding is None or special_tokens == "none":
+        return None, None
+    follows = special_tokens == "first_last" and last_token == "real"
+    return first_real(inputs.padding), last_real(inputs.padding) if follows else None
 
 
 def with_cuts(bias: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
@@ -255,23 +295,29 @@ def with_cuts(bias: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
     return bias.masked_fill(~causal_entries(inputs), REMOVED) if inputs.causal else bias
 
 
-def last_entries(last: torch.Tensor, num_queries: int, num_keys: int, with_diagonal: bool) -> torch.Tensor:
+def token_entries(
+    tokens: Sequence[torch.Tensor], num_queries: int, num_keys: int, with_diagonal: bool, causal: bool
+) -> torch.Tensor:
     """
-    The row and column of each sequence's last token.
+    The rows and columns of some tokens of each sequence.
 
     Args:
-        last (`torch.Tensor` of shape `(B,)`): Positions of the last tokens.
+        tokens (`Sequence` of `torch.Tensor` of shape `(B,)`): Positions of one or more tokens.
         num_queries (`int`): n.
         num_keys (`int`): m.
-        with_diagonal (`bool`): Whether the entry where row and column meet is included.
+        with_diagonal (`bool`): Whether the entries where a token's row and column meet are included.
+        causal (`bool`): Whether keys j > query i are left out.
 
     Returns:
         `torch.Tensor` of shape `(B, n, m)`, bool.
     """
-    position = torch.arange(num_keys, device=last.device)
-    row, last = position[num_keys - num_queries :, None], last[:, None, None]
-    special = (row == last) | (position == last)
-    return special if with_diagonal else special & (row != position)
+    position = torch.arange(num_keys, device=tokens[0].device)
+    chosen = functools.reduce(torch.logical_or, [position == token[:, None] for token in tokens])  # (B, m)
+    row = position[num_keys - num_queries :, None]
+    entries = chosen[:, num_keys - num_queries :, None] | chosen[:, None, :]
+    if causal:
+        return entries & (row >= position if with_diagonal else row > position)
+    return entries if with_diagonal else entries & (row != position)
 
 
 def fix_entries(
@@ -303,12 +349,20 @@ def fix_entries(
 
 
 def merged_bias(learned: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
-    """A learned bias `(H, n, m)` with padding and last tokens, which differ by sequence: `(B or 1, H, n, m)`."""
-    bias = learned[None]
-    if inputs.last_token is not None:
-        special = last_entries(inputs.last_token, inputs.num_queries, inputs.num_keys, inputs.learned_diagonal)
-        bias = bias.masked_fill(special[:, None], 0.0)
-    return bias if inputs.padding is None else bias.masked_fill(~inputs.padding[:, None, None, :], REMOVED)
+    """
+    A learned bias `(H, n, m)` with padding and special tokens, which differ by sequence: `(B, H, n, m)`, or
+    `(1, H, n, m)` without padding.
+    """
+    if inputs.padding is None:
+        return learned[None]
+    fixed = ~inputs.padding[:, None]  # (B, 1, m)
+    values = torch.zeros(fixed.shape, dtype=learned.dtype, device=learned.device).masked_fill_(fixed, REMOVED)
+    tokens = [token for token in (inputs.first_token, inputs.last_token) if token is not None]
+    if tokens:
+        sizes = inputs.num_queries, inputs.num_keys
+        fixed = fixed | token_entries(tokens, *sizes, inputs.learned_diagonal, inputs.causal)
+    # A single pass over all heads, forward and backward.
+    return torch.where(fixed[:, None], values[:, None], learned)
 
 
 def set_entries(

@@ -26,8 +26,10 @@ def sdpa_attention(
             value,
             inputs.learned[0].to(torch.promote_types(query.dtype, torch.float32)),
             inputs.padding,
+            inputs.first_token,
             inputs.last_token,
             inputs.learned_diagonal,
+            inputs.causal,
             dropout,
             scaling,
         )

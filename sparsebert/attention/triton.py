@@ -18,7 +18,7 @@ import torch
 from ..masks.compiled import compiled
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import TileForm, tile_form
-from .mask_inputs import MaskInputs
+from .mask_inputs import MaskInputs, per_sequence
 
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def tile_attention(
     value: torch.Tensor,
     tiles: Sequence[torch.Tensor],
     padding: torch.Tensor | None,
+    first: torch.Tensor | None,
     last: torch.Tensor | None,
-    first: bool,
     diagonal: bool | None,
     causal: bool,
     seed: torch.Tensor | None,
@@ -79,9 +79,9 @@ def tile_attention(
         tiles ([`TileForm`] or sequence of `torch.Tensor`): The result of [`tile_form`] in tiles of 64 by 64, on the
             device of the query. It includes the mask's diagonal and causality but not its special tokens.
         padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's last token, whose row
+        first (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's first token, whose row
             and column are on.
-        first (`bool`): Whether row and column 0 are on.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
         diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
         causal (`bool`): Whether to remove keys j > query i from the rows and columns of special tokens.
         seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device of the query; required for dropout.
@@ -100,7 +100,7 @@ def tile_attention(
     seed = None if threshold == 65536 else seed
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     output, _ = torch.ops.sparsebert.tile_attention(
-        *tensors, list(tiles), padding, last, seed, first, diagonal is False, causal, threshold, scaling
+        *tensors, list(tiles), padding, first, last, seed, diagonal is False, causal, threshold, scaling
     )
     return output
 
@@ -259,12 +259,12 @@ def _bucket(length):
 
 # The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
 _MASK = (
-    "Tensor[] tiles, Tensor? padding, Tensor? last, Tensor? seed, bool first, bool diagonal_off, bool causal, "
+    "Tensor[] tiles, Tensor? padding, Tensor? first, Tensor? last, Tensor? seed, bool diagonal_off, bool causal, "
     "int threshold, float scaling"
 )
 
 
-def _kernel_arguments(query, key, value, tiles, padding, last, seed, first, diagonal_off, causal, threshold, scaling):
+def _kernel_arguments(query, key, value, tiles, padding, first, last, seed, diagonal_off, causal, threshold, scaling):
     """
     What the kernels have in common: the tile form, the run-time arguments after the tile form, the compile-time
     arguments, and whether there are special tokens.
@@ -273,9 +273,10 @@ def _kernel_arguments(query, key, value, tiles, padding, last, seed, first, diag
     strides = [tensor.stride(dim) for tensor in (query, key, value) for dim in range(3)]
     sizes = [query.shape[1], query.shape[2], *tiles.tiles.shape[1:]]
     factors = [scaling / math.log(2), scaling, threshold, 65536 / threshold]
-    mask = {"FIRST": first, "DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
+    mask = {"DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
     constants = {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
-    return tiles, [padding, last, seed, *strides, *sizes, *factors], constants, first or last is not None
+    special = first is not None or last is not None
+    return tiles, [padding, first, last, seed, *strides, *sizes, *factors], constants, special
 
 
 @torch.library.custom_op(
@@ -360,17 +361,17 @@ def _attention_backward_shapes(output_grad, query, key, value, output, lse, *mas
 
 
 def _remember(ctx, inputs, output):
-    query, key, value, tiles, padding, last, seed, *ctx.options = inputs
+    query, key, value, tiles, padding, first, last, seed, *ctx.options = inputs
     ctx.num_tiles = len(tiles)
-    ctx.save_for_backward(query, key, value, *output, padding, last, seed, *tiles)
+    ctx.save_for_backward(query, key, value, *output, padding, first, last, seed, *tiles)
 
 
 def _differentiate(ctx, output_grad, lse_grad):
-    query, key, value, output, lse, padding, last, seed, *tiles = ctx.saved_tensors
+    query, key, value, output, lse, padding, first, last, seed, *tiles = ctx.saved_tensors
     gradients = torch.ops.sparsebert.tile_attention_backward(
-        output_grad.contiguous(), query, key, value, output, lse, tiles, padding, last, seed, *ctx.options
+        output_grad.contiguous(), query, key, value, output, lse, tiles, padding, first, last, seed, *ctx.options
     )
-    return *gradients, [None] * ctx.num_tiles, *[None] * (3 + len(ctx.options))
+    return *gradients, [None] * ctx.num_tiles, *[None] * (4 + len(ctx.options))
 
 
 _attention.register_autograd(_differentiate, setup_context=_remember)
@@ -396,8 +397,9 @@ def refuse(request: "Request") -> str | None:
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The tile form of every layer's mask."""
-    return {"compiled": compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)}
+    """The tile form of every layer's mask, and the special tokens of each sequence."""
+    tiles = compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)
+    return {"compiled": tiles, "first_token": inputs.first(), "last_token": inputs.last()}
 
 
 def triton_backend(
@@ -421,8 +423,8 @@ def triton_backend(
         value,
         inputs.compiled[0],
         inputs.padding,
-        inputs.last_of(query.shape[0]),
-        mask.special_tokens != "none",
+        per_sequence(inputs.first_token, query.shape[0]),
+        per_sequence(inputs.last_token, query.shape[0]),
         mask.diagonal,
         inputs.causal,
         seed,

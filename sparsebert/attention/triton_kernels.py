@@ -30,22 +30,22 @@ from .triton_steps import (
     finish_columns,
     finish_rows,
     guarded,
-    last_token,
     load_queries,
     real_tokens,
     row_step,
     special_tokens,
     special_words,
     start_rows,
+    token_position,
 )
 
 
 @triton.jit
 def listed_rows(
     block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool,
-    full_start, full, partial_start, partial, padding, last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n,
-    v_n, o_n, scale, scaling, threshold, keep_scale,
-    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
+    full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows, tile_columns,
+    q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A block of queries against its lists of key tiles, of which only `begin` to `end` contain real tokens."""
@@ -110,12 +110,12 @@ def listed_rows(
         keep = guarded(seen[None, :] & ~listed, rows[:, None], specials[None, :], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            kept = bit_at(special_words(seed, bh, rows, last, threshold, FIRST, 1), specials[None, :])
+            kept = bit_at(special_words(seed, bh, rows, first, last, threshold, 1), specials[None, :])
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )
-        if FIRST:
-            store &= rows != 0
+        if first is not None:
+            store &= rows != first
         if last is not None:
             store &= rows != last
     finish_rows(
@@ -127,9 +127,9 @@ def listed_rows(
 @triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold", "bucket"])
 def row_kernel(
     query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns,
-    scale, scaling, threshold, keep_scale, bucket,
-    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
+    partial, padding, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows,
+    tile_columns, scale, scaling, threshold, keep_scale, bucket,
+    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
@@ -137,11 +137,11 @@ def row_kernel(
     writes `query_grad` and `delta`, the sum of the output times its gradient. SHORT: visit all keys, without tile
     lists.
 
-    `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `last` (B,) int32
-    and `seed` (2,) int64 may be `None`. `bucket` only serves as a key of the autotuner.
+    `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `first` and
+    `last` (B,) int32 and `seed` (2,) int64 may be `None`. `bucket` only serves as a key of the autotuner.
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
-    SPECIAL: tl.constexpr = (FIRST or last is not None) and not SHORT
+    SPECIAL: tl.constexpr = (first is not None or last is not None) and not SHORT
     programs = tile_rows + SPECIAL
     bh = tl.program_id(0) // programs
     # The programs of special tokens take the longest, so they start first.
@@ -165,39 +165,37 @@ def row_kernel(
         if not SHORT:
             first_real, behind_real = real_tokens(padding, length)
             begin, end = first_real // BLOCK_K, tl.cdiv(behind_real, BLOCK_K)
-    position = None
-    if last is not None:
-        position = last_token(last, batch, length)
-    specials, valid = special_tokens(position, FIRST, SPECIALS)
+    first, last = token_position(first, batch, length), token_position(last, batch, length)
+    specials, valid = special_tokens(first, last, SPECIALS)
 
     if SHORT:
         rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         dense_rows(
             rows, rows < length, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta,
-            query_grad, tiles, pool, padding, position, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale,
-            scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, FIRST, DIAGONAL_OFF, CAUSAL, False,
+            query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale,
+            scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL, False,
             GRADIENT,
         )  # fmt: skip
     elif SPECIAL:
         if block < 0:
             dense_rows(
                 specials, valid, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta,
-                query_grad, tiles, pool, padding, position, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale,
-                scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, FIRST, DIAGONAL_OFF, CAUSAL,
+                query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n,
+                scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, DIAGONAL_OFF, CAUSAL,
                 True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
                 block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad,
-                tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head, length,
+                tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length,
                 tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-                BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
             block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles,
-            pool, full_start, full, partial_start, partial, padding, position, seed, bh, head, length, tile_rows,
-            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, FIRST,
+            pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows,
+            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K,
             DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
         )  # fmt: skip
 
@@ -205,9 +203,9 @@ def row_kernel(
 @triton.jit
 def listed_columns(
     block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad, value_grad,
-    tiles, pool, full_start, full, partial_start, partial, padding, last, seed, bh, head, length, tile_rows,
+    tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows,
     tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
-    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A block of keys against its lists of query tiles, of which only `begin` to `end` contain real tokens."""
@@ -246,7 +244,7 @@ def listed_columns(
 
     if SPECIAL:
         # As wide as a step, so that the k and v in registers fit.
-        specials, valid = special_tokens(last, FIRST, STEP)
+        specials, valid = special_tokens(first, last, STEP)
         q, do, row_lse, row_delta = load_queries(specials, valid, query, output_grad, lse, delta, q_n, o_n, HEAD)
         index = tl.load(tiles + specials // BLOCK_Q * tile_columns + block)
         bits = tl.load(pool + index * BLOCK_Q + specials % BLOCK_Q)
@@ -257,8 +255,8 @@ def listed_columns(
             words = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
             kept = bit_at(words[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
-        if FIRST:
-            store &= columns != 0
+        if first is not None:
+            store &= columns != first
         if last is not None:
             store &= columns != last
     finish_columns(columns, store, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)
@@ -267,16 +265,16 @@ def listed_columns(
 @triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold", "bucket"])
 def column_kernel(
     query, key, value, lse, output_grad, delta, key_grad, value_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns,
-    scale, scaling, threshold, keep_scale, bucket,
-    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
+    partial, padding, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows,
+    tile_columns, scale, scaling, threshold, keep_scale, bucket,
+    HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
     The column programs: the gradients of keys and values. The lists are the transposed ones; all other arguments are
     those of [`row_kernel`]. Padded queries need no mask, since their `lse` is +inf.
     """
-    SPECIAL: tl.constexpr = FIRST or last is not None
+    SPECIAL: tl.constexpr = first is not None or last is not None
     programs = tile_columns + SPECIAL
     bh = tl.program_id(0) // programs
     block = tl.program_id(0) % programs - SPECIAL
@@ -298,40 +296,38 @@ def column_kernel(
         padding += batch * length
         first_real, behind_real = real_tokens(padding, length)
         begin, end = first_real // BLOCK_Q, tl.cdiv(behind_real, BLOCK_Q)
-    position = None
-    if last is not None:
-        position = last_token(last, batch, length)
-    specials, valid = special_tokens(position, FIRST, SPECIALS)
+    first, last = token_position(first, batch, length), token_position(last, batch, length)
+    specials, valid = special_tokens(first, last, SPECIALS)
 
     if SPECIAL:
         if block < 0:
             dense_columns(
                 specials, valid, begin * (BLOCK_Q // STEP), end * (BLOCK_Q // STEP), query, key, value, lse,
-                output_grad, delta, key_grad, value_grad, padding, position, seed, bh, length, q_n, k_n, v_n, o_n,
-                scale, scaling, threshold, keep_scale, HEAD, STEP, FIRST, DIAGONAL_OFF, CAUSAL,
+                output_grad, delta, key_grad, value_grad, padding, first, last, seed, bh, length, q_n, k_n, v_n, o_n,
+                scale, scaling, threshold, keep_scale, HEAD, STEP, DIAGONAL_OFF, CAUSAL,
             )  # fmt: skip
         else:
             listed_columns(
                 block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
-                value_grad, tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head,
-                length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
-                BLOCK_Q, BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
+                value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh,
+                head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD,
+                BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
             )  # fmt: skip
     else:
         listed_columns(
             block, begin, end, first_real, behind_real, query, key, value, lse, output_grad, delta, key_grad,
-            value_grad, tiles, pool, full_start, full, partial_start, partial, padding, position, seed, bh, head,
+            value_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head,
             length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-            BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
+            BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, STEP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "length", "tile_columns", "threshold"])
 def short_backward_kernel(
-    query, key, value, output, lse, output_grad, query_grad, key_grad, value_grad, tiles, pool, padding, last, seed,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns, scale, scaling, threshold,
-    keep_scale,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr,
+    query, key, value, output, lse, output_grad, query_grad, key_grad, value_grad, tiles, pool, padding, first, last,
+    seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns, scale, scaling,
+    threshold, keep_scale,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """
@@ -348,9 +344,7 @@ def short_backward_kernel(
     tiles += head * tile_rows * tile_columns
     if padding is not None:
         padding += batch * length
-    position = None
-    if last is not None:
-        position = last_token(last, batch, length)
+    first, last = token_position(first, batch, length), token_position(last, batch, length)
     d, lane, rows = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, ROWS)
     store = rows < length
     q, do, row_lse, row_delta, real = start_rows(
@@ -364,8 +358,8 @@ def short_backward_kernel(
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
-            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, position, tile_columns,
-            BLOCK_Q, BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, False,
+            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, first, last, tile_columns,
+            BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, False,
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(tl.where(keep, s * scale, float("-inf")) - row_lse[:, None])

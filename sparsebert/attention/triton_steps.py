@@ -55,40 +55,44 @@ def bit_at(words, position):
 
 
 @triton.jit
-def last_token(last, batch, length):
-    """Position of a sequence's last token, clamped to the sequence."""
-    return tl.minimum(tl.maximum(tl.load(last + batch), 0), length - 1)
+def token_position(positions, batch, length):
+    """Position of a special token of a sequence, clamped to the sequence; `None` if there is no such token."""
+    position = None
+    if positions is not None:
+        position = tl.minimum(tl.maximum(tl.load(positions + batch), 0), length - 1)
+    return position
 
 
 @triton.jit
-def special_tokens(position, FIRST: tl.constexpr, LANES: tl.constexpr):
+def special_tokens(first, last, LANES: tl.constexpr):
     """
     Positions of the special tokens, in the first lanes, and which lanes hold one.
 
     Args:
-        position: Position of the last token, or `None` if it is not special.
+        first, last: Positions of the first and the last token, or `None` if it is not special.
     """
     lane = tl.arange(0, LANES)
     positions, valid = lane * 0, lane == 0
-    if position is not None:
-        if FIRST:
-            positions = tl.where(lane == 0, 0, position)
-            valid = valid | ((lane == 1) & (positions > 0))
-        else:
-            positions = positions + position
+    if first is not None:
+        positions = positions + first
+        if last is not None:
+            positions = tl.where(lane == 0, positions, last)
+            valid = valid | ((lane == 1) & (first != last))
+    elif last is not None:
+        positions = positions + last
     return positions, valid
 
 
 @triton.jit
-def special_words(seed, head, rows, position, threshold, FIRST: tl.constexpr, AXIS: tl.constexpr):
+def special_words(seed, head, rows, first, last, threshold, AXIS: tl.constexpr):
     """The words of dropout decisions for the keys of [`special_tokens`], which lie along dimension `AXIS`."""
-    if FIRST:
-        words = tl.expand_dims(dropout_words(seed, head, rows, 0, threshold), AXIS)
-        if position is not None:
-            other_words = tl.expand_dims(dropout_words(seed, head, rows, position // WORD, threshold), AXIS)
+    if first is not None:
+        words = tl.expand_dims(dropout_words(seed, head, rows, first // WORD, threshold), AXIS)
+        if last is not None:
+            other_words = tl.expand_dims(dropout_words(seed, head, rows, last // WORD, threshold), AXIS)
             words = tl.where(tl.expand_dims(tl.arange(0, SPECIALS), 1 - AXIS) == 0, words, other_words)
     else:
-        words = tl.expand_dims(dropout_words(seed, head, rows, position // WORD, threshold), AXIS)
+        words = tl.expand_dims(dropout_words(seed, head, rows, last // WORD, threshold), AXIS)
     return words
 
 
@@ -117,9 +121,9 @@ def guarded(on, rows, columns, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr)
 
 @triton.jit
 def dense_keep(
-    rows, store, columns, inside, tile, tiles, pool, padding, last, tile_columns,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
-    CAUSAL: tl.constexpr, GATHERED: tl.constexpr,
+    rows, store, columns, inside, tile, tiles, pool, padding, first, last, tile_columns,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
+    GATHERED: tl.constexpr,
 ):  # fmt: skip
     """The whole mask for some queries and the keys of a tile. GATHERED: all queries are special tokens."""
     if padding is not None:
@@ -128,8 +132,8 @@ def dense_keep(
     if not GATHERED:
         index = tl.load(tiles + rows // BLOCK_Q * tile_columns + tile, mask=store, other=0)
         on = bit_at(tl.load(pool + index * BLOCK_Q + rows % BLOCK_Q)[:, None], (columns % BLOCK_K)[None, :])
-        if FIRST:
-            on |= (rows[:, None] == 0) | (columns[None, :] == 0)
+        if first is not None:
+            on |= (rows[:, None] == first) | (columns[None, :] == first)
         if last is not None:
             on |= (rows[:, None] == last) | (columns[None, :] == last)
         keep &= on
@@ -263,10 +267,9 @@ def finish_columns(
 @triton.jit
 def dense_rows(
     rows, store, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, padding,
-    last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr,
-    FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Some queries (GATHERED: special tokens) against the keys from `STEP * begin` to `STEP * end`."""
     d, lane = tl.arange(0, HEAD), tl.arange(0, STEP)
@@ -282,8 +285,8 @@ def dense_rows(
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
-            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, last, tile_columns, BLOCK_Q,
-            BLOCK_K, FIRST, DIAGONAL_OFF, CAUSAL, GATHERED,
+            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, first, last, tile_columns,
+            BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, GATHERED,
         )  # fmt: skip
         kept = None
         if seed is not None:
@@ -300,9 +303,9 @@ def dense_rows(
 
 @triton.jit
 def dense_columns(
-    specials, valid, begin, end, query, key, value, lse, output_grad, delta, key_grad, value_grad, padding, last, seed,
-    bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
-    HEAD: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
+    specials, valid, begin, end, query, key, value, lse, output_grad, delta, key_grad, value_grad, padding, first,
+    last, seed, bh, length, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    HEAD: tl.constexpr, STEP: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The keys of the special tokens against the queries from `STEP * begin` to `STEP * end`."""
     d, row_lane = tl.arange(0, HEAD), tl.arange(0, STEP)
@@ -317,6 +320,6 @@ def dense_columns(
         keep = guarded(valid[:, None] & inside[None, :], rows[None, :], specials[:, None], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            kept = bit_at(special_words(seed, bh, rows, last, threshold, FIRST, 0), specials[:, None])
+            kept = bit_at(special_words(seed, bh, rows, first, last, threshold, 0), specials[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
     finish_columns(specials, valid, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..masks.compiled import windowed
 from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
@@ -36,8 +38,10 @@ def local_inputs(
 
         return replace(inputs, bias=tuple(map(cut_far, inputs.bias)))
     cut = None
-    if mask.special_tokens == "first_last" and mask.last_token == "real" and inputs.padding is not None:
-        # The last token differs by sequence, and in kernels it attends to and is attended by all.
+    last_differs = mask.special_tokens == "first_last" and mask.last_token == "real"
+    first_differs = mask.special_tokens != "none"
+    if inputs.padding is not None and (last_differs or (first_differs and _may_be_left(inputs.padding))):
+        # A special token differs by sequence, and in kernels it attends to and is attended by all.
         needs, cut = {*needs, "window"}, window
     else:
         mask = windowed(mask, window, inputs.num_keys)
@@ -46,3 +50,8 @@ def local_inputs(
         backend, inputs.num_queries, inputs.num_keys, inputs.device, mask, inputs.padding, inputs.causal, cut
     )
     return replace(local, **BACKENDS[backend].prepare(mask, local))
+
+
+def _may_be_left(padding):
+    """Whether a sequence starts with padding. Under compilation the question would depend on data."""
+    return torch.compiler.is_compiling() or not bool(padding[:, 0].all())

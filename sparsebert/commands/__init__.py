@@ -6,13 +6,17 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 
 import importlib
 import re
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from ..checks import nearest
+from ..search.rank_agreement import MaskMismatchError
 from ..version import __version__
 from ._command import Command
 
@@ -68,6 +72,28 @@ _PREFIXES = {
 }
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. Like SIGINT, it ends a command with what it does in the end: locks and partial files go."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
+@contextmanager
+def _termination() -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        raise Terminated("stopped by SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def _say(verb, error, code):
     text = " ".join(f"sparsebert {verb}: {error}".split())
     for prefix, needed in _PREFIXES.items():
@@ -106,14 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command, values = parse(arguments)
             as_json = values.get("print", {}).get("json", False)
             # What a run logs on the way must not get between the lines of the JSON.
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
                 results = command.run(values)
             results.show(as_json)
     except REFUSED as error:
         return _say(verb, error, 2)
     except RecursionError:
         return _say(verb, "what was given is nested too deeply", 2)
-    except (OSError, FloatingPointError) as error:
+    except (OSError, FloatingPointError, MaskMismatchError) as error:
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:
         return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))

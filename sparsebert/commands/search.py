@@ -9,7 +9,6 @@ frozen mask after that. The result is compared with random and manual masks at t
 
 import dataclasses
 
-from ..files import locked_output
 from ..models.attaching import allowed_fields
 from ..search.searches import SEARCHES
 from ..training.post_hoc import SECTIONS, agreement_table, search_post_hoc
@@ -33,8 +32,11 @@ def command(words):
 
 def run(values):
     needed(values, "data.model", "data.data", "data.output_dir", "model.target_sparsity")
-    with locked_output(values["data"]["output_dir"]):
+    try:
         metrics = search_post_hoc(values)
+    except KeyboardInterrupt as error:
+        error.args = (f"{error or 'interrupted'}: nothing is written, the same command begins anew",)
+        raise
     asked, got = metrics["search_outcome"]["asked"], metrics["search_outcome"]["got"]
     found = f"asked for {asked:.1%}, got {got:.1%}; the search took {metrics['seconds']['search']:.0f} s"
     return Results(metrics, [agreement_table(metrics)], [found, f"written to {values['data']['output_dir']}"])

@@ -5,10 +5,7 @@ Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased B
 `translation`.
 """
 
-from transformers import Seq2SeqTrainingArguments
-
 from ..analysis.tables import Table
-from ..files import locked_output
 from ..training.seq2seq import SECTIONS, train_translation
 from ._command import Command, Printing, Results
 
@@ -25,7 +22,6 @@ def command(words):
 
 
 def run(values):
-    with locked_output(Seq2SeqTrainingArguments(**values["training"]).output_dir):
-        metrics = train_translation(values)
+    metrics = train_translation(values)
     row = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
     return Results(metrics, [Table.of("Translation", [row])])

@@ -25,6 +25,8 @@ from ..version import __version__
 
 MASK_CONFIG_NAME = "mask_config.json"
 MASK_WEIGHTS_NAME = "mask.safetensors"
+# What is searched, beside a stock model that carries the logits.
+SEARCH_CONFIG_NAME = "search_config.json"
 MASK_FORMAT_VERSION = 1
 
 # Arguments of `from_pretrained` that select a file on the Hub.
@@ -38,8 +40,11 @@ MAX_ENTRIES = 2**34
 MAX_CONFIG_BYTES = 2**20
 # A weights file is its bits, and before them a header.
 MAX_HEADER_BYTES = 2**16
+# Parts of a model's weights that tell whether they changed since a mask was saved beside them.
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1024
 # The stored sparsity is rounded to 6 digits, and may have been computed in single precision.
 SPARSITY_TOLERANCE = 2e-6
+_SAMPLE_FIELD = "model_weights_sample"
 # Fields that say where a mask comes from, each a name or nothing.
 PROVENANCE = ("search", "pattern", "base_model", "base_model_revision")
 
@@ -105,12 +110,60 @@ def write_mask_files(
         "sparsity": round(sparsity, 6),
         "weights_sha256": hashlib.sha256(weights).hexdigest(),
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    if (sample := sample_weights(folder)) is not None:
+        config[_SAMPLE_FIELD] = sample
     content = (json.dumps(config, indent=2) + "\n").encode()
     if len(content) > MAX_CONFIG_BYTES:
         raise ValueError(f"the metadata of a mask may have {MAX_CONFIG_BYTES} bytes, got {len(content)}")
-    folder.mkdir(parents=True, exist_ok=True)
     # The description first: one with a hash never passes with other weights, as an older one without might.
     replace_files({folder / MASK_CONFIG_NAME: content, folder / MASK_WEIGHTS_NAME: weights})
+
+
+def check_no_search(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: If a folder holds a SparseBERT that is being searched, which would not read a mask beside it.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        searching = config["model_type"] == "sparsebert" and config["search"] and not config["frozen"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return
+    if searching and config.get("pattern") is None:
+        raise ValueError(
+            f"{folder} holds a SparseBERT that is being searched, and would not use a mask beside it: save the mask "
+            "in another folder, or load the model, give it the mask with set_mask and save that"
+        )
+
+
+def sample_weights(folder: Path) -> str | None:
+    """
+    Hash of parts of the weights in a model's folder: their sizes, their beginnings and blocks all over them. Training
+    changes it, saving the same weights again does not.
+
+    Returns:
+        `str`: The hash, or `None` if there are no safetensors of a model.
+    """
+    paths = sorted(folder.glob("model*.safetensors"))
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {size}\n".encode())
+            for block in range(SAMPLED_BLOCKS):
+                file.seek(max(size - SAMPLED_BYTES, 0) * block // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest() if paths else None
+
+
+def weights_changed(config_path: Path, folder: Path) -> bool:
+    """Whether the weights in a folder are not those beside which a mask was saved, as far as its description says."""
+    try:
+        saved = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8")).get(_SAMPLE_FIELD)
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise MaskFileError(f"{config_path}: not a mask description ({error!r})") from error
+    return saved is not None and sample_weights(folder) not in (None, saved)
 
 
 def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> tuple[Path, Path]:
@@ -174,7 +227,8 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
         fields = {name: config.pop(name) for name in ("num_layers", "num_heads", "num_parameters", "length", "form")}
         fields |= {name: config.pop(name) for name in ("block_size", "special_tokens", "last_token")}
         fields |= {name: config.pop(name) for name in ("diagonal", "length_policy")}
-        config.pop("library_version", None)
+        for name in ("library_version", _SAMPLE_FIELD):
+            config.pop(name, None)
         sparsity, sha256 = config.pop("sparsity", None), config.pop("weights_sha256", None)
     except MaskFileError:
         raise

@@ -20,8 +20,17 @@ import torch
 from transformers.utils import PushToHubMixin
 
 from ..checks import check_choice, check_range
+from ..hub import upload_and_delete
 from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
-from .mask_files import SPARSITY_TOLERANCE, MaskFileError, find_mask_files, read_mask_files, write_mask_files
+from .mask_files import (
+    SEARCH_CONFIG_NAME,
+    SPARSITY_TOLERANCE,
+    MaskFileError,
+    check_no_search,
+    find_mask_files,
+    read_mask_files,
+    write_mask_files,
+)
 
 
 # A configuration's `diagonal` to that of a SparseMask.
@@ -32,7 +41,11 @@ LAST_TOKENS = ("real", "position")
 
 
 def special_entries(
-    length: int, special_tokens: str, last: torch.Tensor | None = None, device: torch.device | str | None = None
+    length: int,
+    special_tokens: str,
+    first: torch.Tensor | None = None,
+    last: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """
     The rows and columns of the special tokens.
@@ -40,12 +53,14 @@ def special_entries(
     Args:
         length (`int`): n.
         special_tokens (`str`): `"none"`, `"first"` or `"first_last"`.
+        first (`torch.Tensor` of shape `(B,)`, *optional*): Position of the first token in each sequence of a batch.
+            Defaults to 0.
         last (`torch.Tensor` of shape `(B,)`, *optional*): Position of the last token in each sequence of a batch.
             Defaults to `n - 1`.
         device (`torch.device`, *optional*): Device of the result.
 
     Returns:
-        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if `last` is given, bool.
+        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if a special token has positions, bool.
     Raises:
         ValueError: If `special_tokens` is not one of the three.
     """
@@ -53,11 +68,9 @@ def special_entries(
     position = torch.arange(length, device=device)
     special = torch.zeros(length, dtype=torch.bool, device=device)
     if special_tokens != "none":
-        special = position == 0
+        special = position == (0 if first is None else first[:, None])
     if special_tokens == "first_last":
         special = special | (position == (length - 1 if last is None else last[:, None]))
-    elif last is not None:
-        special = special.expand(len(last), length)
     return special[..., :, None] | special[..., None, :]
 
 
@@ -77,7 +90,8 @@ class SparseMask(PushToHubMixin):
         form (`str`, *optional*, defaults to `"table"`): `"offsets"`, `"blocks"` or `"table"`.
         block_size (`int`, *optional*): B, required for form `"blocks"` and not allowed for the others.
         special_tokens (`str`, *optional*, defaults to `"none"`): Tokens that attend to and are attended by all,
-            regardless of `keep`: `"none"`, `"first"` (position 0) or `"first_last"`.
+            regardless of `keep`: `"none"`, `"first"` (the first non-padding token of each sequence, which is position
+            0 unless padding is on the left) or `"first_last"`.
         last_token (`str`, *optional*, defaults to `"real"`): The token meant by "last": `"real"`, the last
             non-padding token of each sequence, or `"position"`, the last position of the input.
         diagonal (`bool`, *optional*): `False` removes and `True` keeps all n diagonal entries, those of special
@@ -297,17 +311,46 @@ class SparseMask(PushToHubMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """
-        Write `mask_config.json` and `mask.safetensors` (one bit per parameter).
+        Write `mask_config.json` and `mask.safetensors` (one bit per parameter). In the folder of an attached model
+        that is being searched, the mask ends that search: its `search_config.json` is removed.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to, created if missing.
             push_to_hub (`bool`, *optional*, defaults to `False`): Whether to upload the files as well.
             kwargs: Arguments of `PushToHubMixin.push_to_hub` (`repo_id`, `private`, `token`, `commit_message`, ...).
+
+        Raises:
+            ValueError: If the folder holds a SparseBERT that is being searched: its `config.json` says so.
         """
         folder = Path(save_directory)
+        check_no_search(folder)
         write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
+        (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def _upload_modified_files(
+        self,
+        working_dir,
+        repo_id,
+        files_timestamps,
+        commit_message=None,
+        token=None,
+        create_pr=False,
+        revision=None,
+        commit_description=None,
+    ):
+        """The last step of `push_to_hub`: as in a folder, the mask ends a search."""
+        return upload_and_delete(
+            working_dir,
+            repo_id,
+            [SEARCH_CONFIG_NAME],
+            commit_message or "Upload mask",
+            token,
+            create_pr,
+            revision,
+            commit_description,
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "SparseMask":

@@ -106,8 +106,8 @@ class SparseBertConfig(BertConfig):
             `"remove"` turns it off, `"learned"` leaves it to the search or the pattern, and takes off what was fixed
             in a frozen mask. Unset once a mask is frozen, which holds it from then on.
         special_tokens (`str`, *optional*): Tokens whose rows and columns are always on in a search: `"none"`,
-            `"first"` or `"first_last"`. Defaults to `"first_last"` for `dam_s` and `dam_b` (`"first"` in a decoder)
-            and to `"none"` for the others.
+            `"first"` (each sequence's first token that is not padding) or `"first_last"`. Defaults to `"first_last"`
+            for `dam_s` and `dam_b` (`"first"` in a decoder) and to `"none"` for the others.
         last_token (`str`, *optional*): What the last token is: `"real"` for the last one that is not padding, the
             default, or `"position"` for the last position of the input. Unset once a mask is frozen.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm

@@ -8,17 +8,26 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from ..attention.backends import check_backend
 from ..hub import check_available, read_config
-from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, MaskFileError, check_subfolder
+from ..masks.mask_files import (
+    HUB_ARGUMENTS,
+    MASK_CONFIG_NAME,
+    SEARCH_CONFIG_NAME,
+    MaskFileError,
+    check_subfolder,
+    weights_changed,
+)
 from ..masks.sparse_mask import SparseMask
 from . import modeling_sparsebert
 from .architectures import check_architecture, describe
 from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
 from .configuration_sparsebert import SparseBertConfig
-from .saving import SEARCH_CONFIG_NAME
+
+
+logger = logging.get_logger(__name__)
 
 
 def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | None:
@@ -45,6 +54,8 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal` and
             `allow_empty_rows` change how the mask is used.
 
+    If the weights changed since the mask was saved beside them, there is a warning.
+
     Raises:
         MaskFileError: If there is a model but no mask.
         OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
@@ -64,9 +75,15 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     attn_implementation = kwargs.pop("attn_implementation", None) or "sparse_auto"
     check_backend(attn_implementation)
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
-    if find_file(source, MASK_CONFIG_NAME, **hub_arguments):
+    if mask_config := find_file(source, MASK_CONFIG_NAME, **hub_arguments):
         mask = SparseMask.from_pretrained(source, **hub_arguments)
         model = model_class.from_pretrained(source, **kwargs)
+        # On the Hub the weights are by now in the same folder of the cache.
+        if weights_changed(Path(mask_config), Path(mask_config).parent):
+            logger.warning(
+                f"{source}: the weights are not those that the mask was saved with. If a model without a mask was "
+                f"saved over one that had it, delete {MASK_CONFIG_NAME}. Saving this model again ends the warning."
+            )
         # Empty rows were accepted when the mask was frozen.
         put_on(model, mask, attn_implementation, **{"allow_empty_rows": True} | fields)
         return model

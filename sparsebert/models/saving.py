@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi
 from torch import nn
 from transformers import BertConfig, PreTrainedModel
 
 from ..files import replace_files
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
+from ..hub import upload_and_delete
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_mask import MASK_PROBS_NAME
 from .configuration_sparsebert import SparseBertConfig
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 else:
     _ModelBase = object
 
-SEARCH_CONFIG_NAME = "search_config.json"
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
 # Fields that BERT's configuration does not have.
@@ -130,18 +129,9 @@ class SparseModelMixin(_ModelBase):
         commit_description=None,
     ):
         """The last step of `push_to_hub`. Its one commit also deletes what contradicts the new files."""
-        api = HfApi()
-        if revision is not None and not revision.startswith("refs/pr") and not create_pr:
-            api.create_branch(repo_id=repo_id, branch=revision, token=token, exist_ok=True)
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=working_dir,
-            commit_message=commit_message or "Upload model",
-            commit_description=commit_description,
-            token=token,
-            create_pr=create_pr,
-            revision=revision,
-            delete_patterns=list(self._contradicting_files()),
+        names = self._contradicting_files()
+        return upload_and_delete(
+            working_dir, repo_id, names, commit_message, token, create_pr, revision, commit_description
         )
 
 

@@ -16,8 +16,8 @@ from ..attention.mask_inputs import (
     bias_and_live,
     causal_entries,
     fix_entries,
-    last_real,
     merged_bias,
+    real_tokens,
     set_entries,
     special_rows,
     with_cuts,
@@ -38,7 +38,7 @@ def drawn_inputs(
         search ([`MaskSearch`]): The rules of the search.
         sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`LearnedMask.draw`].
         inputs ([`MaskInputs`]): The forward that it is prepared for.
-        merged (`bool`): Whether the backend needs padding and the last token merged into the bias of each sequence.
+        merged (`bool`): Whether the backend needs padding and special tokens merged into the bias of each sequence.
     """
     num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
     if search.mask_form == "multiplicative":
@@ -47,13 +47,13 @@ def drawn_inputs(
         gate = set_entries(gate, special, search.diagonal, on=1.0, off=0.0)
         bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
         return {"gate": gate.unbind(0), "bias": (bias,)}
-    last, special_tokens = None, search.special_tokens
-    if special_tokens == "first_last" and inputs.padding is not None and search.last_token == "real":
-        last, special_tokens = last_real(inputs.padding), "first"
+    first, last = real_tokens(inputs, search.special_tokens, search.last_token)
+    # Position 0 is a special token or padding.
+    special_tokens = search.special_tokens if last is None else "first"
     bias = mask_bias(sample, noisy, search.mask_form, search.mask_constant, search.hard)
     bias = search.expand(bias, num_keys, off=-search.mask_constant, on=0.0)[:, :, first_row:]
     bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
-    apart: dict[str, Any] = {"last_token": last, "learned_diagonal": search.diagonal is None}
+    apart: dict[str, Any] = {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
     if merged:
         return {"bias": tuple(merged_bias(layer, replace(inputs, **apart)) for layer in bias)}
     return {"learned": bias.unbind(0), **apart}

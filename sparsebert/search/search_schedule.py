@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from .rank_agreement import check_same_mask
+
 
 logger = logging.get_logger(__name__)
 
@@ -13,7 +15,8 @@ logger = logging.get_logger(__name__)
 class SearchSchedule(TrainerCallback):
     """
     Tells the mask how much of its search is done, which all its schedules follow. If the search ends before the
-    training does, the mask is frozen there and training goes on through it with the same optimizer.
+    training does, the mask is frozen there and training goes on through it with the same optimizer. The processes of a
+    distributed training compare their frozen masks when the training begins and when the search ends.
 
     Args:
         end (`float`, *optional*, defaults to 1.0): Fraction of the training after which the mask is frozen, in (0, 1].
@@ -28,6 +31,7 @@ class SearchSchedule(TrainerCallback):
 
     Raises:
         ValueError: If `end` is out of its range.
+        MaskMismatchError: By the training, if the processes have different masks.
     """
 
     def __init__(
@@ -44,6 +48,18 @@ class SearchSchedule(TrainerCallback):
         self._refused = False
         self.probs: torch.Tensor | None = None
         self.outcome: dict[str, Any] | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
+        if sparse_attention is not None:
+            check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 
     def on_step_begin(
         self,
@@ -73,9 +89,16 @@ class SearchSchedule(TrainerCallback):
 
         Raises:
             ValueError: If the mask cannot be frozen, see [`SparseAttention.freeze`].
+            MaskMismatchError: If the processes of a distributed training would freeze different masks.
         """
         probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
-        _, self.outcome = sparse_attention.end_search(*self._freezing)
+        try:
+            _, outcome = sparse_attention.end_search(*self._freezing)
+        except (ValueError, FloatingPointError) as error:
+            check_same_mask(None, f"a mask that is refused ({error})")  # the others are waiting for the answer
+            raise
+        check_same_mask(sparse_attention.mask)
+        self.outcome = outcome
         self.probs = probs
         if optimizer is not None:
             forget(optimizer, logits)

@@ -40,7 +40,7 @@ def check_weights(model: nn.Module, what: str) -> None:
 
 
 def diverged(
-    model: nn.Module, losses: Iterable[torch.Tensor], step: int, output_dir: str | None
+    model: nn.Module, losses: Iterable[torch.Tensor], step: int, output_dir: str | None, skipped: int = 0
 ) -> FloatingPointError:
     """
     The error of a step whose loss, gradient or weights are not finite.
@@ -50,6 +50,8 @@ def diverged(
         losses (`Iterable[torch.Tensor]`): Losses of its batches.
         step (`int`): Number of the step.
         output_dir (`str`, *optional*): Folder of the run, for the last checkpoint.
+        skipped (`int`, *optional*, defaults to 0): Number of steps in a row that overflowed under fp16, this one
+            included.
     """
     problems = [f"the loss is {float(loss)}" for loss in losses if not loss.isfinite()][:1]
     if (name := first_bad_weight(model)) is not None:
@@ -58,6 +60,8 @@ def diverged(
         problems.append(f"the first gradient that is not finite is that of {name}")
     elif not problems:
         problems.append("the norm of the gradient is not finite")
+    if skipped:
+        problems.append(f"{skipped} steps in a row overflowed under fp16: use bf16 (--bf16) instead of fp16")
     last = get_last_checkpoint(output_dir) if output_dir is not None and Path(output_dir).is_dir() else None
     kept = f"the last checkpoint is {last}" if last else "there is no checkpoint"
     return FloatingPointError(f"step {step}: {', '.join(problems)}; the training stops before its update: {kept}")

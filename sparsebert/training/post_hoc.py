@@ -21,7 +21,7 @@ from ..analysis.tables import Table
 from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
-from ..files import check_output_dir, write_metrics
+from ..files import check_output_dir, locked_output, write_metrics
 from ..hub import read_config, read_tokenizer
 from ..masks.matched import matched_patterns
 from ..models.architectures import attention_modules, check_architecture, num_positions
@@ -31,6 +31,8 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.searches import SEARCHES
 from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
+from .run_checks import check_source
+from .run_folders import run_folder
 
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class PostHocArguments:
         recover_learning_rate (`float`): Learning rate of these steps.
         patterns (`bool`): Compare with random and manual masks.
         seed (`int`): Random seed.
-        overwrite (`bool`): Accept a non-empty output folder.
+        overwrite (`bool`): Replace what is in the output folder, once the search is finished.
     """
 
     model: str | None = None
@@ -101,6 +103,12 @@ class PostHocArguments:
     overwrite: bool = False
 
 
+# What a search writes, apart from the configuration and the tokenizer.
+_WRITTEN = (
+    *("model*.safetensors*", "mask*.safetensors", "mask_config.json", "metrics.json", "heads.png", "mean_probs.png"),
+    "offset_profile.png",
+)
+
 SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
 
 
@@ -111,7 +119,7 @@ def search_post_hoc(
     Learn the mask of a trained model as a recipe says, freeze it, and compare it with other masks.
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
-    matplotlib is installed, pictures.
+    matplotlib is installed, pictures: all in the end, or nothing.
 
     Args:
         recipe (`dict[str, dict]`): Sections `data` and `model`, as [`load_recipe`] returns them.
@@ -122,10 +130,21 @@ def search_post_hoc(
     Raises:
         ValueError, OSError: If something is wrong in the recipe, the model or the text.
     """
-    start = time.perf_counter()
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
+    with locked_output(output), run_folder(output, options.overwrite, written=_WRITTEN, whole=True) as (folder, _):
+        return _search(options, config, fields, folder, log)
+
+
+def _search(
+    options: PostHocArguments,
+    config: "PreTrainedConfig",
+    fields: dict[str, Any],
+    output: Path,
+    log: Callable[[int, float], None] | None,
+) -> dict[str, Any]:
+    start = time.perf_counter()
     set_seed(options.seed)
     tokenizer = read_tokenizer(str(options.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -220,6 +239,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         check_range(name, getattr(options, name), least)
     if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    check_source("model", options.model)
     config = read_config(str(options.model))
     check_architecture(config.model_type)
     if config.model_type == "vit":

@@ -15,10 +15,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.utils import CONFIG_NAME, logging
 
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..models.saving import SEARCH_CONFIG_NAME
 from ..search.progressive_pruning import stored_settings
 
 
@@ -33,7 +32,14 @@ logger = logging.get_logger(__name__)
 # By section of a recipe, the fields that may change when a run is resumed: beginnings of their names. They say where
 # and how often something is written or measured, and on what the training runs.
 MAY_CHANGE = {
-    "data": ("max_validation_tokens", "attn_implementation", "pictures", "overwrite", "resume", "allow_partial_"),
+    "data": (
+        "max_validation_tokens", "attn_implementation", "pictures", "overwrite", "resume", "allow_partial_",
+        # of translation
+        "test", "max_test_pairs", "num_beams",
+        # of fine-tuning: which runs there are, and how they are evaluated
+        "all", "seeds", "sweep", "baseline", "simple_baseline", "validation_split", "test_split", "n_best_size",
+        "max_answer_length", "no_answer_threshold",
+    ),
     "model": ("transformers_version", "_name_or_path", "architectures", "dtype"),
     "training": (
         "output_dir", "resume_from_checkpoint", "do_", "bf16_full_", "fp16_full_", "eval_",
@@ -45,6 +51,9 @@ MAY_CHANGE = {
         "full_determinism", "liger_", "use_liger_", "use_cache",
     ),
 }  # fmt: skip
+
+# Columns of tokenized rows that a model learns to predict, in pre-training and in the tasks.
+_LABELS = ("label", "labels", "next_sentence_label", "start_positions", "end_positions")
 
 # Fields that define a search. A run cannot resume from a checkpoint in which one of them differs.
 MODE_FIELDS = (
@@ -153,10 +162,14 @@ def recipe_record(data: Any, config: "PretrainedConfig", training: TrainingArgum
 
 
 def rows_record(rows: "datasets.Dataset") -> dict[str, int]:
-    """Number and checksum of tokenized rows: they change with the text and with the tokenizer."""
-    checksum = 0
-    for chunk in rows.data.column("input_ids").chunks:
-        checksum = zlib.crc32(chunk.flatten().to_numpy(), checksum)
+    """Number and checksum of tokenized rows: they change with the text, its order and the tokenizer."""
+    checksum, columns = 0, [name for name in rows.column_names if name == "input_ids" or name in _LABELS]
+    for table in rows.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
+        for column in table.columns:
+            for chunk in column.chunks:
+                while hasattr(chunk, "flatten"):  # lists, of lists in multiple choice
+                    chunk = chunk.flatten()
+                checksum = zlib.crc32(chunk.to_numpy(zero_copy_only=False), checksum)
     return {"rows": len(rows), "checksum of the rows": checksum}
 
 

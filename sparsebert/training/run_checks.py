@@ -8,13 +8,20 @@ import torch
 from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 from transformers.activations import ACT2FN
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from ..attention import choice
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
-from ..hub import read_config
+from ..hub import check_available, read_config
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -50,6 +57,17 @@ _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "max_position_embeddings",
 )
+# What is read of a Hub id, by the field that names it: of each group one file. The reading of masks checks itself.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"),
+    "sentencepiece.bpe.model",
+)
+_MODEL_FILES = ((CONFIG_NAME,), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
+_HUB_FILES = {
+    "base_model": _MODEL_FILES,
+    "model": (*_MODEL_FILES, _TOKENIZER_FILES),
+    "tokenizer": (_TOKENIZER_FILES,),
+}
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
@@ -94,8 +112,13 @@ def check_source(field: str, name: str | None) -> None:
     """
     Check a folder or Hub id without reading weights.
 
+    Args:
+        field (`str`): Field of the recipe: `"base_model"`, `"model"`, `"tokenizer"` or `"mask"`.
+        name (`str`, *optional*): Its value.
+
     Raises:
-        FileNotFoundError: If it is the path of a folder that does not exist.
+        FileNotFoundError: If it is the path of a folder that does not exist, or a Hub id whose files are not in the
+            cache when the Hub cannot be reached.
         ValueError: If the folder has a damaged file.
     """
     if name is None:
@@ -105,6 +128,8 @@ def check_source(field: str, name: str | None) -> None:
         # A Hub id has one slash, and no folder of the owner's name is here.
         if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir()):
             raise FileNotFoundError(f"{field}: there is no folder {name!r}")
+        for filenames in _HUB_FILES.get(field, ()):
+            check_available(name, *filenames)
         return
     for path in sorted(folder.iterdir()):
         if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):

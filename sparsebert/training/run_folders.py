@@ -49,6 +49,7 @@ def run_folder(
     allow_partial: bool = False,
     unfinished: bool = False,
     written: Sequence[str] = (),
+    whole: bool = False,
 ) -> Iterator[tuple[Path, str | None]]:
     """
     Context manager that gives a run its folder. A run that replaces what is in `output` works aside, in a folder
@@ -62,6 +63,8 @@ def run_folder(
         unfinished (`bool`, *optional*, defaults to `False`): Whether what is there was left by a run of this kind.
         written (`Sequence[str]`, *optional*): Patterns of files that a run writes to its folder. Those of the run that
             is replaced are removed at the end.
+        whole (`bool`, *optional*, defaults to `False`): Work aside also in an empty folder: for runs without
+            checkpoints, of which all files are to be there or none.
 
     Returns:
         `tuple[Path, str | None]`: Where to write, and the checkpoint to go on from.
@@ -72,6 +75,8 @@ def run_folder(
     """
     output, state = Path(output), PartialState()
     folder, checkpoint = choose_folder(output, overwrite, resume, allow_partial, unfinished)
+    if whole:
+        folder = output / ASIDE_NAME / output.name
     if checkpoint is not None:
         logger.warning(f"Going on from {checkpoint}.")
     state.wait_for_everyone()

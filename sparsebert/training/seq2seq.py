@@ -29,10 +29,14 @@ from transformers.utils import logging
 
 from ..checks import check_range
 from ..data.tokenization import check_tokenizer, train_tokenizer
-from ..files import check_output_dir, open_text, write_metrics
+from ..files import locked_output, open_text, write_metrics
 from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
+from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
+from .run_checks import check_source
+from .run_folders import resume_from, run_folder
+from .stopping import StopOnSignal
 from .trainer import SparseBertTrainer
 
 
@@ -65,7 +69,9 @@ class TranslationArguments:
         max_train_pairs (`int`, *optional*): Maximum number of pairs to train on.
         max_test_pairs (`int`, *optional*): Maximum number of pairs to translate.
         num_beams (`int`): Number of beams of the beam search.
-        overwrite (`bool`): Accept a non-empty output folder.
+        resume (`bool`): Go on from the newest complete checkpoint in the output folder, if there is one.
+        allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
+        overwrite (`bool`): Replace what is in the output folder, once the new run is finished.
     """
 
     train: str | list | None = None
@@ -75,8 +81,13 @@ class TranslationArguments:
     max_train_pairs: int | None = None
     max_test_pairs: int | None = None
     num_beams: int = 4
+    resume: bool = False
+    allow_partial_resume: bool = False
     overwrite: bool = False
 
+
+# What a run writes, apart from the tokenizer, checkpoints and logs.
+_WRITTEN = ("model*.safetensors*", "translations.txt", "metrics.json")
 
 SECTIONS = {"data": TranslationArguments, "model": SparseBertConfig, "training": Seq2SeqTrainingArguments}
 
@@ -283,17 +294,30 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
-    start = time.perf_counter()
     data, training = TranslationArguments(**recipe["data"]), Seq2SeqTrainingArguments(**recipe["training"])
-    training.predict_with_generate = True
-    output = Path(str(training.output_dir))
     check_data(data)
     check_model(recipe["model"], data.max_length)
-    check_output_dir(output, data.overwrite, bool(training.resume_from_checkpoint))
+    output = Path(str(training.output_dir))
+    resume = resume_from(data.resume, training.resume_from_checkpoint)
+    with (
+        locked_output(output) as unfinished,
+        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished, _WRITTEN) as place,
+    ):
+        # Whatever the recipe says of signals, they save a checkpoint.
+        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], "enable_jit_checkpoint": False}
+        training = Seq2SeqTrainingArguments(**recipe["training"] | changed | {"predict_with_generate": True})
+        return _train_translation(data, recipe["model"], training)
+
+
+def _train_translation(
+    data: TranslationArguments, fields: dict[str, Any], training: Seq2SeqTrainingArguments
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    output = Path(str(training.output_dir))
     train = read_pairs(data.train, data.max_train_pairs)
     test = read_pairs(data.test, data.max_test_pairs)
     set_seed(training.seed)
-    vocab_size = SparseBertConfig(**recipe["model"]).vocab_size
+    vocab_size = SparseBertConfig(**fields).vocab_size
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
         tokenizer = read_tokenizer(data.tokenizer)
@@ -301,8 +325,13 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         tokenizer = train_tokenizer(map(list, train), vocab_size, lowercase=False)
         tokenizer.model_max_length = data.max_length
     check_tokenizer(tokenizer, vocab_size)
-    model = build_model(recipe["model"], tokenizer, data.max_length, data.num_beams)
+    model: Any = build_model(fields, tokenizer, data.max_length, data.num_beams)
     train_set, test_set = (encode(pairs, tokenizer, data.max_length) for pairs in (train, test))
+    # The decoder has the same fields.
+    record = recipe_record(data, model.encoder.config, training)
+    record["inputs"] |= rows_record(train_set)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
     trainer = TranslationTrainer(
         model,
         training,
@@ -310,8 +339,10 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         eval_dataset=test_set,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # label smoothing removes the labels
         processing_class=tokenizer,
+        callbacks=[RecipeRecord(record)],
     )
-    trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    with StopOnSignal(trainer):
+        trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     prediction = trainer.predict(test_set)
     translations = decode(np.asarray(prediction.predictions), tokenizer)
@@ -320,14 +351,13 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     round_trip = tokenizer(references, truncation=True, max_length=data.max_length)["input_ids"]
     ceiling = bleu([decode(np.array([ids]), tokenizer)[0] for ids in round_trip], references)[0]
     (output / "translations.txt").write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
-    encoder: Any = model.encoder
     metrics = {
         "bleu": score,
         "bleu_signature": signature,
         "bleu_of_references": ceiling,
         "loss": (prediction.metrics or {})["test_loss"],
-        "sparsity": encoder.sparse_attention.sparsity(),
-        "pattern": encoder.config.pattern,
+        "sparsity": model.encoder.sparse_attention.sparsity(),
+        "pattern": model.encoder.config.pattern,
         "num_parameters": model.num_parameters(),
         "train_pairs": len(train),
         "test_pairs": len(test),
@@ -356,5 +386,6 @@ def check_data(data: TranslationArguments) -> None:
     for name, low in (("max_length", 3), ("num_beams", 1), ("max_train_pairs", 1), ("max_test_pairs", 1)):
         if getattr(data, name) is not None:
             check_range(name, getattr(data, name), low)
+    check_source("tokenizer", data.tokenizer)
     if find_spec("sacrebleu") is None:
         raise ValueError("translation needs sacreBLEU: pip install 'sparsebert[translation]'")

@@ -15,6 +15,7 @@ from ..masks.patterns import PATTERNS
 from ..models.attaching import allowed_fields
 from ..models.token_mixers import fixed_length
 from ..search.progressive_pruning import ProgressivePruning
+from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_checks import check_served, check_training
 from .run_folders import resume_from, run_folder
 from .stopping import StopOnSignal
@@ -69,8 +70,8 @@ def run_once(
     Returns:
         `dict`: The metrics.
     Raises:
-        ValueError: If model, mask and data do not fit together (see [`load_model`]), or a field of `training` is
-            wrong. Nothing has been written by then.
+        ValueError: If model, mask and data do not fit together (see [`load_model`]), a field of `training` is wrong,
+            or the checkpoint to resume from has another recipe. Nothing has been written by then.
     """
     options = data.options
     resume = resume_from(options.resume, training.get("resume_from_checkpoint"))
@@ -90,6 +91,10 @@ def _run(
     network = load_model(data, model)
     check_served(network, arguments, max(int(lengths.max()) for lengths in data.lengths.values()))
     first = data.evaluation_splits[0]
+    record = recipe_record(options, network.config, arguments)
+    record["inputs"] |= rows_record(data.features[data.train_split])
+    if arguments.resume_from_checkpoint:
+        check_recipe(arguments.resume_from_checkpoint, record)
     pruning = ProgressivePruning.from_settings(options.pruning)
     trainer = SparseBertTrainer(
         network,
@@ -99,7 +104,7 @@ def _run(
         data_collator=task.collator(data.tokenizer, fixed_length(network.config)),
         processing_class=data.tokenizer,
         compute_metrics=lambda prediction: data.evaluate(first, prediction.predictions)[1],
-        callbacks=None if pruning is None else [pruning],
+        callbacks=[RecipeRecord(record), *([] if pruning is None else [pruning])],
     )
     main_process = trainer.is_world_process_zero()
     with StopOnSignal(trainer):

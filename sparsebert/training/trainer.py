@@ -1,7 +1,8 @@
 """The Trainer of pre-training and fine-tuning, and the metrics of pre-training."""
 
 import math
-from collections.abc import Iterator, Sized
+import shutil
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
+from huggingface_hub import HfApi
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from transformers.utils import logging
 
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
-from .divergence import check_weights, diverged
+from .divergence import check_weights, diverged, first_bad_weight
 from .resuming import check_checkpoint
 
 
@@ -30,23 +32,26 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# Under a gradient scaler (fp16) a step that overflows is skipped. After this many in a row, all of them do.
-MOST_SKIPPED_STEPS = 25
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 class MaskingEpoch(TrainerCallback):
-    """Tells a collator whose masking depends on the epoch, such as [`ReproducibleCollator`], which one begins."""
+    """
+    Tells a collator whose masking depends on the epoch, such as [`ReproducibleCollator`], which one begins, and seeds
+    the generator from which the loader draws the seeds of its workers.
+    """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: "SparseBertTrainer") -> None:
         self._trainer = trainer
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         collator: Any = self._trainer.data_collator
+        epoch, seed = int(state.epoch or 0), args.seed if args.data_seed is None else args.data_seed
         if hasattr(collator, "set_epoch"):
-            collator.set_epoch(int(state.epoch or 0))
+            collator.set_epoch(epoch)
+        self._trainer.worker_seeds.manual_seed(seed + epoch)
 
 
 class SparseBertTrainer(Trainer):
@@ -57,17 +62,30 @@ class SparseBertTrainer(Trainer):
     - the gradient of the mask logits is clipped apart from that of the weights, and the logged norm is of the latter;
     - the loss contains the penalty on the mask also with label smoothing or a loss function of one's own;
     - a loss, gradient or weight that is not finite stops the training before the next update, with an error;
+    - under fp16, steps that overflow are skipped and counted in the logs as `skipped_steps`; too many in a row stop
+      the training;
     - the logs show the sparsity of the mask being learned, and the number of its rows that keep nothing;
     - the loss is averaged over accumulated batches, whatever the model;
+    - the number of workers that load the batches changes neither batches nor noise and dropout;
     - a run only resumes from a checkpoint of the same search;
     - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
+    - a push to the Hub, of the end or of a checkpoint, contains the mask or the search, and deletes what contradicts
+      it;
     - evaluation keeps the order of the examples, masks the same tokens every time, and does not change the random
       state of the training.
+
+    Attributes:
+        most_skipped_steps (`int`): Under fp16, this many steps that overflow in a row stop the training. The scaler
+            halves its factor after each of them: 20 of them turn its first, 65536, into 1/16.
+        worker_seeds (`torch.Generator`): Seeds the workers of the training's loader.
+        skipped_steps (`int`): Number of steps that were skipped since the process began to train.
 
     Raises:
         FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
         ValueError: By `train`, if the training set has no whole batch and `dataloader_drop_last` is set.
     """
+
+    most_skipped_steps = 20
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -76,9 +94,10 @@ class SparseBertTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         if self._callback(SearchSchedule) is None:
             self.add_callback(SearchSchedule())
+        self.worker_seeds = torch.Generator()
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
-        self._skipped_steps = 0
+        self.skipped_steps = self._skipped_in_a_row = 0
 
     def _callback(self, kind):
         return next((callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)), None)
@@ -173,15 +192,21 @@ class SparseBertTrainer(Trainer):
         if logits is not None:
             # Not their sum: pruning sets logits to -inf.
             numbers.append(torch.where(logits.detach().isnan().any(), torch.nan, 0.0).to(self.args.device))
-        finite = bool(torch.stack(numbers).isfinite().all()) if numbers else True
-        if finite:
-            self._skipped_steps = 0
+        if not numbers or bool(torch.stack(numbers).isfinite().all()):
+            self._skipped_in_a_row = 0
             return
+        inner, skipped = self.accelerator.unwrap_model(model), 0
+        overflows = self._scales_the_loss() and not all(bool(norm.isfinite()) for norm in norms)
+        if overflows and first_bad_weight(inner) is None:  # the scaler skips this step
+            self.skipped_steps += 1
+            skipped = self._skipped_in_a_row = self._skipped_in_a_row + 1
+            if skipped < self.most_skipped_steps:
+                return
+        raise diverged(inner, losses, self.state.global_step + 1, self.args.output_dir, skipped)
+
+    def _scales_the_loss(self):
         scaler = getattr(self.accelerator, "scaler", None)
-        self._skipped_steps += 1
-        if scaler is None or not scaler.is_enabled() or self._skipped_steps > MOST_SKIPPED_STEPS:
-            inner = self.accelerator.unwrap_model(model)
-            raise diverged(inner, losses, self.state.global_step + 1, self.args.output_dir)
+        return (scaler is not None and scaler.is_enabled()) or self.accelerator.mixed_precision == "fp16"
 
     @contextmanager
     def _evaluation_collator(self) -> Iterator[None]:
@@ -194,8 +219,10 @@ class SparseBertTrainer(Trainer):
             self.data_collator = collator
 
     def get_train_dataloader(self) -> Any:
-        loader, rows = super().get_train_dataloader(), self.train_dataset
-        batch = self.args.train_batch_size * self.args.world_size
+        loader: Any = super().get_train_dataloader()
+        # Of its own: the global one, from which it would draw, is that of noise and dropout.
+        getattr(loader, "base_dataloader", loader).generator = self.worker_seeds
+        rows, batch = self.train_dataset, self.args.train_batch_size * self.args.world_size
         if isinstance(rows, Sized) and len(rows) < batch:
             message = f"the training set has {len(rows)} examples, fewer than a batch of {batch}"
             if self.args.dataloader_drop_last:
@@ -228,6 +255,45 @@ class SparseBertTrainer(Trainer):
         if self.args.should_save:
             rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
 
+    def _contradicting_files(self) -> Sequence[str]:
+        names = getattr(self.accelerator.unwrap_model(self.model), "_contradicting_files", None)
+        return () if names is None else names()
+
+    def push_to_hub(self, *args: Any, token: str | None = None, private: bool | None = None, **kwargs: Any) -> Any:
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self._delete_contradicting(token, kwargs.get("revision"))
+        return super().push_to_hub(*args, token=token, private=private, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        pushes = self.args.hub_strategy != HubStrategy.END and (self.args.hub_always_push or not busy)
+        if pushes and self.is_world_process_zero():
+            # The stock Trainer copies only the files that it knows to the folder that is pushed.
+            source, folder = Path(checkpoint_folder), Path(str(self.args.output_dir))
+            for name in self._contradicting_files():
+                (folder / name).unlink(missing_ok=True)
+            for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME):
+                if (source / name).is_file():
+                    shutil.copy(source / name, folder / name)
+            try:
+                self._delete_contradicting(self.args.hub_token, None)
+            except Exception as error:  # whatever it is, a training does not end for it
+                logger.warning(f"{self.hub_model_id}: the files of a former mask could not be deleted: {error}")
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _delete_contradicting(self, token, revision):
+        """
+        Delete from the repository what belongs to another state of the mask, before the push: in between there is no
+        mask, and not that of another model.
+        """
+        if not self.is_world_process_zero() or not (names := self._contradicting_files()):
+            return
+        api, revision = HfApi(token=token), revision or self.args.hub_revision
+        if stale := sorted(set(names) & set(api.list_repo_files(self.hub_model_id, revision=revision))):
+            api.delete_files(self.hub_model_id, stale, commit_message="Delete the former mask", revision=revision)
+
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
         return [name for name in names if not name.endswith(("mask_logits", "alpha_logits"))]
@@ -237,6 +303,8 @@ class SparseBertTrainer(Trainer):
         if "loss" in logs and sparse_attention is not None and sparse_attention.searching:
             mask = sparse_attention.thresholded_mask()
             logs |= {"sparsity": round(mask.sparsity, 4), "empty_rows": mask.num_empty_rows()}
+        if "loss" in logs and self._scales_the_loss():
+            logs["skipped_steps"] = self.skipped_steps
         super().log(logs, *args, **kwargs)
 
     def _get_eval_sampler(self, eval_dataset):

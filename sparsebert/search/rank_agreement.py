@@ -1,0 +1,45 @@
+"""Whether all processes of a distributed training run through the same frozen mask."""
+
+import hashlib
+import json
+
+import numpy as np
+from torch import distributed
+
+from ..masks.sparse_mask import SparseMask
+
+
+class MaskMismatchError(RuntimeError):
+    """The processes of a distributed training do not have the same frozen mask."""
+
+
+def check_same_mask(mask: SparseMask | None, otherwise: str = "none") -> None:
+    """
+    Compare the frozen mask over all processes of a distributed training. Every process must call this; without several
+    processes it does nothing.
+
+    Args:
+        mask ([`SparseMask`], *optional*): The mask of this process.
+        otherwise (`str`, *optional*, defaults to `"none"`): What is compared if there is no mask: why there is none.
+
+    Raises:
+        MaskMismatchError: On all processes, if they differ. The message names the ranks that do.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return
+    found: list[str] = [""] * distributed.get_world_size()
+    distributed.all_gather_object(found, otherwise if mask is None else _fingerprint(mask))
+    ranks = {state: [rank for rank, other in enumerate(found) if other == state] for state in found}
+    if len(ranks) == 1:
+        return
+    most = max(ranks, key=lambda state: len(ranks[state]))
+    others = "; ".join(f"rank {', '.join(map(str, ranks[state]))} has {state}" for state in ranks if state != most)
+    raise MaskMismatchError(
+        f"the processes do not have the same frozen mask: {others}; rank {', '.join(map(str, ranks[most]))} has {most}"
+    )
+
+
+def _fingerprint(mask):
+    bits = np.packbits(mask.keep.flatten().numpy())
+    digest = hashlib.sha256(json.dumps(mask.description(), sort_keys=True).encode() + bits.tobytes()).hexdigest()
+    return f"{mask!r} with sha256 {digest[:16]}"
