@@ -31,7 +31,11 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
     """
     Raises:
         FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
+        NotADirectoryError: If it is a file, or below one.
     """
+    for parent in Path(path).parents:
+        if parent.is_file():
+            raise NotADirectoryError(f"output_dir {path} cannot be made: {parent} is a file")
     if not (overwrite or resume) and not is_empty(path):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
 
@@ -39,7 +43,30 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
 def is_empty(path: str | os.PathLike) -> bool:
     """Whether there is no such folder, or nothing in it but what [`locked_output`] leaves."""
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"output_dir {path} is a file, expected a folder")
     return not folder.exists() or all(entry.name in (LOCK_NAME, UNFINISHED_NAME) for entry in folder.iterdir())
+
+
+def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
+    """
+    Create an output folder with its parents, if it is missing.
+
+    Args:
+        path (`str` or `os.PathLike`): The folder.
+        field (`str`, *optional*, defaults to `"output_dir"`): The field that names it, for the message.
+
+    Raises:
+        OSError: If it cannot be created. The message names the field, the folder and what is in the way.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        file = next((place for place in (folder, *folder.parents) if os.path.lexists(place)), folder)
+        kind = "a file" if file.is_file() else "a broken link" if file.is_symlink() else None
+        reason = f"{file} is {kind}" if kind else error.strerror
+        raise NotADirectoryError(f"{field} {folder} cannot be made: {reason}") from error
 
 
 @contextmanager
@@ -65,7 +92,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
         yield unfinished
         return
     created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = FileLock(folder / LOCK_NAME)
     try:
         lock.acquire(timeout=0)

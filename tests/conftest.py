@@ -283,6 +283,29 @@ def pretraining_flags(word_tokenizer, tmp_path_factory):
     return make
 
 
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """`refused(words)`: the line of a command that is refused; it must not have trained or written anything."""
+
+    from sparsebert.commands import main
+    from sparsebert.training.trainer import SparseBertTrainer
+
+    def train(*args, **kwargs):
+        raise AssertionError("it trains")
+
+    monkeypatch.setattr(SparseBertTrainer, "train", train)
+
+    def run(words):
+        capsys.readouterr()
+        code = main(list(map(str, words)))
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+        assert code == 2 and len(lines) == 1, (code, lines)
+        assert not (tmp_path / "run").exists()
+        return lines[0]
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def saved_run(pretraining_flags, tmp_path_factory):
     """Folder of a search with checkpoints 2, 4 and 6, not finished. To be copied, not changed."""

@@ -1,6 +1,7 @@
 """Masks on stock encoders: equal to the stock model where they must be, in effect everywhere, off without a trace."""
 
 import copy
+import inspect
 import json
 import pickle
 
@@ -361,7 +362,7 @@ def test_load_takes_sparsebert_models_and_other_heads(tiny_config, tmp_path):
 
 
 def test_load_of_a_folder_without_a_mask(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder ./nowhere"):
+    with pytest.raises(FileNotFoundError, match="there is no folder './nowhere'"):
         load("./nowhere")
     base_model("bert").save_pretrained(tmp_path)
     with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
@@ -449,7 +450,7 @@ def test_other_architectures_are_refused_by_name(config):
         ("owner/nothing", {}, "mask 'owner/nothing' is no pattern.*no search"),
         (None, {}, "attach needs a SparseMask or the name of one, got None"),
         (random_mask(), {"diagonal": "off"}, "diagonal.*must be one of 'learned', 'keep', 'remove', got 'off'"),
-        ("window", {"attn_implementation": "sdpa"}, "attn_implementation must be one of"),
+        ("window", {"attn_implementation": "flash_attention_2"}, "'flash_attention_2' would ignore the mask"),
         ("window", {"sparsity_weight": 1.0}, "sparsity_weight has no meaning for a pattern: the fields may be"),
         (random_mask(), {"mask_length": 8}, "mask_length has no meaning for a given mask"),
         ("dam_s", {"pattern_kwargs": {}}, "pattern_kwargs has no meaning for a search"),
@@ -496,13 +497,33 @@ def test_mask_of_another_base_model(tmp_path, caplog, monkeypatch):
     assert f"the mask was found for {tmp_path / 'one'}" in caplog.text and str(tmp_path / "two") in caplog.text
 
 
-def test_a_stock_implementation_is_refused_while_attached():
-    model = attach(base_model("roberta"), "window", mask_length=LENGTH)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(
-        ValueError, match="carries a sparse mask, which the attention implementation 'sdpa' would ignore"
-    ):
-        states(model, "roberta")
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_attentions_of_transformers_while_attached(name):
+    stock = base_model(name)
+    expected = states(attach(stock, "window", mask_length=LENGTH), name)
+    for implementation in ("eager", "sdpa"):
+        stock.set_attn_implementation(implementation)
+        assert stock.config._attn_implementation == f"sparse_{implementation}"
+        torch.testing.assert_close(states(stock, name), expected, atol=1e-5, rtol=1e-5)
+    stock.set_attn_implementation("eager")
+    stock.config.output_attentions = True
+    with torch.no_grad():
+        assert len(stock.forward(**inputs_of(name)).attentions) == LAYERS
+    assert detach(stock).config._attn_implementation == "eager"
+    assert type(stock.config) is type(base_model(name).config)
+
+
+@pytest.mark.parametrize("model_of", [base_model, head_model])
+@pytest.mark.parametrize("mask", ["window", "dam_s"])
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_is_the_call(name, mask, model_of):
+    model = attach(model_of(name), mask, mask_length=LENGTH).train()
+    results = []
+    for run in (model, model.forward):
+        torch.manual_seed(5)
+        results.append(run(**inputs_of(name, labels=model_of is head_model)).to_tuple())
+    torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
+    assert inspect.signature(model.forward) == inspect.signature(model_of(name).forward)
 
 
 @pytest.mark.parametrize("pattern", ["bigbird", "strided_cycle"])

@@ -292,11 +292,13 @@ def test_masks_that_only_attention_can_apply(tiny_config, name):
 
 
 @pytest.mark.parametrize("names", [["average", "attention"], ["average", "average"]], ids=str)
-def test_stock_attention_names_are_refused(tiny_config, names):
+def test_stock_attention_names(tiny_config, names):
     model = mixed(tiny_config, names, pattern="dense").eval()
+    expected = model(IDS).logits
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="sparse_sdpa"):
-        model(IDS)
+    torch.testing.assert_close(model(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="'flash_attention_2' would ignore the mask.*sparse_sdpa"):
+        model.set_attn_implementation("flash_attention_2")
 
 
 def test_a_stock_model_keeps_its_attention(tiny_config):

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..files import make_folder
+
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +50,6 @@ def save_figure(figure: "Figure", path: str | os.PathLike) -> None:
             created if missing.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
         figure.savefig(target)

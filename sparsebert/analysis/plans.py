@@ -10,7 +10,9 @@ from transformers.utils import CONFIG_NAME
 from ..attention import choice
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
+from ..checks import check_range
 from ..masks.compiled import base_table
+from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import live_tiles
 from ..models.attaching import get_sparse_attention
@@ -123,7 +125,13 @@ def make_plan(
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length
-    device_type, dtype = torch.device(device or "cpu").type, dtype or torch.float32
+    check_range("length", length, 1, MAX_MASK_LENGTH)
+    if not isinstance(dtype, torch.dtype | None):
+        raise ValueError(f"dtype must be a dtype of torch, got {dtype!r}")
+    try:
+        device_type, dtype = torch.device(device or "cpu").type, dtype or torch.float32
+    except RuntimeError as error:
+        raise ValueError(f"device must be a device of torch, such as cpu or cuda, got {device!r}") from error
     whole = base_table(mask, length, causal, special="all")
     base = base_table(mask, length, causal)[0]
     choices = {}
@@ -148,6 +156,7 @@ def saved_plan(
     length: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    **hub_arguments: Any,
 ) -> Plan:
     """
     How the mask in a folder or Hub repository would run.
@@ -155,6 +164,7 @@ def saved_plan(
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id of a model with a frozen mask, a run or a mask.
         length, device, dtype: See [`plan`].
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Returns:
         [`Plan`]
@@ -162,5 +172,6 @@ def saved_plan(
         ValueError: If there is no mask, it is still being searched, or it is undefined at this length.
         OSError: If there is no such folder or repository.
     """
-    is_model = find_file(source, CONFIG_NAME) is not None
-    return make_plan(load(source) if is_model else SparseMask.from_pretrained(source), length, device, dtype)
+    is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
+    reader: Any = load if is_model else SparseMask.from_pretrained
+    return make_plan(reader(source, **hub_arguments), length, device, dtype)

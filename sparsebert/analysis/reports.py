@@ -11,6 +11,7 @@ from ..data.tasks.glue import GLUE_COLUMNS
 from .tables import Table
 
 
+METRICS_NAME = "metrics.json"
 POSITIONS = {
     "diagonal": "P diag.",
     "offset_1": "P 1",
@@ -18,6 +19,10 @@ POSITIONS = {
     "offsets_4_8": "P 4-8",
     "beyond_8": "P > 8",
 }
+
+
+# What is in the metrics of GLUE, of fine-tuning and of pre-training.
+_KINDS = ({"glue", "missing"}, {"task", "main_metric", "splits"}, {"sparsity", "positions", "seconds"})
 
 
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
@@ -31,15 +36,27 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         `dict[Path, dict]`: Metrics by folder.
     Raises:
         FileNotFoundError: If a folder has no `metrics.json`.
+        ValueError: If one is damaged, or of another kind of run.
     """
     metrics = {}
     for folder in map(Path, folders):
-        path = folder / "metrics.json"
+        path = folder / METRICS_NAME
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path}: no such file; expected the output folder of a finished pre-training or fine-tuning run"
             )
-        metrics[folder] = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: damaged or not JSON ({error})") from error
+        kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
+        if not kinds:
+            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE; a report is of these")
+        try:
+            report_tables({folder: found})
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise ValueError(f"{path}: damaged, its metrics are incomplete ({error!r})") from error
+        metrics[folder] = found
     return metrics
 
 

@@ -41,6 +41,39 @@ CHOICES: dict[str, Callable[..., tuple[str, str]]] = {
     "sparse_measure": choice.by_measurement,
 }
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
+# What the names of transformers mean on a model that carries a mask.
+TWINS = {"eager": "sparse_eager", "sdpa": "sparse_sdpa", "flex_attention": "sparse_flex"}
+
+
+def sparse_name(name: str | None) -> str:
+    """
+    The name in `ATTENTION_NAMES` that an attention implementation means on a model that carries a mask: for a name of
+    transformers its twin in `TWINS`, which is said once, and `sparse_auto` for `None`.
+
+    Raises:
+        ValueError: If there is no such name.
+    """
+    if name is None:
+        return "sparse_auto"
+    if name in ATTENTION_NAMES:
+        return name
+    if name not in TWINS:
+        raise ValueError(
+            f"attn_implementation {name!r} would ignore the mask that this model carries: use one of "
+            f"{', '.join(ATTENTION_NAMES)}, or {', '.join(TWINS)} for {', '.join(TWINS.values())}"
+        )
+    logger.warning_once(f"attn_implementation {name!r} means {TWINS[name]!r} on a model that carries a sparse mask.")
+    return TWINS[name]
+
+
+def check_weights(name: str | None) -> None:
+    """
+    Raises:
+        ValueError: If a backend is named that does not return attention probabilities.
+    """
+    if name in BACKENDS and "weights" not in BACKENDS[name].supports:
+        able = [other for other, backend in BACKENDS.items() if "weights" in backend.supports]
+        raise ValueError(f"output_attentions: {name} does not return attentions, use {', '.join(able)} or sparse_auto")
 
 
 def check_backend(name: str, probability_map: str = "softmax") -> None:

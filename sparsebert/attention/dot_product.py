@@ -55,6 +55,8 @@ def sparse_dot_product_attention(
     """
     if backend not in ATTENTION_NAMES:
         raise ValueError(f"backend must be one of {', '.join(ATTENTION_NAMES)}, got {backend!r}")
+    if not isinstance(mask, SparseMask):
+        raise ValueError(f"mask must be a SparseMask, got {type(mask).__name__}")
     if query.dim() != 4:
         raise ValueError(f"query must have the shape (B, H, n, d), got {tuple(query.shape)}")
     batch, num_heads, num_queries, head_size = map(operator.index, query.shape)

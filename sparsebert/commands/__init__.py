@@ -5,17 +5,19 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 """
 
 import importlib
+import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from ..checks import nearest
+from ..hub import explained
 from ..search.rank_agreement import MaskMismatchError
 from ..version import __version__
 from ._command import Command
@@ -31,7 +33,10 @@ VERBS = {
     "plan": "what a mask costs to run: live tiles, and which backend would be chosen",
     "theory": "which universality theorems apply to a pattern or mask",
     "draw": "pictures of patterns and masks",
-    "report": "tables of finished runs",
+    "report": "tables of finished runs, and a web page to look at masks",
+    "masks": "the masks in a Hub repository or folder",
+    "push": "a model or mask to the Hub",
+    "pull": "a model or mask from the Hub",
     "reproduce": "the papers' tables and figures",
     "translate": "train a translation model with sparse attention",
 }
@@ -57,7 +62,11 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
     command = _command_of(verb, rest)
-    return command, load_recipe(rest, command.sections, command.positional, command.excluded)
+    rest = [command.short.get(word, word) for word in rest]
+    values = load_recipe(rest, command.sections, command.positional, command.excluded)
+    if command.positional is None and not any(values.values()):
+        raise ValueError(f"recipe {rest[0]} sets nothing: expected sections with fields")
+    return command, values
 
 
 def _command_of(verb, arguments):
@@ -115,32 +124,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
     verb = arguments[0] if arguments else ""
+    with suppress(AttributeError):  # what stands for the output stream need not be a file
+        # A terminal that lacks a character must not cost the results of a run.
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        if verb == "--version":
-            print(__version__)
-        elif verb in ("", "-h", "--help", "--help-all"):
-            from ._help import overview
-
-            print(overview(VERBS))
-            return 0 if verb else 2
-        elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
-            from ._help import long_help, short_help
-
-            explain = long_help if "--help-all" in arguments else short_help
-            print(explain(verb, _command_of(verb, arguments[1:])))
-        else:
-            command, values = parse(arguments)
-            as_json = values.get("print", {}).get("json", False)
-            # What a run logs on the way must not get between the lines of the JSON.
-            with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-                results = command.run(values)
-            results.show(as_json)
+        return _run(verb, arguments)
     except REFUSED as error:
         return _say(verb, error, 2)
     except RecursionError:
         return _say(verb, "what was given is nested too deeply", 2)
+    except ImportError as error:  # what a field asks for is not installed
+        return _say(verb, error, 2)
+    except BrokenPipeError:  # the reader of the output has what it wanted, as in `... | head`
+        return _close_output()
+    except HTTPError as error:
+        return _say(verb, explained(error), 1)
     except (OSError, FloatingPointError, MaskMismatchError) as error:
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:
         return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))
-    return 0
+
+
+def _close_output():
+    """Throw away what Python would still write when it ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _run(verb, arguments):
+    """The exit code of a command line that does not fail."""
+    if verb == "--version":
+        print(__version__)
+    elif verb in ("", "-h", "--help", "--help-all"):
+        from ._help import overview
+
+        print(overview(VERBS))
+    elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
+        from ._help import long_help, short_help
+
+        explain = long_help if "--help-all" in arguments else short_help
+        print(explain(verb, _command_of(verb, arguments[1:])))
+    else:
+        command, values = parse(arguments)
+        as_json = values.get("print", {}).get("json", False)
+        # What a run logs on the way must not get between the lines of the JSON.
+        with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+            results = command.run(values)
+        results.show(as_json)
+    with suppress(AttributeError):  # there may be no output stream
+        sys.stdout.flush()
+    return 0 if verb else 2

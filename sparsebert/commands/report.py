@@ -1,13 +1,24 @@
 """
-Tables of finished runs: pre-training, fine-tuning, grids, GLUE.
+Runs and masks: tables of finished runs, and with `--output report.html` (or `-o`) a page to look at their masks.
 
-Takes output folders of `pretrain` and `finetune`.
+Takes output folders of `pretrain` and `finetune`, and folders or Hub ids of masks. The page is one file that needs no
+network: heads to enlarge, what is kept by distance, live tiles, what the universality theorems say, two masks side by
+side, and over several runs the quality against sparsity and time.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from ..analysis.reports import read_metrics, report_tables
+from ..analysis.report_sources import Source, distinct_names, read_sources
+from ..analysis.reports import report_tables
+from ..analysis.web_page import PageMask, check_page, mask_table, write_page
+from ..theory.verdicts import Case, check_cases, details
 from ._command import Command, Printing, Results, needed
+
+
+# The theorems are checked at this length if a mask is longer.
+MAX_CHECKED = 1024
 
 
 @dataclass
@@ -16,24 +27,65 @@ class ReportArguments:
     What to report.
 
     Args:
-        runs (`list[str]`): Output folders of `pretrain` and `finetune`.
+        runs (`list[str]`): Output folders of `pretrain` and `finetune`; folders or Hub ids of masks.
+        output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
+        overwrite (`bool`): Accept a page that exists.
     """
 
     runs: list[str] | None = None
+    output: str | None = None
+    overwrite: bool = False
 
 
 def command(words):
     return Command(
         run,
         {"report": ReportArguments, "print": Printing},
-        examples=("runs/demo/dam_s runs/demo/dense", "runs/glue --json"),
-        words="RUN ...",
+        examples=("runs/demo/dam_s runs/demo/dense", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html"),
+        words="RUN_OR_MASK ...",
         positional="report.runs",
+        short={"-o": "--output"},
     )
 
 
 def run(values):
     needed(values, "report.runs")
-    metrics = read_metrics(values["report"]["runs"])
+    options = ReportArguments(**values["report"])
+    if options.output is not None:
+        check_page(options.output, options.overwrite)
+    elif options.overwrite:
+        raise ValueError("--overwrite goes with --output")
+    sources = read_sources(options.runs, with_masks=options.output is not None)
+    metrics = {Path(source.name): source.metrics for source in sources if source.metrics is not None}
+    tables = report_tables(metrics)
     pictures = [f"picture: {picture}" for folder in metrics for picture in sorted(folder.glob("*.png"))]
-    return Results({str(folder): run for folder, run in metrics.items()}, report_tables(metrics), pictures)
+    if options.output is not None:
+        write_page(options.output, _page_masks(sources), metrics)
+        pictures.append(f"written: {options.output}")
+    alone = [PageMask(source.name, *source.masks) for source in sources if source.metrics is None]
+    if alone:
+        tables.append(mask_table(alone))
+    return Results({source.name: source.as_json() for source in sources}, tables, pictures)
+
+
+def _page_masks(sources: Sequence[Source]) -> list[PageMask]:
+    """The masks with short names that differ, and what the theorems say about them."""
+    saved = [mask for source in sources for mask in source.masks]
+    names = distinct_names([mask.source for mask in saved])
+    cases = []
+    for name, mask in zip(names, saved, strict=True):
+        length, setup = min(mask.mask.length, MAX_CHECKED), {"causal": True} if mask.is_decoder else {}
+        cases.append(Case(name, mask.mask, length, setup, None, mask.is_decoder, mask.token_mixers))
+    # One token has no other to attend to.
+    checkable = [case for case in cases if case.length > 1]
+    found = {case.name: verdict for case, verdict in zip(checkable, check_cases(checkable), strict=True)}
+    return [_page_mask(case, mask, found.get(case.name)) for case, mask in zip(cases, saved, strict=True)]
+
+
+def _page_mask(case, saved, found):
+    if found is None:
+        return PageMask(case.name, saved)
+    verdict = f"{found.universal}: {found.reason}"
+    if case.length < saved.mask.length:
+        verdict += f" (checked at {case.length} tokens)"
+    return PageMask(case.name, saved, verdict, details(case, found))

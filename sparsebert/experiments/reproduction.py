@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..analysis.charts import plot_lines
 from ..analysis.tables import Table
 from ..checks import nearest
-from ..files import replace_files
+from ..files import make_folder, replace_files
 from ..version import __version__
 from . import EXPERIMENTS
 from .experiment import Experiment
@@ -175,7 +175,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
             raise FileExistsError(
                 f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, "output")
     bar = tqdm(todo.items(), desc=name, unit="cell", disable=None)
     for number, (cell, folder) in enumerate(bar, start=1):
         if bar.disable:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..checks import check_choice, check_range, nearest
+from .mask_files import MAX_HEADS, MAX_LAYERS, MAX_MASK_LENGTH
 from .sparse_mask import SPECIAL_TOKENS, SparseMask
 
 
@@ -303,9 +304,12 @@ def build_pattern(
     """
     if name not in PATTERNS:
         raise nearest("pattern", name, PATTERNS)
-    check_range("length", length, 1)
-    check_range("num_heads", num_heads, 1)
-    check_range("num_layers", num_layers, 1)
+    for field, size, most in (
+        ("length", length, MAX_MASK_LENGTH),
+        ("num_heads", num_heads, MAX_HEADS),
+        ("num_layers", num_layers, MAX_LAYERS),
+    ):
+        check_range(field, size, 1, most)
     check_range("seed", seed, 0, 2**63 - 1)
     check_choice("diagonal", diagonal, (True, False))
     if head_configuration is not None:

@@ -1,8 +1,5 @@
-"""Attaching a mask to a model, and detaching it: one module, one reference per layer, two hooks."""
+"""Attaching a mask to a model, and detaching it: one module, one reference per layer, a class with a `forward`."""
 
-import inspect
-import operator
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,14 +10,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.backends import check_backend
+from ..attention.backends import sparse_name
 from ..checks import nearest
+from ..masks.mask_files import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
-from .architectures import attention_modules, check_architecture, describe, input_shape, sliding_window
+from .architectures import attention_modules, check_architecture, describe, sliding_window
 from .configuration_sparsebert import REQUESTS, SparseBertConfig
-from .saving import OWN_FIELDS, AttachedModel, attached_class, get_sparse_attention, without_adapters
+from .derived import derived_class
+from .forwards import MaskedBase
+from .masked_configs import AttachedConfig, MaskedConfigMixin
+from .saving import OWN_FIELDS, AttachedModel, get_sparse_attention, without_adapters
 from .sparse_attention import SparseAttention
 
 
@@ -49,69 +50,6 @@ def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
     return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
 
 
-def _prepare_forward(argument_names, model, args, kwargs):
-    """Forward pre-hook of the base model: hands every attention layer the same [`MaskInputs`]."""
-    sparse_attention = model.sparse_attention
-    given = dict(zip(argument_names, args, strict=False)) | kwargs
-    config = model.config
-    shape = input_shape(config, given)
-    if shape is None:
-        return None  # the model itself says what is missing
-    batch, length, device = shape
-    past = given.get("past_key_values")
-    # The form of the mask depends on the length: a graph is compiled for each one, never for a symbolic one.
-    num_queries = operator.index(length)
-    num_keys = operator.index(num_queries + (past.get_seq_length() if past is not None else 0))
-    padding, needs = given.get("attention_mask"), set()
-    if padding is not None:
-        if padding.dim() == 4:
-            needs.add("additive")
-        padding = padding.to(device).bool() if padding.dim() == 2 else None
-    # As in transformers, a mask without padding is no mask. Under compilation the question would depend on data.
-    if padding is not None and not torch.compiler.is_compiling():
-        if bool(padding.all()):
-            padding = None
-        elif not bool(padding.any(-1).all()):
-            logger.warning_once(
-                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output means "
-                "nothing."
-            )
-    if given.get("output_attentions"):
-        needs.add("weights")
-    autocast = torch.is_autocast_enabled(device.type)
-    mask_inputs = sparse_attention(
-        config._attn_implementation,
-        batch,
-        num_queries,
-        num_keys,
-        padding,
-        dropout=sparse_attention.config.attention_probs_dropout_prob if model.training else 0.0,
-        device=device,
-        dtype=torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype,
-        needs=needs,
-    )
-    if sparse_attention.window is None:
-        return args, kwargs | {"mask_inputs": mask_inputs}
-    # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
-    masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)
-    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}
-
-
-def _add_sparsity_loss(model, args, kwargs, output):
-    """Forward hook: adds lambda * ||M||_1 to `loss` in training, so that any loop trains the mask."""
-    sparse_attention = get_sparse_attention(model)
-    search = sparse_attention.search
-    if not model.training or search is None or not search.sparsity_weight:
-        return None
-    if isinstance(output, tuple):
-        # A tuple begins with the loss only when there were labels; logits are never 0-dimensional.
-        if torch.is_tensor(output[0]) and output[0].dim() == 0:
-            return (output[0] + sparse_attention.sparsity_loss(), *output[1:])
-    elif output.get("loss") is not None:
-        output["loss"] = output["loss"] + sparse_attention.sparsity_loss()
-    return output
-
-
 def make_sparse_attention(
     model: PreTrainedModel, description: SparseBertConfig, mask: SparseMask | None = None
 ) -> SparseAttention:
@@ -130,19 +68,16 @@ def make_sparse_attention(
 
 def register(model: PreTrainedModel, sparse_attention: SparseAttention) -> None:
     """
-    Register a [`SparseAttention`] on the base model, give its self-attention modules a reference to it, and add the
-    sparsity penalty to the loss of `model`.
+    Register a [`SparseAttention`] on the base model, and give its self-attention modules a reference to it and the
+    base model inside a head a class whose `forward` prepares the mask.
     """
     base = model.base_model
     base.sparse_attention = sparse_attention
     for index, module in enumerate(attention_modules(model)):
         # Not through Module.__setattr__, which would register it again under every layer.
         vars(module).update(sparse_attention=sparse_attention, mask_layer=index)
-    prepare = partial(_prepare_forward, tuple(inspect.signature(base.forward).parameters))
-    vars(model)["_mask_hooks"] = (
-        base.register_forward_pre_hook(prepare, with_kwargs=True),
-        model.register_forward_hook(_add_sparsity_loss, with_kwargs=True),
-    )
+    if base is not model:
+        base.__class__ = derived_class(MaskedBase, type(base))
 
 
 def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
@@ -195,8 +130,10 @@ def attach(
             `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
             model or revision, instead of warning.
-        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend.
-        fields: Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
+        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
+            `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
+        fields: `revision`, `subfolder` and `token` of a mask's folder or Hub id, see [`SparseMask.from_pretrained`].
+            Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
             for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
             `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`.
 
@@ -215,10 +152,13 @@ def attach(
             f"{type(inner).__name__} carries a mask already: change it with set_mask, or detach the model first"
         )
     check_architecture(inner.config.model_type)
-    check_backend(attn_implementation)
+    attn_implementation = sparse_name(attn_implementation)
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
-        raise ValueError(f"attach needs a SparseMask or the name of one, got {mask_or_search!r}")
+        raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
     given = mask_or_search if isinstance(mask_or_search, str) else None
+    hub_arguments = {name: fields.pop(name) for name in HUB_ARGUMENTS if name in fields}
+    if hub_arguments and (given in SEARCHES or given in PATTERNS or isinstance(mask_or_search, SparseMask)):
+        raise ValueError(f"{next(iter(hub_arguments))} has meaning only for the folder or Hub id of a mask")
     if refused := sorted(fields.keys() - set(allowed_fields(given))):
         kind = "search" if given in SEARCHES else "pattern" if given in PATTERNS else "given mask"
         raise ValueError(
@@ -228,7 +168,7 @@ def attach(
     if given in SEARCHES or given in PATTERNS:
         fields["search" if given in SEARCHES else "pattern"] = given
     else:
-        mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search)
+        mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search, **hub_arguments)
         _check_base(inner, mask, strict)
     put_on(inner, mask, attn_implementation, **fields)
     return model
@@ -258,8 +198,10 @@ def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation:
 def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
     """Give a model that has been registered the class of an attached model, and its attention implementation."""
     vars(model)["_stock_attention"] = model.config._attn_implementation
-    stock_class: Any = type(model)
-    model.__class__ = attached_class(stock_class)
+    for config in (model.config, model.base_model.config):
+        if not isinstance(config, MaskedConfigMixin):
+            config.__class__ = derived_class(AttachedConfig, type(config))
+    model.__class__ = derived_class(AttachedModel, type(model))
     model.set_attn_implementation(attn_implementation)
 
 
@@ -280,12 +222,14 @@ def detach(model: Model) -> Model:
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: there is nothing to detach")
     attached: Any = inner
     attributes = vars(attached)
-    for handle in attributes.pop("_mask_hooks"):
-        handle.remove()
     for module in attention_modules(attached):
         del vars(module)["sparse_attention"], vars(module)["mask_layer"]
-    del attached.base_model.sparse_attention
-    attached.__class__ = attached.stock_class
+    base = attached.base_model
+    del base.sparse_attention
+    for part in {base, attached}:
+        part.__class__ = part.stock_class
+        if isinstance(part.config, AttachedConfig):
+            part.config.__class__ = part.config.stock_class
     attached.set_attn_implementation(attributes.pop("_stock_attention"))
     return model
 

@@ -1,5 +1,6 @@
 """The configuration of a BERT with a learned or fixed sparse attention mask, and the mask that it describes."""
 
+import difflib
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -17,6 +18,7 @@ from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
 from ..search.searches import SEARCHES
+from .masked_configs import MaskedConfigMixin
 from .token_mixers import MIXERS, check_token_mixers
 
 
@@ -62,7 +64,7 @@ def _between(low: float, high: float, low_open: bool = False, high_open: bool = 
 
 
 @strict
-class SparseBertConfig(BertConfig):
+class SparseBertConfig(MaskedConfigMixin, BertConfig):
     """
     A [`BertConfig`] with an attention mask: either a fixed `pattern`, or a `search` that learns it.
 
@@ -189,9 +191,11 @@ class SparseBertConfig(BertConfig):
                 self.pattern = "dense"
         if self.mask_length is None:
             self.mask_length = min(self.max_position_embeddings, 512)
-        # config.json does not store it. A reloaded model would run the stock default, which is refused.
-        if kwargs.get("attn_implementation") is None:
-            kwargs["attn_implementation"] = "sparse_auto"
+        own = [name for name in self.__dataclass_fields__ if name not in BertConfig.__dataclass_fields__]
+        for name in kwargs:
+            # Transformers keeps unknown fields, which would let a search run without the one that was meant.
+            if match := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+                raise ValueError(f"unknown field {name!r}; did you mean {match[0]!r}?")
         super().__post_init__(**kwargs)
 
     @property

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from ..attention.backends import check_backend
+from ..attention.backends import sparse_name
 from ..hub import check_available, read_config
 from ..masks.mask_files import (
     HUB_ARGUMENTS,
@@ -44,6 +44,38 @@ def carries_mask(source: str | PathLike, **hub_arguments: Any) -> bool:
     return any(find_file(source, name, **hub_arguments) for name in names)
 
 
+def check_folder(
+    source: str | PathLike, field: str = "", names: tuple[str, ...] = (CONFIG_NAME,), subfolder: str | None = None
+) -> None:
+    """
+    Check that a folder holds what is to be read from it, without reading it. Whether a Hub id exists is not asked.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        field (`str`, *optional*): The field that names it, for the message.
+        names (`tuple[str, ...]`, *optional*): Names of files, of which one must be there.
+        subfolder (`str`, *optional*): Subfolder of it that holds them.
+
+    Raises:
+        FileNotFoundError: If it is the path of a file or of nothing, or a folder without these files.
+    """
+    name, folder = str(source), Path(source)
+    field = f"{field}: " if field else ""
+    if folder.is_file():
+        raise FileNotFoundError(f"{field}{name!r} is a file, expected a folder or Hub id: give {str(folder.parent)!r}")
+    if not folder.is_dir():
+        # A Hub id has one slash at most, and no folder of the owner's name is here.
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir()):
+            raise FileNotFoundError(f"{field}there is no folder {name!r}")
+        return
+    folder = folder / (subfolder or "")
+    if any((folder / each).is_file() for each in names):
+        return
+    found = sorted(path.parent for each in names for path in folder.glob(f"*/{each}"))
+    hint = f"; there is one in {', '.join(map(str, found[:3]))}" if found else ""
+    raise FileNotFoundError(f"{field}there is no {' or '.join(names)} in the folder {str(folder)!r}{hint}")
+
+
 def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
     Load a model with its mask, frozen or still being searched: a SparseBERT, or a model that [`attach`] gave a mask.
@@ -62,18 +94,24 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         ValueError: If the class that was saved is not one of transformers, or as for [`attach`].
     """
     source = pretrained_model_name_or_path
-    if str(source).startswith(("/", ".", "~")) and not Path(source).is_dir():
-        raise FileNotFoundError(f"there is no folder {source}")
+    check_folder(source, subfolder=kwargs.get("subfolder"))
+    if not (model_class is None or hasattr(model_class, "from_pretrained")):
+        raise ValueError(f"model_class must be a class of transformers, got {model_class!r}")
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     check_subfolder(hub_arguments.get("subfolder"))
     check_available(source, CONFIG_NAME, **hub_arguments)
     config = read_config(source, **hub_arguments)
     model_class = model_class or model_class_of(config)
     if isinstance(config, SparseBertConfig):
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            if not issubclass(model_class, modeling_sparsebert.SparseBertPreTrainedModel):
+                raise ValueError(
+                    f"model_class {model_class.__name__} would ignore the mask of {source}: use a SparseBert or Auto "
+                    "class"
+                )
         return model_class.from_pretrained(source, **kwargs)
     check_architecture(config.model_type)
-    attn_implementation = kwargs.pop("attn_implementation", None) or "sparse_auto"
-    check_backend(attn_implementation)
+    attn_implementation = sparse_name(kwargs.pop("attn_implementation", None))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
     if mask_config := find_file(source, MASK_CONFIG_NAME, **hub_arguments):
         mask = SparseMask.from_pretrained(source, **hub_arguments)

@@ -16,6 +16,8 @@ from .token_mixers import fixed_length
 
 
 METHODS = ("interpolate", "tile")
+# More than any encoder takes: a slip of the keyboard must not ask for all memory.
+MAX_POSITIONS = 2**20
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -48,19 +50,23 @@ def extend_positions(model: Model, length: int, method: str = "interpolate") -> 
         `model`, changed in place.
     Raises:
         ValueError: If the model has no such embeddings, its inputs have a fixed length (the token mixer bproj),
-            `length` is not above n, or `method` is unknown.
+            `length` is not above n or beyond `MAX_POSITIONS`, or `method` is unknown.
 
     Source: An Image is Worth 16x16 Words (arXiv 2010.11929), Section 3.2 (interpolate, there in two dimensions);
     Longformer (arXiv 2004.05150), Section 5 (tile).
     """
     check_choice("method", method, METHODS)
+    if not hasattr(model, "base_model"):
+        raise ValueError(f"expected a model of transformers, got {type(model).__name__}")
     embeddings, table, offset = _position_embeddings(model)
     if fixed_length(model.config) is not None:
         raise ValueError("the token mixer 'bproj' takes inputs of one length: its positions cannot be extended")
     old = table.weight.detach()
     known = len(old) - offset
-    if isinstance(length, bool) or not isinstance(length, int) or length <= known:
-        raise ValueError(f"length must be an integer above the model's {known} positions, got {length!r}")
+    if isinstance(length, bool) or not isinstance(length, int) or not known < length <= MAX_POSITIONS:
+        raise ValueError(
+            f"length must be an integer above the model's {known} positions, at most {MAX_POSITIONS}, got {length!r}"
+        )
     positions = old[offset:]  # (n, D)
     if method == "tile":
         positions = positions.repeat(-(-length // known), 1)[:length]

@@ -2,21 +2,25 @@
 
 import json
 from dataclasses import fields as dataclass_fields
-from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 from transformers import BertConfig, PreTrainedModel
 
 from ..files import replace_files
-from ..hub import upload_and_delete
+from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_mask import MASK_PROBS_NAME
 from .configuration_sparsebert import SparseBertConfig
+from .derived import Derived
+from .forwards import MaskedForward
+from .model_cards import save_model_card
 from .sparse_attention import SparseAttention
 
 
@@ -47,14 +51,16 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     Raises:
         ValueError: If the model carries no mask.
     """
-    inner = without_adapters(model)
+    inner: Any = without_adapters(model)
+    if not hasattr(inner, "base_model"):
+        raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
     sparse_attention = inner.base_model._modules.get("sparse_attention")
     if sparse_attention is None:
         raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
 
 
-class SparseModelMixin(_ModelBase):
+class SparseModelMixin(MaskedForward, _ModelBase):
     """
     What every model with a mask has: its [`SparseAttention`] as `sparse_attention`, the methods `freeze` and
     `set_mask`, and a `save_pretrained` that writes the frozen mask beside the weights.
@@ -88,9 +94,9 @@ class SparseModelMixin(_ModelBase):
         **kwargs: Any,
     ) -> None:
         """
-        Save the model as transformers does, and the frozen mask as `mask_config.json` and `mask.safetensors`. A folder
-        holds one state of a mask: the files of a search or a mask that was saved there before are removed. The
-        arguments are those of `PreTrainedModel.save_pretrained`.
+        Save the model as transformers does, the frozen mask as `mask_config.json` and `mask.safetensors`, and a card.
+        A folder holds one state of a mask: the files of a search or a mask that was saved there before are removed. A
+        README.md of the user stays. The arguments are those of `PreTrainedModel.save_pretrained`.
         """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
         self.sparse_attention.record_progress()
@@ -101,6 +107,7 @@ class SparseModelMixin(_ModelBase):
         super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process:
             self._save_mask(Path(save_directory))
+            save_model_card(self, Path(save_directory))
         if push_to_hub:
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
@@ -129,23 +136,30 @@ class SparseModelMixin(_ModelBase):
         commit_description=None,
     ):
         """The last step of `push_to_hub`. Its one commit also deletes what contradicts the new files."""
-        names = self._contradicting_files()
-        return upload_and_delete(
-            working_dir, repo_id, names, commit_message, token, create_pr, revision, commit_description
+        # The step before has put a card without content, or that of the repository, in the place of the model's.
+        card = Path(working_dir) / CARD_NAME
+        tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags if card.is_file() else None
+        card.unlink(missing_ok=True)
+        save_model_card(self, Path(working_dir))
+        return push_folder(
+            working_dir,
+            repo_id,
+            commit_message=commit_message or "Upload model",
+            commit_description=commit_description,
+            token=token,
+            create_pr=create_pr,
+            revision=revision,
+            tags=tags,
+            replaced=self._contradicting_files(),
         )
 
 
-class AttachedModel(SparseModelMixin):
+class AttachedModel(Derived, SparseModelMixin):
     """
     A stock model with a mask from [`attach`]. Its class has the name of the stock class and derives from this one and
     the stock class. The files that it saves stay stock. While searching, the weights contain the mask logits as well,
     and `search_config.json` says what is searched.
     """
-
-    stock_class: type[PreTrainedModel]
-
-    def __reduce__(self) -> tuple:
-        return _new_attached, (self.stock_class,), self.__dict__
 
     def _save_mask(self, folder):
         super()._save_mask(folder)
@@ -156,14 +170,3 @@ class AttachedModel(SparseModelMixin):
     def _contradicting_files(self):
         names = super()._contradicting_files()
         return tuple(n for n in names if n != SEARCH_CONFIG_NAME) if self.sparse_attention.searching else names
-
-
-@cache
-def attached_class(stock_class: type[PreTrainedModel]) -> type[AttachedModel]:
-    """The class of an attached `stock_class`."""
-    names = {name: getattr(stock_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(stock_class.__name__, (AttachedModel, stock_class), names | {"stock_class": stock_class})
-
-
-def _new_attached(stock_class):
-    return object.__new__(attached_class(stock_class))

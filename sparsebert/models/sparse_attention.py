@@ -143,7 +143,12 @@ class SparseAttention(nn.Module):
 
         Args:
             done (`float`): In [0, 1]. A new search whose progress is never set runs as at its end.
+
+        Raises:
+            ValueError: If it is out of its range.
         """
+        if not 0 <= done <= 1:
+            raise ValueError(f"progress must be in [0, 1], got {done!r}")
         self.progress.fill_(done)
         self._scheduled = True
 
@@ -172,10 +177,12 @@ class SparseAttention(nn.Module):
             search (`str`, *optional*): The search that found it, for the record.
 
         Raises:
-            ValueError: If the mask has another number of heads or layers, has a row that keeps nothing (unless the
-                configuration's `allow_empty_rows`) or is undefined in a decoder, or if no layer of the model has
-                attention.
+            ValueError: If it is no [`SparseMask`], has another number of heads or layers, has a row that keeps nothing
+                (unless the configuration's `allow_empty_rows`) or is undefined in a decoder, or if no layer of the
+                model has attention.
         """
+        if not isinstance(mask, SparseMask):
+            raise ValueError(f"set_mask needs a SparseMask, got {type(mask).__name__}")
         if not self.num_layers:
             raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
         self._use_mask(mask)

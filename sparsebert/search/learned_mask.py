@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, scheduled
 from .mask_search import PENALIZED, MaskSearch
-from .searches import gumbel_noise, prune, sample_mask, select
+from .searches import check_selection, gumbel_noise, prune, sample_mask, select
 
 
 logger = logging.get_logger(__name__)
@@ -127,6 +127,7 @@ class LearnedMask:
 
     def _select(self, probs: torch.Tensor, threshold: float | None, sparsity: float | None) -> torch.Tensor:
         """Parameters to keep, given P on the CPU."""
+        check_selection(threshold, sparsity)
         search = self.search
         if probs.isnan().any():
             raise FloatingPointError("mask_logits: the probabilities of the mask are NaN, there is no mask to choose")

@@ -6,7 +6,9 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ..checks import check_range
 from .rank_agreement import check_same_mask
+from .searches import check_selection
 
 
 logger = logging.get_logger(__name__)
@@ -30,7 +32,8 @@ class SearchSchedule(TrainerCallback):
         outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
     Raises:
-        ValueError: If `end` is out of its range.
+        ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Before the first
+            step, if the mask is pruned ([`ProgressivePruning`]) and `end` is less than 1: pruning freezes it itself.
         MaskMismatchError: By the training, if the processes have different masks.
     """
 
@@ -41,8 +44,10 @@ class SearchSchedule(TrainerCallback):
         sparsity: float | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        if not 0 < end <= 1:
+        check_range("search_end", end, 0, 1, (int, float))
+        if end == 0:
             raise ValueError(f"search_end must be in (0, 1], got {end!r}")
+        check_selection(threshold, sparsity)
         self.end = end
         self._freezing = (threshold, sparsity, metadata)
         self._refused = False
@@ -73,6 +78,8 @@ class SearchSchedule(TrainerCallback):
         sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
         if sparse_attention is None or not sparse_attention.searching:
             return
+        if self.end < 1 and sparse_attention.search.pruning:
+            raise ValueError(f"search_end {self.end} has no meaning with pruning, which freezes the mask itself")
         done = state.global_step / max(self.end * state.max_steps, 1)
         sparse_attention.set_progress(min(done, 1.0))
         if self.end < 1 and done >= 1 and not self._refused:

@@ -158,6 +158,18 @@ def parameter_distance(form: str, size: int, length: int, symmetric: bool = True
     )
 
 
+def check_selection(threshold: float | None, sparsity: float | None) -> None:
+    """
+    Raises:
+        ValueError: If `threshold` or `sparsity` is no number in [0, 1), or both are given.
+    """
+    for name, value in (("threshold", threshold), ("sparsity", sparsity)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    if threshold is not None and sparsity is not None:
+        raise ValueError(f"threshold {threshold} and sparsity {sparsity} exclude each other: give one of them")
+
+
 def select(
     probs: torch.Tensor,
     counts: torch.Tensor,

@@ -4,8 +4,13 @@ Recipes and flags: a YAML file of sections, one per dataclass, with overrides fr
 Every flag is a field of a section: `--learning_rate 1e-3` sets the field of that name in the one section that has it,
 `--model.search soft` names the section as well. The recipes of the top-level folder `recipes/` ship with the package
 and are found by their name.
+
+Plain words are read as YAML 1.2 does: only `true` and `false` are truth values, so that `save_strategy: no` is a word,
+and a date or a number with a leading zero is text. Fields that hold truth values still take yes, no, on and off.
 """
 
+import os
+import re
 import types
 import typing
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -53,9 +58,14 @@ def find_recipe(name: str) -> Path:
     shipped = recipes_folder() / f"{name}.yaml"
     if path.name == name and shipped.is_file():
         return shipped
+    if path.is_dir():
+        raise FileNotFoundError(f"recipe {name}: is a folder, expected a YAML file")
+    if name.startswith("-"):
+        raise FileNotFoundError(f"expected a recipe or --field value, got {name!r}: fields begin with two dashes")
     if path.name == name and not path.suffix:
         raise FileNotFoundError(str(nearest("recipe", name, recipe_names())))
-    raise FileNotFoundError(f"recipe {name}: no such file")
+    known = f"; the recipe that ships with the package is {path.stem!r}" if path.stem in recipe_names() else ""
+    raise FileNotFoundError(f"recipe {name}: no such file{known}")
 
 
 def load_recipe(
@@ -100,18 +110,20 @@ def load_recipe(
             raise ValueError(f"expected --field value, got {words[0]!r}")
         for section, content in recipe.items():
             if section not in sections:
-                raise nearest("section", section, list(sections))
+                raise _elsewhere("section", section, section, types_of) or nearest("section", section, list(sections))
             if not (content is None or isinstance(content, dict)):
                 raise ValueError(f"recipe: section {section!r} must hold fields, got {content!r}")
             for name, value in (content or {}).items():
                 if name not in types_of[section]:
-                    raise nearest(f"field in section {section!r}", name, list(types_of[section]))
+                    raise _unknown(section, name, types_of)
                 values[section][name] = convert(f"{section}.{name}", value, types_of[section][name])
     elif words:
         section, name = positional.split(".")
         values[section][name] = _value(name, words, types_of[section][name])
     for flag, texts in _overrides(arguments):
         section, name = _locate(flag, types_of)
+        if words and f"{section}.{name}" == positional:
+            raise ValueError(f"--{flag} is given twice: {', '.join(map(repr, words))} before the first flag sets it")
         values[section][name] = _value(f"--{flag}", texts, types_of[section][name])
     return values
 
@@ -124,8 +136,8 @@ def _leading_words(arguments: list) -> Iterator:
 def _value(what: str, texts: list[str], annotation):
     """The value of a field from the words given for it."""
     allowed = _types(annotation)
-    if not texts:
-        if bool not in allowed:
+    if not texts or texts == [""]:
+        if texts or bool not in allowed:
             raise ValueError(f"{what} needs a value")
         texts = ["true"]
     if len(texts) == 1:
@@ -139,8 +151,13 @@ def _value(what: str, texts: list[str], annotation):
     return convert(what, list(texts) if item is str else [_parse(what, text, item) for text in texts], annotation)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, except that a key may not come twice, where YAML would let the last one win."""
+class _Loader(yaml.SafeLoader):
+    """
+    The safe loader, except that a key may not come twice, where YAML would let the last one win, and that plain words
+    are what YAML 1.2 says they are.
+    """
+
+    yaml_implicit_resolvers: dict[str, list] = {}
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -156,6 +173,17 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+for _tag, _pattern, _first in (
+    ("merge", "<<", "<"),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), list(_first))
+
+
 def read_recipe(path: Path) -> dict:
     """
     The sections of a recipe file, not checked against any dataclass.
@@ -164,7 +192,7 @@ def read_recipe(path: Path) -> dict:
         ValueError: If it is not YAML, or no mapping.
     """
     try:
-        recipe = yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueKeys) or {}
+        recipe = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader) or {}
     except UnicodeDecodeError as error:
         raise ValueError(f"recipe {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except (yaml.YAMLError, ValueError) as error:
@@ -186,13 +214,24 @@ def _overrides(arguments: list) -> Iterator[tuple[str, list[str]]]:
         yield flag, [text] if separator else [str(word) for word in _leading_words(arguments)]
 
 
+def _elsewhere(what, given, name, types_of):
+    """An error for a field in the wrong place, or `None` if there is no such field."""
+    homes = [section for section, types_ in types_of.items() if name in types_]
+    return ValueError(f"unknown {what} {given!r}: it is a field of section {homes[0]!r}") if homes else None
+
+
+def _unknown(section, name, types_of):
+    what = f"field in section {section!r}"
+    return _elsewhere(what, name, name, types_of) or nearest(what, name, list(types_of[section]))
+
+
 def _locate(flag, types_of):
     section, _, name = flag.rpartition(".")
     if section:
         if section not in types_of:
             raise nearest("section", section, list(types_of))
         if name not in types_of[section]:
-            raise nearest(f"field in section {section!r}", name, list(types_of[section]))
+            raise _unknown(section, name, types_of)
         return section, name
     homes = [section for section, types_ in types_of.items() if name in types_]
     if not homes:
@@ -220,17 +259,24 @@ def _item(annotation):
 
 def _parse(what, text, annotation):
     """What was typed on the command line: YAML, but a field that takes text and no truth value gets it as it is."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what} {text!r} is not YAML: {error}") from error
     allowed = _types(annotation)
-    return text if value is not None and str in allowed and not allowed & {bool, list, dict} else value
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        if str in allowed and not text.startswith(("[", "{")):
+            return text
+        raise ValueError(f"{what} {text!r} is not YAML: {error}") from error
+    return value if value is None or type(value) in allowed - {str} else text if str in allowed else value
+
+
+# Words for the truth values in fields that hold one.
+_TRUTH = dict.fromkeys(("yes", "on", "true"), True) | dict.fromkeys(("no", "off", "false"), False)
 
 
 def convert(what: str, value, annotation):
     """
-    The value in a field's type: YAML reads 1e-3 as text, and 6e6 as a fraction.
+    The value in a field's type: 6e6 is a fraction in YAML, and "1e-3" in quotes is text. In text, `~/` at the
+    beginning is the home folder.
 
     Raises:
         ValueError: If it is not of that type; `what` names the field.
@@ -240,7 +286,21 @@ def convert(what: str, value, annotation):
         raise ValueError(f"{what} must be a list, such as [1, 2], got {value!r}")
     if list in allowed and isinstance(value, list):
         return [convert(what, item, _item(annotation)) for item in value]
-    if value is None or type(value) in allowed or str in allowed or not allowed & {bool, int, float}:
+    if isinstance(value, str) and bool in allowed and str not in allowed:
+        value = _TRUTH.get(value.lower(), value)
+    if isinstance(value, str) and str in allowed:
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    if value is None and not allowed & {types.NoneType, object} and allowed <= {bool, int, float, str, list, dict}:
+        raise ValueError(f"{what} needs a value, got null: leave the field out for its default")
+    if value is None or type(value) in allowed:
+        return value
+    if allowed <= {dict, types.NoneType}:
+        raise ValueError(f"{what} must be fields such as {{name: value}}, got {value!r}")
+    if str in allowed and isinstance(value, (bool, int)):
+        return str(value).lower()
+    if allowed <= {str, types.NoneType}:
+        raise ValueError(f"{what} must be text, got {value!r}: put it in quotes")
+    if str in allowed or not allowed & {bool, int, float}:
         return value
     try:
         if bool in allowed or isinstance(value, bool):
@@ -253,4 +313,5 @@ def convert(what: str, value, annotation):
         return int(number)
     except (TypeError, ValueError, OverflowError):
         kind = "true or false" if bool in allowed else "a number" if float in allowed else "a whole number"
+        kind += ", or fields such as {name: [1, 2]}" if dict in allowed else ""
         raise ValueError(f"{what} must be {kind}, got {value!r}") from None

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 from transformers.activations import ACT2FN
+from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -21,10 +22,14 @@ from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
-from ..hub import check_available, read_config
+from ..hub import HubArguments, check_available, mask_arguments, read_config
+from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import num_positions
+from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.loading import check_folder
 from .checkpoint_manifests import is_damaged
 
 
@@ -57,15 +62,16 @@ _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     "max_position_embeddings",
 )
-# What is read of a Hub id, by the field that names it: of each group one file. The reading of masks checks itself.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"),
     "sentencepiece.bpe.model",
 )
 _MODEL_FILES = ((CONFIG_NAME,), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
-_HUB_FILES = {
+# Fields that name a folder or Hub id, and what is read of it: of each group one file.
+SOURCES = {
     "base_model": _MODEL_FILES,
     "model": (*_MODEL_FILES, _TOKENIZER_FILES),
+    "mask": ((MASK_CONFIG_NAME,),),
     "tokenizer": (_TOKENIZER_FILES,),
 }
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -83,6 +89,12 @@ def check_training(fields: dict[str, Any]) -> None:
             check_range(name, fields[name], low, high, kinds)
             if math.isinf(fields[name]):
                 raise ValueError(f"{name} must be finite, got {fields[name]!r}")
+    reports = fields.get("report_to") or ()
+    for name in [reports] if isinstance(reports, str) else reports:
+        if name not in ("all", "none", *(installed := get_available_reporting_integrations())):
+            raise ValueError(
+                f"report_to must be all, none or what is installed ({', '.join(installed) or 'nothing'}), got {name!r}"
+            )
     steps, epochs = fields.get("max_steps"), fields.get("num_train_epochs")
     if steps is not None and steps != -1:
         check_range("max_steps", steps, 1)
@@ -108,43 +120,47 @@ def check_model_fields(fields: dict[str, Any]) -> None:
         raise nearest("hidden_act", activation, ACT2FN)
 
 
-def check_source(field: str, name: str | None) -> None:
+def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
     """
     Check a folder or Hub id without reading weights.
 
     Args:
-        field (`str`): Field of the recipe: `"base_model"`, `"model"`, `"tokenizer"` or `"mask"`.
-        name (`str`, *optional*): Its value.
+        field (`str`): The field that names it, a key of `SOURCES`.
+        name (`str`, *optional*): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Raises:
-        FileNotFoundError: If it is the path of a folder that does not exist, or a Hub id whose files are not in the
-            cache when the Hub cannot be reached.
+        FileNotFoundError: If it is the path of a folder that does not exist or has no such files, or a Hub id whose
+            files are not in the cache when the Hub cannot be reached.
         ValueError: If the folder has a damaged file.
     """
     if name is None:
         return
     folder = Path(name)
+    if folder.is_dir() and "subfolder" in hub_arguments:
+        folder = folder / hub_arguments["subfolder"]
+        name = str(folder)
+    if not (field == "mask" and name in PATTERNS):
+        check_folder(name, field, SOURCES[field][0])
     if not folder.is_dir():
-        # A Hub id has one slash, and no folder of the owner's name is here.
-        if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir()):
-            raise FileNotFoundError(f"{field}: there is no folder {name!r}")
-        for filenames in _HUB_FILES.get(field, ()):
-            check_available(name, *filenames)
+        if field != "mask":  # whose reading checks this itself
+            for filenames in SOURCES[field]:
+                check_available(name, *filenames, **hub_arguments)
         return
     for path in sorted(folder.iterdir()):
         if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
             raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
 
 
-def read_given_mask(name: str) -> SparseMask:
+def read_given_mask(name: str, **hub_arguments: Any) -> SparseMask:
     """
-    The mask of a folder or Hub id.
+    The mask of a folder or Hub id. `hub_arguments` are those of [`SparseMask.from_pretrained`].
 
     Raises:
         ValueError, OSError: If it cannot be read. The message names it.
     """
     try:
-        return SparseMask.from_pretrained(name)
+        return SparseMask.from_pretrained(name, **hub_arguments)
     except HTTPError as error:
         raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error
 
@@ -163,6 +179,8 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
     """
     for name in ("text", "validation"):
         sources = getattr(data, name)
+        if sources == []:
+            raise ValueError(f"{name} must name at least one file, got []")
         if sources is not None:
             for source in sources if isinstance(sources, list) else [sources]:
                 if not isinstance(source, str):
@@ -184,12 +202,17 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
             f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
             "give one of them"
         )
-    for name in ("base_model", "tokenizer", "mask"):
-        check_source(name, getattr(data, name))
+    if data.base_model is None:
+        data.hub_arguments()
+    check_source("base_model", data.base_model, **data.hub_arguments(data.base_model))
+    check_source("tokenizer", data.tokenizer, **HubArguments(token=data.token).hub_arguments())
+    check_source("mask", data.mask, **mask_arguments(data))
+    _check_given_mask(data, model)
     check_model_fields(model)
     config: PreTrainedConfig
     if data.base_model:
-        config = read_config(data.base_model)
+        config = read_config(data.base_model, **data.hub_arguments(data.base_model))
+        check_sizes_of(f"base_model {data.base_model}", config, model)
         positions = model.get("max_position_embeddings") or num_positions(config)
     else:
         config = SparseBertConfig(**model)
@@ -206,6 +229,50 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
         )
 
 
+def check_sizes_of(what: str, config: "PreTrainedConfig", model: dict[str, Any]) -> None:
+    """
+    Check that the section `model` of a recipe asks for no other sizes than those of the weights that are loaded.
+    Layers may be left out, all else would begin with random weights.
+
+    Args:
+        what (`str`): The field and value that name the weights, for the message.
+        config ([`~transformers.PreTrainedConfig`]): Their configuration.
+        model (`dict`): Section `model`.
+
+    Raises:
+        ValueError: If a size differs.
+    """
+    for name in _MODEL_SIZES:
+        asked, there = model.get(name), getattr(config, name, None)
+        fewer = name == "num_hidden_layers" and asked is not None and there is not None and asked < there
+        if None not in (asked, there) and asked != there and not fewer:
+            raise ValueError(f"{name} must be {there}, as in {what}, got {asked}: leave the field out")
+
+
+def _check_given_mask(data, model):
+    """Fields about another mask than the one that the recipe asks for would have no effect."""
+    pattern, search = model.get("pattern"), model.get("search")
+    if not data.mask and pattern and search:
+        return  # the configuration says that they exclude each other
+    given = {name for name in model if name in OWN_FIELDS and model[name] is not None} - set(MODEL_FIELDS)
+    if data.mask:
+        kind, fits = f"the mask {data.mask}", set(allowed_fields(None))
+    elif pattern:
+        kind, fits = f"the pattern {pattern!r}", {"pattern", *allowed_fields(pattern)}
+    elif search or not data.base_model:
+        kind, fits = f"the search {search or 'dam_s'!r}", {"search", *allowed_fields(search or "dam_s")}
+    else:
+        return  # the weights to start from have a mask or search of their own
+    if data.pruning:
+        fits.add("share_layers")
+    if refused := sorted(given - fits - {"mask_length"}):
+        raise ValueError(f"model.{refused[0]} has no meaning with {kind}")
+    of_search = {"freeze_threshold": None, "freeze_sparsity": None, "search_end": 1.0}
+    for name, default in of_search.items():
+        if (data.mask or pattern) and getattr(data, name) != default:
+            raise ValueError(f"{name} {getattr(data, name)} has no meaning with {kind}, which is not searched")
+
+
 def check_served(model: "PreTrainedModel", training: TrainingArguments, length: int) -> None:
     """
     Check that the attention backend of a model can serve its training and evaluation.
@@ -216,11 +283,19 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
         length (`int`): Number of tokens of an input.
 
     Raises:
-        ValueError: If it cannot. The message names those that can.
+        ValueError: If it cannot (the message names those that can), or if the mask does not cover the length.
     """
     sparse_attention: Any = getattr(model.base_model, "sparse_attention", None)
     name = model.config._attn_implementation
-    if sparse_attention is None or name not in BACKENDS or not sparse_attention.num_layers:
+    if sparse_attention is None or not sparse_attention.num_layers:
+        return
+    mask = sparse_attention.search or sparse_attention.mask
+    if mask is not None and mask.length_policy == "error" and length > mask.length:
+        raise ValueError(
+            f"max_length must be at most the mask's length {mask.length} (mask_length), since its length_policy is "
+            f"'error', got {length}"
+        )
+    if name not in BACKENDS:
         return
     config, search = sparse_attention.config, sparse_attention.search
     dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else model.dtype

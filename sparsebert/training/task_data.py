@@ -10,6 +10,7 @@ import numpy as np
 from transformers.utils import logging
 
 from ..data.tasks import TASKS, TEST_SPLITS, Task
+from ..data.tasks.task_files import FORMATS
 from ..hub import read_tokenizer
 from .finetuning_arguments import FinetuningArguments
 
@@ -116,6 +117,7 @@ def choose_splits(available: Sequence[str], options: FinetuningArguments) -> tup
             raise error(
                 f"task {options.task}: split {split!r} is missing in {options.data or 'the data set'}; available: "
                 f"{', '.join(available) or 'none'}. See --data, --train_split and --validation_split"
+                + (f"; files end in {', '.join(FORMATS)}" if options.data else "")
             )
     if train in evaluation:
         raise ValueError(f"task {options.task}: split {train!r} is both train_split and validation_split")
@@ -141,6 +143,8 @@ def prepare(options: FinetuningArguments) -> TaskData:
         ValueError: If a split is missing, a row is malformed, or the inputs do not fit into `max_length`.
         OSError: If a file or the tokenizer cannot be read.
     """
+    import datasets
+
     task = TASKS[str(options.task)]
     options = replace(options, max_length=options.max_length or task.max_length)
     train, evaluation, tests = choose_splits(task.splits(options.data), options)
@@ -154,8 +158,12 @@ def prepare(options: FinetuningArguments) -> TaskData:
         if task.reference not in examples[split].column_names:
             raise ValueError(f"task {task.name}: split {split!r} has no labels")
     total = len(examples[train])
+    label = examples[train].features.get("label")
+    if isinstance(label, datasets.ClassLabel) and len(set(examples[train]["label"][:])) == 1:
+        only = label.int2str(examples[train]["label"][0])
+        logger.warning(f"task {task.name}: all {total} examples of {train} are of one class, {only!r}.")
     if options.max_train_examples is not None and options.max_train_examples < total:
         examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = read_tokenizer(str(options.model))
+    tokenizer = read_tokenizer(str(options.model), **options.hub_arguments(options.model))
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)

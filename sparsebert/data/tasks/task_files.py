@@ -192,8 +192,11 @@ def read_header(path: str | Path) -> list[str]:
     """
     kind = _split_name(Path(path))[1]
     if kind in (".json", ".jsonl"):
-        rows = [row for _, row in islice(read_rows(path), _HEADER_ROWS) if not isinstance(row, BadRow)]
+        found = list(islice(read_rows(path), _HEADER_ROWS))
+        rows = [row for _, row in found if not isinstance(row, BadRow)]
         header = list(dict.fromkeys(key for row in rows for key in row))
+        if found and not rows:
+            raise ValueError(f"{path}: row {found[0][0]}: {found[0][1]}")
     else:
         _, header = next(_read_table(path, kind), (0, []))
     if not header:
@@ -218,9 +221,12 @@ def find_columns(
         `dict[str, str]`: The column of each field that was found.
 
     Raises:
-        ValueError: If a field that is not optional has no column.
+        ValueError: If a field that is not optional has no column, or several of one name.
     """
     found = {field: name for field, names in accepted.items() for name in reversed(names) if name in header}
+    for name in found.values():
+        if header.count(name) > 1:
+            raise ValueError(f"{path}: row 1: the column {name!r} comes {header.count(name)} times")
     missing = [" or ".join(names) for field, names in accepted.items() if field not in (*found, *optional)]
     if missing:
         raise ValueError(f"{path}: row 1: no column {' and no '.join(missing)}; available: {', '.join(header)}")

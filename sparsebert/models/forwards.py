@@ -1,0 +1,138 @@
+"""
+How a mask enters a model: through the `forward` of its class, so that whoever runs the model runs it with its mask,
+whether by calling the model, by calling its `forward` or by tracing it.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..attention.backends import ATTENTION_NAMES, sparse_name
+from .architectures import input_shape
+from .derived import Derived
+
+
+if TYPE_CHECKING:
+    _ModelBase = PreTrainedModel
+else:
+    _ModelBase = object
+
+logger = logging.get_logger(__name__)
+
+
+class MaskedForward(_ModelBase):
+    """
+    Mixin of all models with a mask. The `forward` of a base model prepares the inputs of its mask, and that of any
+    model adds the sparsity penalty to its loss in training. Every class that derives from it gets such a `forward`
+    around its own or inherited one, with the same signature.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = getattr(cls, "forward", None)
+        if forward is not None and forward is not nn.Module.forward:
+            made: Any = cls
+            made.forward = _masked_forward(cls, forward)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        # Before transformers looks for a kernel of a name that is refused.
+        return super()._check_and_adjust_attn_implementation(sparse_name(attn_implementation), *args, **kwargs)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        return super().get_correct_attn_implementation(sparse_name(requested_attention), *args, **kwargs)
+
+
+class MaskedBase(Derived, MaskedForward):
+    """The stock base model inside a head, once the head carries a mask."""
+
+
+def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    own = vars(cls).get("forward")
+    signature = inspect.signature(stock)
+    _, *names = signature.parameters
+
+    def forward(self, *args, **kwargs):
+        # Of the classes that derive from each other, only that of the model itself does its part.
+        outermost = type(self) is cls
+        if outermost and "sparse_attention" in self._modules:
+            args, kwargs = _with_mask_inputs(self, names, args, kwargs)
+        output = super(cls, self).forward(*args, **kwargs) if own is None else own(self, *args, **kwargs)
+        return _with_sparsity_loss(self, output) if outermost else output
+
+    masked: Any = update_wrapper(forward, stock)
+    # Trainer drops the columns that the signature does not name. Nothing may unwrap the forward to one without a mask.
+    masked.__signature__ = signature
+    del masked.__wrapped__
+    return masked
+
+
+def _with_mask_inputs(model, names, args, kwargs):
+    """The arguments of a base model with the [`MaskInputs`] that its attention layers need."""
+    sparse_attention = model.sparse_attention
+    given = dict(zip(names, args, strict=False)) | kwargs
+    config = model.config
+    shape = input_shape(config, given)
+    if shape is None:
+        return args, kwargs  # the model itself says what is missing
+    batch, length, device = shape
+    past = given.get("past_key_values")
+    # The form of the mask depends on the length: a graph is compiled for each one, never for a symbolic one.
+    num_queries = operator.index(length)
+    num_keys = operator.index(num_queries + (past.get_seq_length() if past is not None else 0))
+    padding, needs = given.get("attention_mask"), set()
+    if padding is not None:
+        if padding.dim() == 4:
+            needs.add("additive")
+        padding = padding.to(device).bool() if padding.dim() == 2 else None
+    # As in transformers, a mask without padding is no mask. Under compilation the question would depend on data.
+    if padding is not None and not torch.compiler.is_compiling():
+        if bool(padding.all()):
+            padding = None
+        elif not bool(padding.any(-1).all()):
+            logger.warning_once(
+                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output means "
+                "nothing."
+            )
+    if given.get("output_attentions", config.output_attentions):
+        needs.add("weights")
+    if config._attn_implementation not in ATTENTION_NAMES:
+        config._attn_implementation = config._attn_implementation  # written past the setter, which knows the twins
+    autocast = torch.is_autocast_enabled(device.type)
+    mask_inputs = sparse_attention(
+        config._attn_implementation,
+        batch,
+        num_queries,
+        num_keys,
+        padding,
+        dropout=sparse_attention.config.attention_probs_dropout_prob if model.training else 0.0,
+        device=device,
+        dtype=torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype,
+        needs=needs,
+    )
+    if sparse_attention.window is None:
+        return args, kwargs | {"mask_inputs": mask_inputs}
+    # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
+    masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)
+    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}
+
+
+def _with_sparsity_loss(model, output):
+    """The output of a model with lambda * ||M||_1 in `loss` in training, so that any loop trains the mask."""
+    sparse_attention = model.base_model._modules.get("sparse_attention")
+    search = None if sparse_attention is None else sparse_attention.search
+    if not model.training or search is None or not search.sparsity_weight:
+        return output
+    if isinstance(output, tuple):
+        # A tuple begins with the loss only when there were labels; logits are never 0-dimensional.
+        if torch.is_tensor(output[0]) and output[0].dim() == 0:
+            return (output[0] + sparse_attention.sparsity_loss(), *output[1:])
+    elif output.get("loss") is not None:
+        output["loss"] = output["loss"] + sparse_attention.sparsity_loss()
+    return output

@@ -1,0 +1,62 @@
+"""Configurations of models with a mask: stock names of attention mean their sparse twins, and give attentions."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from ..attention.backends import check_weights, sparse_name
+from .derived import Derived
+
+
+if TYPE_CHECKING:
+    _ConfigBase = PreTrainedConfig
+else:
+    _ConfigBase = object
+
+
+class MaskedConfigMixin(_ConfigBase):
+    """What the configuration of every model with a mask does differently."""
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        return self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str | dict | None) -> None:
+        if isinstance(value, dict):
+            value = value.get("", getattr(self, "_attn_implementation", None))
+        self._attn_implementation_internal = sparse_name(value)
+
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns the attention probabilities of all layers."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        if value:
+            check_weights(self._attn_implementation)
+        self._output_attentions = value
+
+    def validate_output_attentions(self) -> None:
+        """Check whether the attention implementation returns attentions if they are asked for."""
+        if self.output_attentions:
+            check_weights(self._attn_implementation)
+
+
+class AttachedConfig(Derived, MaskedConfigMixin):
+    """The configuration of a stock model with a mask from [`attach`]. The file that it saves stays stock."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        strict(cls)  # collects the validators again
+        # Transformers makes a dataclass of every configuration, which equals none of its stock class.
+        made: Any = cls
+        made.__eq__ = AttachedConfig.__eq__
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, self.stock_class):
+            return NotImplemented
+        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(self))
