@@ -303,7 +303,7 @@ def sample_of_padding_on_cuda(tiny_config, caplog):
 def mask_not_binary(tmp_path):
     """Of another type than bool nothing is taken, so there is no layer or head to name."""
     for keep in (torch.full((4, 16, 16), torch.nan), torch.rand(4, 16, 16), torch.ones(4, 16, 16, dtype=torch.int8)):
-        with pytest.raises(ValueError, match=f"keep must be a bool tensor, got {keep.dtype}"):
+        with pytest.raises(ValueError, match=f"keep must be a bool tensor.*got {keep.dtype}"):
             SparseMask(keep, 16)
     from safetensors.torch import save_file
 
@@ -601,8 +601,8 @@ def sigterm(pretraining_flags, said, tmp_path):
 
 @row(23, "second SIGTERM")
 def second_sigterm(pretraining_flags, tmp_path):
-    """In the first step, which is a whole epoch and lasts a minute."""
-    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7\n" * 40_000)
+    """In the first step, which is a whole epoch and lasts many seconds."""
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7\n" * 8_000)
     flags = ("--text", tmp_path / "text.txt", "--gradient_accumulation_steps", "100000")
     (errors := tmp_path / "errors").touch()
     process = start(run_command, pretraining_flags(tmp_path / "run", *SEARCH, *flags), errors)
