@@ -1,12 +1,22 @@
-"""The Hub: asked before a client retries for half a minute, read without running code, and pushed to in one commit."""
+"""The Hub: what a command reads there, without running code, if it can be had, and what went wrong in one line."""
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RevisionNotFoundError,
+)
 
 
 if TYPE_CHECKING:
@@ -15,6 +25,106 @@ if TYPE_CHECKING:
 
 # Seconds to wait for the Hub's answer. A network that is only slow is left to the client and its retries.
 PROBE_SECONDS = 1.5
+# Repository, and file or folder in it, of the addresses that the client asks for.
+_ADDRESSES = (
+    r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/[^/]+(?:/(?P<file>.+))?",
+    r"/api/models/(?P<repo>[^/]+(?:/[^/]+)?)(?:/(?:revision|preupload|commit|branch|refs).*)?",
+    r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/[^/]+/(?P<file>.+)",
+    r"/(?P<repo>[^/]+/[^/]+)\.git/.*",
+)
+
+
+@dataclass(kw_only=True)
+class HubArguments:
+    """
+    What is read of a model or mask on the Hub, and as whom.
+
+    Args:
+        revision (`str`, *optional*): Branch, tag or commit of a Hub repository; by default `main`.
+        subfolder (`str`, *optional*): Folder within a Hub repository or a folder on disk.
+        token (`str`, *optional*): Token for the Hub; by default that of `hf auth login` or of `HF_TOKEN`. It is not
+            written anywhere.
+    """
+
+    revision: str | None = None
+    subfolder: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def hub_arguments(self, *sources: str | None) -> dict[str, Any]:
+        """
+        What was set, as arguments of `from_pretrained`.
+
+        Args:
+            sources (`str`): Folders and Hub ids that are read with them.
+
+        Raises:
+            ValueError: If one has no meaning for any of the sources.
+        """
+        named = [source for source in sources if source is not None]
+        if (self.revision or self.subfolder) is not None and not named:
+            name = "revision" if self.revision is not None else "subfolder"
+            raise ValueError(f"{name} {getattr(self, name)!r} has no meaning here: no folder and no Hub id is read")
+        if self.revision is not None and all(Path(source).exists() for source in named):
+            raise ValueError(
+                f"revision {self.revision!r} has no meaning for the folder {named[0]}, only for a Hub id: leave it out"
+            )
+        given = {"revision": self.revision, "subfolder": self.subfolder, "token": self.token}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def mask_arguments(options: Any) -> dict[str, Any]:
+    """
+    What options with a model and a mask say about the mask, as arguments of `from_pretrained`.
+
+    Args:
+        options ([`HubArguments`]): With `mask`, `mask_revision` and `mask_subfolder`.
+
+    Raises:
+        ValueError: If one of them has no meaning for this mask.
+    """
+    given = {"mask_revision": options.mask_revision, "mask_subfolder": options.mask_subfolder}
+    for name, value in given.items():
+        if value is not None and options.mask is None:
+            raise ValueError(f"{name} {value!r} has no meaning without mask")
+    own = HubArguments(revision=options.mask_revision, subfolder=options.mask_subfolder, token=options.token)
+    try:
+        return own.hub_arguments(options.mask)
+    except ValueError as error:
+        raise ValueError(f"mask_{error}") from error
+
+
+def explained(error: HTTPError) -> str:
+    """
+    What went wrong with the Hub, in one line: repository, file, and what to do.
+
+    Args:
+        error (`HTTPError`): What the client raised, after its own retries.
+    """
+    url = ""
+    with suppress(RuntimeError):  # of an error without a request
+        url = str((error.response if isinstance(error, HfHubHTTPError) else error).request.url)
+    matches = (re.fullmatch(pattern, unquote(urlsplit(url).path)) for pattern in _ADDRESSES)
+    found = next((match.groupdict() for match in matches if match), {})
+    place = ": ".join(name for name in (found.get("repo"), found.get("file")) if name) or url or constants.ENDPOINT
+    if not isinstance(error, HfHubHTTPError):
+        said = " ".join(str(error).split()) or type(error).__name__
+        return f"{place}: the connection to {constants.ENDPOINT} failed ({said}): run the same command again"
+    status = error.response.status_code
+    said = " ".join(str(error.server_message or f"status {status}").split())
+    if isinstance(error, RevisionNotFoundError):
+        return f"{place}: there is no such revision: check --revision"
+    if isinstance(error, RemoteEntryNotFoundError):
+        return f"{place}: there is no such file in the repository: check --subfolder and --revision"
+    if status in (401, 403):
+        return (
+            f"{place}: not allowed ({said}), or there is no such repository: check the name, log in with hf auth "
+            "login, or give a --token with the right to read, and to write in a push"
+        )
+    if status == 404:
+        return f"{place}: there is no such repository, or it is private: check the name, or give --token"
+    if status >= 500 or status in (408, 429):
+        return f"{place}: the Hub failed with status {status} ({said}): run the same command again later"
+    return f"{place}: the Hub refused with status {status} ({said})"
 
 
 def check_available(
@@ -60,44 +170,11 @@ def check_available(
             if type(error).__name__ not in ("ConnectError", "ProxyError"):
                 return
             reason = f"{constants.ENDPOINT} cannot be reached: {error}"
-    options = [name, *fetch.split()] + (["--revision", revision] if revision else [])
+    within = f"{subfolder}/" if subfolder else ""
+    options = [name, *(within + file for file in fetch.split())] + (["--revision", revision] if revision else [])
     raise LocalEntryNotFoundError(
         f"{name}: {' or '.join(paths)} is not in the cache, and the Hub is not asked ({reason}). Where there is a "
         f"connection, fetch it with: hf download {' '.join(options)}"
-    )
-
-
-def upload_and_delete(
-    folder: str | os.PathLike,
-    repo_id: str,
-    deleted: Iterable[str],
-    commit_message: str | None = None,
-    token: str | bool | None = None,
-    create_pr: bool = False,
-    revision: str | None = None,
-    commit_description: str | None = None,
-) -> Any:
-    """
-    The last step of `PushToHubMixin.push_to_hub`, in one commit that also deletes files.
-
-    Args:
-        folder (`str` or `os.PathLike`): Folder to upload.
-        repo_id (`str`): Repository.
-        deleted (`Iterable[str]`): Names of files to delete from it, where it has them and the folder does not.
-        commit_message, token, create_pr, revision, commit_description: See `HfApi.upload_folder`.
-    """
-    api = HfApi()
-    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
-        api.create_branch(repo_id=repo_id, branch=revision, token=token, exist_ok=True)
-    return api.upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        commit_message=commit_message or "Upload model",
-        commit_description=commit_description,
-        token=token,
-        create_pr=create_pr,
-        revision=revision,
-        delete_patterns=list(deleted),
     )
 
 

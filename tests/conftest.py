@@ -50,13 +50,6 @@ def wait_for(condition, seconds=120):
         time.sleep(0.02)
 
 
-def catches(process, number):
-    """Whether the process handles a signal by now."""
-    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-    caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.M).group(1), 16)
-    return bool(caught >> (number - 1) & 1)
-
-
 def most_memory():
     """Peak memory in bytes."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])

@@ -362,7 +362,7 @@ def test_load_takes_sparsebert_models_and_other_heads(tiny_config, tmp_path):
 
 
 def test_load_of_a_folder_without_a_mask(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder ./nowhere"):
+    with pytest.raises(FileNotFoundError, match="there is no folder './nowhere'"):
         load("./nowhere")
     base_model("bert").save_pretrained(tmp_path)
     with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):

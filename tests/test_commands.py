@@ -260,3 +260,21 @@ def test_analyze_and_report_of_a_run(tmp_path, capsys):
 def test_theory_refuses(arguments, said, capsys):
     assert main(["theory", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, model, data",
+    [
+        (["small", "--pattern", "window"], {"pattern": "window"}, {}),
+        (["small", "--mask", "found"], {}, {"mask": "found"}),
+        (["search", "--pattern", "window", "--mask_seed", "3"], {"pattern": "window", "mask_seed": 3}, {}),
+        (["language_modelling", "--search", "dam_s"], {"search": "dam_s"}, {}),
+        (["small", "--pattern", "null"], {"sparsity_weight": 1e-4, "pattern": None}, {}),
+    ],
+    ids=" ".join,
+)
+def test_another_kind_of_mask_drops_what_the_recipe_says_of_its_own(words, model, data):
+    _, values = parse(["pretrain", *words])
+    about = {"search", "pattern", "pattern_kwargs", "mask_seed", "sparsity_weight", "target_sparsity", "mask"}
+    assert {name: value for name, value in values["model"].items() if name in about} == model
+    assert {name: value for name, value in values["data"].items() if name in {*about, "search_end"}} == data

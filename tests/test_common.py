@@ -428,16 +428,18 @@ def test_a_backend_without_attentions_says_so(make, tiny_config, attached):
 
 def test_configuration_of_an_attached_model(make, tiny_config):
     """It is a stock one to all who look: equal, copied, and stock again with the model."""
-    model, stock = make("ForMaskedLM", "frozen", attached=True), tiny_config(BertConfig, initializer_range=0.1)
-    stock.is_decoder, stock._attn_implementation = False, "sparse_auto"
+    stock = tiny_config(BertConfig, initializer_range=0.1, attn_implementation="eager")
+    model = attach(transformers.BertForMaskedLM(copy.deepcopy(stock)), "window", mask_length=LENGTH)
     config = model.config
     assert isinstance(config, BertConfig) and type(config).__name__ == "BertConfig"
+    assert config == stock == config and config != tiny_config(BertConfig) != config
+    assert type(config) in transformers.MODEL_MAPPING
     twins = copy.deepcopy(config), pickle.loads(pickle.dumps(config))
     assert all(type(twin) is type(config) and twin == config for twin in twins)
     assert json.loads(config.to_json_string()) == json.loads(BertConfig.from_dict(config.to_dict()).to_json_string())
     assert transformers.AutoModelForMaskedLM.from_config(config).config.model_type == "bert"
     sparsebert.detach(model)
-    assert type(config) is type(model.bert.config) is BertConfig
+    assert type(config) is type(model.bert.config) is BertConfig and config._attn_implementation == "eager"
 
 
 @every_state

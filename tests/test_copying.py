@@ -157,7 +157,7 @@ def test_backends_agree():
         ({"source_length": 0}, "source_length"),
         ({"num_symbols": 1}, "num_symbols"),
         ({"max_steps": 0}, "max_steps"),
-        ({"attn_implementation": "sdpa"}, "attn_implementation must be one of"),
+        ({"attn_implementation": "flash_attention_2"}, "would ignore the mask"),
     ],
 )
 def test_bad_arguments(fields, message, tmp_path):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SEARCH, TINY, WORDS, catches, contents, growth, wait_for
+from conftest import SEARCH, TINY, WORDS, contents, growth, wait_for
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
@@ -303,7 +303,7 @@ def sample_of_padding_on_cuda(tiny_config, caplog):
 def mask_not_binary(tmp_path):
     """Of another type than bool nothing is taken, so there is no layer or head to name."""
     for keep in (torch.full((4, 16, 16), torch.nan), torch.rand(4, 16, 16), torch.ones(4, 16, 16, dtype=torch.int8)):
-        with pytest.raises(ValueError, match=f"keep must be a bool tensor, got {keep.dtype}"):
+        with pytest.raises(ValueError, match=f"keep must be a bool tensor.*got {keep.dtype}"):
             SparseMask(keep, 16)
     from safetensors.torch import save_file
 
@@ -326,7 +326,7 @@ def nan_in_a_search(pretraining_flags, said, tmp_path):
     assert not (tmp_path / "run" / WEIGHTS).exists() and not (tmp_path / "run/metrics.json").exists()
 
 
-@row(13, "steps skipped in fp16", pytest.mark.xfail(strict=True, reason="neither counted, nor bf16 advised"))
+@row(13, "steps skipped in fp16")
 def steps_skipped(tmp_path):
     """Every step overflows under a scale that no gradient survives, on a CPU too."""
     trainer = trainer_of(tmp_path, max_steps=100, save_strategy="no")
@@ -418,9 +418,9 @@ def noise_of_ranks(ranks):
     assert torch.equal(first["logits"], second["logits"])
 
 
-@row(16, "parallel processes disagree", pytest.mark.xfail(strict=True, reason="their masks are not compared"))
+@row(16, "parallel processes disagree")
 def masks_of_ranks(ranks):
-    assert all(rank["error"] and "mask" in rank["error"] for rank in ranks)
+    assert all("MaskMismatchError" in (rank["error"] or "") for rank in ranks)
 
 
 # Saving
@@ -601,12 +601,14 @@ def sigterm(pretraining_flags, said, tmp_path):
 
 @row(23, "second SIGTERM")
 def second_sigterm(pretraining_flags, tmp_path):
-    words = pretraining_flags(tmp_path / "run", *SEARCH, "--gradient_accumulation_steps", "100000")
-    process = start(run_command, words, tmp_path / "errors")
-    wait_for(lambda: not process.is_alive() or catches(process, signal.SIGTERM))  # in the first step for an hour
-    process.terminate()
-    wait_for(lambda: "a second signal ends the run" in (tmp_path / "errors").read_text())
-    process.terminate()
+    """In the first step, which is a whole epoch and lasts many seconds."""
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7\n" * 8_000)
+    flags = ("--text", tmp_path / "text.txt", "--gradient_accumulation_steps", "100000")
+    (errors := tmp_path / "errors").touch()
+    process = start(run_command, pretraining_flags(tmp_path / "run", *SEARCH, *flags), errors)
+    for said in ("sparse_auto runs", "a second signal ends"):  # the first is said in the first batch
+        wait_for(lambda said=said: not process.is_alive() or said in errors.read_text())
+        process.terminate()
     process.join(20)
     assert process.exitcode == -signal.SIGTERM
 

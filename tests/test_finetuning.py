@@ -191,7 +191,7 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
         ({"mask": "FOLDER"}, {"mask_seed": 1}, "model.mask_seed has no meaning here"),
         ({"mask": "bigbird"}, {"pattern": "star"}, "model.pattern has no meaning here.*--mask"),
         ({"mask": "bigbird"}, {"search": "soft"}, "model.search has no meaning here"),
-        ({"attn_implementation": "sdpa"}, {}, "attn_implementation must be one of"),
+        ({"attn_implementation": "flash_attention_2"}, {}, "would ignore the mask"),
         ({"mask": "bigbrid"}, {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
         ({"mask": "dam_s"}, {}, "'dam_s' is a search"),
         ({"mask": "owner/nothing"}, {}, "mask 'owner/nothing' is no pattern"),

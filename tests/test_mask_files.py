@@ -70,7 +70,7 @@ def test_new_description_never_passes_with_old_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", replace_once)
     with pytest.raises(KeyboardInterrupt):
         make_mask(seed=2).save_pretrained(tmp_path)
-    assert names(tmp_path) == [WEIGHTS, CONFIG]
+    assert names(tmp_path) == ["README.md", WEIGHTS, CONFIG]
     with pytest.raises(MaskFileError, match="weights_sha256"):
         SparseMask.from_pretrained(tmp_path)
 

@@ -17,7 +17,11 @@ ONE_LAYER = TINY | {"num_hidden_layers": 1, "vocab_size": 10, "intermediate_size
 
 
 def hashes(folder):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.name != "README.md"
+    }
 
 
 def searching_model(attached, search, **fields):

@@ -233,7 +233,7 @@ def test_round_trip(tmp_path, form, num_layers):
     again = SparseMask.from_pretrained(tmp_path / "new" / "folder")
     assert again == mask
     assert again.metadata == mask.metadata
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [WEIGHTS, CONFIG]
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["README.md", WEIGHTS, CONFIG]
     assert SparseMask.from_pretrained(tmp_path, subfolder="new/folder") == mask
     assert json.loads((tmp_path / "new" / "folder" / CONFIG).read_text())["sparsity"] == round(mask.sparsity, 6)
 

@@ -311,12 +311,16 @@ def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, output, sai
     "files, said",
     [
         ({}, "holds neither metrics.json nor a mask"),
-        ({"metrics.json": "{"}, "metrics.json: damaged, no JSON"),
-        ({"metrics.json": "[]"}, "metrics.json: not the metrics of pre-training or fine-tuning"),
-        ({"metrics.json": '{"bleu": 30.0, "sparsity": 0.5}'}, "not the metrics of pre-training or fine-tuning"),
+        ({"metrics.json": "{"}, "metrics.json: damaged or not JSON"),
+        ({"metrics.json": "[]"}, "metrics.json: not the metrics of a pre-training"),
+        (
+            {"metrics.json": '{"bleu": 30.0, "sparsity": 0.5}'},
+            "not the metrics of a pre-training, a fine-tuning or GLUE",
+        ),
+        ({"metrics.json": '{"sparsity": "x", "positions": {}, "seconds": 1}'}, "its metrics are incomplete"),
         ({"mask_config.json": "{}", "mask.safetensors": ""}, "mask_config.json"),
     ],
-    ids=["empty", "no JSON", "a list", "another kind", "damaged mask"],
+    ids=["empty", "no JSON", "a list", "another kind", "a text", "damaged mask"],
 )
 @pytest.mark.parametrize("with_page", [False, True], ids=["table", "page"])
 def test_what_cannot_be_reported(tmp_path, capsys, files, said, with_page):

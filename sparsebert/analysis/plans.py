@@ -156,6 +156,7 @@ def saved_plan(
     length: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    **hub_arguments: Any,
 ) -> Plan:
     """
     How the mask in a folder or Hub repository would run.
@@ -163,6 +164,7 @@ def saved_plan(
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id of a model with a frozen mask, a run or a mask.
         length, device, dtype: See [`plan`].
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Returns:
         [`Plan`]
@@ -170,5 +172,6 @@ def saved_plan(
         ValueError: If there is no mask, it is still being searched, or it is undefined at this length.
         OSError: If there is no such folder or repository.
     """
-    is_model = find_file(source, CONFIG_NAME) is not None
-    return make_plan(load(source) if is_model else SparseMask.from_pretrained(source), length, device, dtype)
+    is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
+    reader: Any = load if is_model else SparseMask.from_pretrained
+    return make_plan(reader(source, **hub_arguments), length, device, dtype)

@@ -55,7 +55,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         try:
             report_tables({folder: found})
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
-            raise ValueError(f"{path}: not the metrics of pre-training or fine-tuning ({error!r})") from error
+            raise ValueError(f"{path}: damaged, its metrics are incomplete ({error!r})") from error
         metrics[folder] = found
     return metrics
 

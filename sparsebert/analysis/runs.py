@@ -6,7 +6,7 @@ Letters: S runs, L layers (1 when shared), H heads, n length, P the probability 
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..checks import nearest
 from ..files import make_folder, write_metrics
 from ..hub import check_available
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -97,21 +97,21 @@ class Run(SavedMask):
     setup: dict[str, Any]
 
 
-def _find(source, name):
+def _find(source, name, hub_arguments):
     """Path of a file in a folder or Hub repository, or `None` if there is none."""
     if Path(source).is_dir():
-        return path if (path := Path(source) / name).is_file() else None
+        return path if (path := Path(source, hub_arguments.get("subfolder", ""), name)).is_file() else None
     try:
-        return Path(hf_hub_download(source, name))
+        return Path(hf_hub_download(source, name, **hub_arguments))
     except EntryNotFoundError:
         return None
     except HFValidationError as error:
         raise ValueError(f"{source}: no such folder, and not a Hub id") from error
 
 
-def _read_config(source):
+def _read_config(source, hub_arguments):
     """The [`SparseBertConfig`] of a run, or `None` for a mask alone or beside a model of another architecture."""
-    path = _find(source, CONFIG_NAME)
+    path = _find(source, CONFIG_NAME, hub_arguments)
     if path is None:
         return None
     try:
@@ -121,20 +121,20 @@ def _read_config(source):
     return SparseBertConfig.from_pretrained(path.parent) if is_ours else None
 
 
-def _is_searching(source, config):
+def _is_searching(source, config, hub_arguments):
     if config is None:
-        return _find(source, SEARCH_CONFIG_NAME) is not None
+        return _find(source, SEARCH_CONFIG_NAME, hub_arguments) is not None
     return bool(config.search) and not config.frozen
 
 
-def _read_search(source, config):
+def _read_search(source, config, hub_arguments):
     """The [`SparseAttention`] of a model that is still searching."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the weights of the model's heads are not read
     try:
         if config is None:
-            return load(source, AutoModel).sparse_attention
-        model, report = SparseBertModel.from_pretrained(source, output_loading_info=True)
+            return load(source, AutoModel, **hub_arguments).sparse_attention
+        model, report = SparseBertModel.from_pretrained(source, output_loading_info=True, **hub_arguments)
     finally:
         logging.set_verbosity(verbosity)
     if any(name.endswith("mask_logits") for name in report["missing_keys"]):
@@ -161,31 +161,35 @@ def _read_probs(path, mask):
     return probs.view(shape)
 
 
-def _check_source(source):
-    """The name and the configuration of a source."""
+def _check_source(source, hub_arguments):
+    """The source as text, its name with the subfolder, and its configuration."""
     source = str(source)
+    check_subfolder(subfolder := hub_arguments.get("subfolder"))
     try:
-        check_available(source, CONFIG_NAME, MASK_CONFIG_NAME)
+        check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
     except HFValidationError as error:
         raise ValueError(f"{source}: no such folder, and not a Hub id") from error
-    return source, _read_config(source)
+    name = f"{source}/{subfolder}" if subfolder else source
+    return source, name, _read_config(source, hub_arguments)
 
 
-def _read_frozen(source):
-    if _find(source, MASK_CONFIG_NAME) is None:
+def _read_frozen(source, hub_arguments):
+    if _find(source, MASK_CONFIG_NAME, hub_arguments) is None:
+        find_mask_files(source, **hub_arguments)  # says where there are masks instead
         raise NoMaskError(
             f"{source}: holds no mask (or cannot be reached): expected a pre-training run, a searching checkpoint, or "
             f"a folder or Hub repository with {MASK_CONFIG_NAME}"
         )
-    return SparseMask.from_pretrained(source)
+    return SparseMask.from_pretrained(source, **hub_arguments)
 
 
-def read_mask(source: str | os.PathLike) -> SavedMask:
+def read_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
     """
     Read the mask of a pre-training run, a searching checkpoint, a mask, or a model with a mask or a search.
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Returns:
         [`SavedMask`]
@@ -194,32 +198,33 @@ def read_mask(source: str | os.PathLike) -> SavedMask:
         ValueError: If a file is damaged or does not fit the mask.
         OSError: If the Hub has no such repository.
     """
-    name, config = _check_source(source)
-    if _is_searching(name, config):
-        searching = _read_search(name, config)
+    source, name, config = _check_source(source, hub_arguments)
+    if _is_searching(source, config, hub_arguments):
+        searching = _read_search(source, config, hub_arguments)
         return SavedMask(name, searching.thresholded_mask(), searching.config)
-    return SavedMask(name, _read_frozen(name), config)
+    return SavedMask(name, _read_frozen(source, hub_arguments), config)
 
 
-def read_run(source: str | os.PathLike) -> Run:
+def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     """
     Read P as well, where it was saved. Sources and errors are those of [`read_mask`].
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Returns:
         [`Run`]
     """
-    name, config = _check_source(source)
-    if _is_searching(name, config):
-        searching = _read_search(name, config)
+    source, name, config = _check_source(source, hub_arguments)
+    if _is_searching(source, config, hub_arguments):
+        searching = _read_search(source, config, hub_arguments)
         probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
         quantity = KEPT
     else:
-        mask = _read_frozen(name)
+        mask = _read_frozen(source, hub_arguments)
         # A run with a given mask may lie where a search ended before, whose P is not this mask's.
-        path = _find(name, MASK_PROBS_NAME) if config is None or config.search else None
+        path = _find(source, MASK_PROBS_NAME, hub_arguments) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
     setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters")}
@@ -232,12 +237,13 @@ def read_run(source: str | os.PathLike) -> Run:
     return Run(name, mask, config, quantity, probs, setup)
 
 
-def read_runs(sources: Sequence[str | os.PathLike]) -> list[Run]:
+def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> list[Run]:
     """
     Read several runs as seeds of one search.
 
     Args:
         sources (`list` of `str` or `os.PathLike`): Folders or Hub ids, see [`read_run`].
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Returns:
         `list[Run]`
@@ -255,7 +261,7 @@ def read_runs(sources: Sequence[str | os.PathLike]) -> list[Run]:
             raise ValueError(f"{source}: given more than once; a run is not a second seed of itself")
     runs: list[Run] = []
     for source in sources:
-        run = read_run(source)
+        run = read_run(source, **hub_arguments)
         for name, value in runs[0].setup.items() if runs else ():
             if name not in run.setup or run.setup[name] != value:
                 raise ValueError(
@@ -285,7 +291,13 @@ def is_pattern(source: str) -> bool:
     raise nearest("pattern, folder or Hub id (owner/name)", source, list(PATTERNS))
 
 
-def find_mask(source: str, length: int = 128, num_heads: int = 12, **pattern_arguments: Any) -> SparseMask:
+def find_mask(
+    source: str,
+    length: int = 128,
+    num_heads: int = 12,
+    hub_arguments: Mapping[str, Any] | None = None,
+    **pattern_arguments: Any,
+) -> SparseMask:
     """
     The mask that a name stands for.
 
@@ -293,6 +305,7 @@ def find_mask(source: str, length: int = 128, num_heads: int = 12, **pattern_arg
         source (`str`): Name of a pattern, or a folder or Hub id that [`read_mask`] understands.
         length (`int`, *optional*, defaults to 128): Number of tokens of a pattern, n.
         num_heads (`int`, *optional*, defaults to 12): Number of heads of a pattern, H.
+        hub_arguments (`dict`, *optional*): `revision`, `subfolder` and `token` of a folder or Hub id.
         pattern_arguments: Further arguments of [`build_pattern`].
 
     Returns:
@@ -303,7 +316,7 @@ def find_mask(source: str, length: int = 128, num_heads: int = 12, **pattern_arg
     """
     if is_pattern(source):
         return build_pattern(source, length, num_heads, **pattern_arguments)
-    return read_mask(source).mask
+    return read_mask(source, **(hub_arguments or {})).mask
 
 
 def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") -> dict[str, Any]:
@@ -387,7 +400,10 @@ def importance_table(numbers: dict[str, Any]) -> Table:
 
 
 def analyze(
-    sources: Sequence[str | os.PathLike], output_dir: str | os.PathLike, special_tokens: str | None = None
+    sources: Sequence[str | os.PathLike],
+    output_dir: str | os.PathLike,
+    special_tokens: str | None = None,
+    **hub_arguments: Any,
 ) -> dict[str, Any]:
     """
     Read runs of one search, write `importance.json` and pictures (PNG and SVG), and return the numbers.
@@ -397,6 +413,7 @@ def analyze(
         output_dir (`str` or `os.PathLike`): Folder to write to; created if missing.
         special_tokens (`str`, *optional*): Which tokens are special: `"none"`, `"first"` or `"first_last"`. Defaults
             to `"first"` if the search keeps the first token alone, as in a decoder, else to `"first_last"`.
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Returns:
         `dict`: See [`measure_importance`].
@@ -408,7 +425,7 @@ def analyze(
     if find_spec("matplotlib") is None:
         raise ValueError("the pictures need matplotlib: pip install 'sparsebert[viz]'")
     output = Path(output_dir)
-    runs = read_runs(sources)
+    runs = read_runs(sources, **hub_arguments)
     if special_tokens is None:
         special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
     numbers = measure_importance(runs, special_tokens)

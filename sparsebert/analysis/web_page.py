@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..files import replace_files
+from ..files import make_folder, replace_files
 from ..masks.sparse_mask import SparseMask
 from ..version import __version__
 from .page_charts import score_figures, scores
@@ -88,7 +88,7 @@ def write_page(path: str | os.PathLike, masks: Sequence[PageMask], runs: Mapping
     """
     content = make_page(masks, runs).encode()
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, "output")
     replace_files({path: content})
 
 

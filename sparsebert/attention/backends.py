@@ -81,10 +81,9 @@ def check_weights(name: str | None) -> None:
 def check_backend(name: str, probability_map: str = "softmax") -> None:
     """
     Raises:
-        ValueError: If `name` is not one of `ATTENTION_NAMES`, or cannot apply the probability map.
+        ValueError: If `name` is none that [`sparse_name`] knows, or cannot apply the probability map.
     """
-    if name not in ATTENTION_NAMES:
-        raise ValueError(f"attn_implementation must be one of {', '.join(ATTENTION_NAMES)}, got {name!r}")
+    name = sparse_name(name)
     able = [other for other, backend in BACKENDS.items() if probability_map in backend.probability_maps]
     if name in BACKENDS and name not in able:
         raise ValueError(

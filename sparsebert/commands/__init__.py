@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 
 from ..checks import nearest
+from ..hub import explained
 from ..search.rank_agreement import MaskMismatchError
 from ..version import __version__
 from ._command import Command
@@ -33,6 +34,9 @@ VERBS = {
     "theory": "which universality theorems apply to a pattern or mask",
     "draw": "pictures of patterns and masks",
     "report": "tables of finished runs, and a web page to look at masks",
+    "masks": "the masks in a Hub repository or folder",
+    "push": "a model or mask to the Hub",
+    "pull": "a model or mask from the Hub",
     "reproduce": "the papers' tables and figures",
     "translate": "train a translation model with sparse attention",
 }
@@ -59,7 +63,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
         raise nearest("verb", verb, list(VERBS))
     command = _command_of(verb, rest)
     rest = [command.short.get(word, word) for word in rest]
-    values = load_recipe(rest, command.sections, command.positional, command.excluded)
+    values = load_recipe(rest, command.sections, command.positional, command.excluded, command.replaced)
     if command.positional is None and not any(values.values()):
         raise ValueError(f"recipe {rest[0]} sets nothing: expected sections with fields")
     return command, values
@@ -133,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(verb, error, 2)
     except BrokenPipeError:  # the reader of the output has what it wanted, as in `... | head`
         return _close_output()
+    except HTTPError as error:
+        return _say(verb, explained(error), 1)
     except (OSError, FloatingPointError, MaskMismatchError) as error:
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:

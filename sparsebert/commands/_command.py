@@ -34,6 +34,7 @@ class Command:
         words (`str`): What stands before the first flag, for the help: `"[RECIPE]"`.
         positional (`str`, *optional*): `"section.field"` that these words set; by default they name a recipe.
         excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
+        replaced (`dict[str, tuple]`): By the `"section.field"` of a flag, fields of the recipe that it drops.
         short (`dict[str, str]`): Flags by a shorter name that they have as well: `{"-o": "--output"}`.
     """
 
@@ -43,6 +44,7 @@ class Command:
     words: str = "[RECIPE]"
     positional: str | None = None
     excluded: Mapping[str, tuple] = field(default_factory=dict)
+    replaced: Mapping[str, tuple] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -79,6 +81,11 @@ def _finite(content):
     if isinstance(content, (list, tuple)):
         return [_finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def without_token(values: Mapping[str, object]) -> dict[str, object]:
+    """What was set, as it may be shown."""
+    return {name: value for name, value in values.items() if name != "token"}
 
 
 def needed(values: dict, *names: str) -> None:

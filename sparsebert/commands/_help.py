@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from ..attention.backends import ATTENTION_NAMES
 from ..attention.probability_maps import PROBABILITY_MAPS
 from ..data.tasks import TASKS
+from ..hub import HubArguments
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS
 from ..models.configuration_sparsebert import MASK_FORMS, SparseBertConfig
@@ -109,7 +110,10 @@ def explanations(cls: type) -> dict[str, str]:
 
 def _fields(section, cls, command):
     explained = explanations(cls)
-    items = {item.name: item for item in fields(cls) if item.init}
+    inherited = {item.name for item in fields(HubArguments)}
+    # Those that many verbs share come last.
+    found = sorted((item for item in fields(cls) if item.init), key=lambda item: item.name in inherited)
+    items = {item.name: item for item in found}
     for name in command.excluded.get(section, ()):
         items.pop(name, None)
     if cls.__module__.startswith("sparsebert"):

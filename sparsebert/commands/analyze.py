@@ -10,11 +10,12 @@ from pathlib import Path
 
 from ..analysis.runs import analyze, importance_table
 from ..files import check_output_dir
+from ..hub import HubArguments
 from ._command import Command, Printing, Results, needed
 
 
 @dataclass
-class AnalysisArguments:
+class AnalysisArguments(HubArguments):
     """
     What to analyse.
 
@@ -47,6 +48,6 @@ def run(values):
     needed(values, "analysis.runs", "analysis.output_dir")
     options = AnalysisArguments(**values["analysis"])
     check_output_dir(options.output_dir, options.overwrite)
-    numbers = analyze(options.runs, options.output_dir, options.special_tokens)
+    numbers = analyze(options.runs, options.output_dir, options.special_tokens, **options.hub_arguments(*options.runs))
     written = [f"written: {path}" for path in sorted(Path(options.output_dir).iterdir())]
     return Results(numbers, [importance_table(numbers)], written)

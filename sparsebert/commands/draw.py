@@ -10,11 +10,12 @@ from pathlib import Path
 from ..analysis.pictures import plot_gallery, plot_heads
 from ..analysis.runs import find_mask, is_pattern
 from ..files import make_folder
+from ..hub import HubArguments
 from ._command import Command, Results, needed
 
 
 @dataclass
-class DrawingArguments:
+class DrawingArguments(HubArguments):
     """
     What to draw.
 
@@ -55,10 +56,14 @@ def run(values):
         paths = [output / "patterns.png"]
         plot_gallery(paths[0])
     else:
+        sources = [source for source in options.sources if not is_pattern(source)]
+        hub_arguments = options.hub_arguments(*sources)
         masks = {
-            name: find_mask(name, options.length, options.num_heads, seed=options.seed) for name in options.sources
+            name: find_mask(name, options.length, options.num_heads, hub_arguments, seed=options.seed)
+            for name in options.sources
         }
-        paths = [output / f"{Path(name).name}.png" for name in masks]
+        names = [options.subfolder or name if name in sources else name for name in masks]
+        paths = [output / f"{Path(name).name}.png" for name in names]
         if len(set(paths)) < len(paths):
             raise ValueError(f"two of {', '.join(masks)} would be drawn to one file: draw them one by one")
         make_folder(output)

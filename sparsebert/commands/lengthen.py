@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from ..checks import check_choice
 from ..files import check_output_dir
-from ..hub import read_config, read_tokenizer
+from ..hub import HubArguments, read_config, read_tokenizer
 from ..models.loading import carries_mask, check_folder, load, model_class_of
 from ..models.positions import METHODS, extend_positions
-from ._command import Command, Results, needed
+from ._command import Command, Results, needed, without_token
 
 
 @dataclass
-class LengtheningArguments:
+class LengtheningArguments(HubArguments):
     """
     What to extend.
 
@@ -53,14 +53,16 @@ def run(values):
     check_choice("method", options.method, METHODS)
     check_folder(options.model, "model")
     check_output_dir(options.output_dir, options.overwrite)
-    if carries_mask(options.model):
-        model = load(options.model)
+    source, hub_arguments = options.model, options.hub_arguments(options.model)
+    if carries_mask(source, **hub_arguments):
+        model = load(source, **hub_arguments)
     else:
-        model = model_class_of(read_config(options.model)).from_pretrained(options.model)
-    tokenizer = read_tokenizer(options.model)
+        config = read_config(source, **hub_arguments)
+        model = model_class_of(config).from_pretrained(source, **hub_arguments)
+    tokenizer = read_tokenizer(source, **hub_arguments)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
-    return Results(vars(options), notes=[done])
+    return Results(without_token(vars(options)), notes=[done])

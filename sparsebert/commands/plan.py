@@ -10,6 +10,7 @@ import torch
 
 from ..analysis.plans import saved_plan
 from ..checks import check_choice
+from ..hub import HubArguments
 from ._command import Command, Printing, Results, needed
 
 
@@ -17,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass
-class PlanArguments:
+class PlanArguments(HubArguments):
     """
     What to plan for.
 
@@ -48,5 +49,6 @@ def run(values):
     needed(values, "plan.source")
     options = PlanArguments(**values["plan"])
     check_choice("dtype", options.dtype, tuple(DTYPES))
-    found = saved_plan(options.source, options.length, options.device, DTYPES[options.dtype])
+    hub_arguments = options.hub_arguments(options.source)
+    found = saved_plan(options.source, options.length, options.device, DTYPES[options.dtype], **hub_arguments)
     return Results(found.as_json(), [found.table()])

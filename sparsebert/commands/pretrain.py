@@ -10,8 +10,20 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ..analysis.reports import report_tables
+from ..models.attaching import PATTERN_FIELDS, allowed_fields
 from ..training.pretraining import SECTIONS, pretrain
 from ._command import Command, Printing, Results
+
+
+# What describes a search, and what a fixed mask. Layers may share a mask that is pruned, whatever it was before.
+_SEARCHED = ("search", *sorted(set(allowed_fields("dam_s")) - set(allowed_fields("window")) - {"share_layers"}))
+_SEARCH = (
+    *(f"model.{name}" for name in _SEARCHED),
+    "data.freeze_threshold",
+    "data.freeze_sparsity",
+    "data.search_end",
+)
+_PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if name != "mask_length")
 
 
 def command(words):
@@ -24,6 +36,11 @@ def command(words):
         ),
         # What freezing, pruning and saving set.
         excluded={"model": ("frozen", "pruned", "search_progress")},
+        replaced={
+            "model.search": ("data.mask", *_PATTERN),
+            "model.pattern": ("data.mask", "model.pattern_kwargs", "model.head_configuration", *_SEARCH),
+            "data.mask": (*_SEARCH, *_PATTERN),
+        },
     )
 
 

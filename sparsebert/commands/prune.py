@@ -14,6 +14,13 @@ from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_ta
 from ._command import Command, Printing, Results, needed
 
 
+# What this verb sets for each mask, what means several tasks, and what is about the run here.
+_EXCLUDED = (
+    *("all", "mask", "mask_revision", "mask_subfolder", "overwrite", "pruning"),
+    *("revision", "subfolder", "token"),
+)
+
+
 def command(words):
     return Command(
         run,
@@ -24,8 +31,7 @@ def command(words):
         ),
         words="RUN",
         positional="pruning.run",
-        # What this verb sets for each mask, or what means several tasks.
-        excluded={"data": ("all", "mask", "overwrite", "pruning"), "training": ("output_dir",)},
+        excluded={"data": _EXCLUDED, "training": ("output_dir",)},
     )
 
 
@@ -36,6 +42,7 @@ def run(values):
     if options.finetune is not None:
         recipe = load_recipe([options.finetune], SECTIONS)
         recipe = {section: recipe[section] | values[section] for section in SECTIONS}
+        recipe["data"] |= {"token": options.token} if options.token is not None else {}
     elif given:
         raise ValueError(f"{given} is about fine-tuning, which needs --finetune RECIPE")
     with locked_output(str(options.output_dir)):

@@ -8,6 +8,7 @@ the selective shifts); `--maps` shows how far scores must be scaled until each p
 from dataclasses import dataclass
 
 from ..analysis.runs import is_pattern, read_mask
+from ..hub import HubArguments
 from ..theory.contextual_mappings import mappings_table, plot_shifts, standard_checks
 from ..theory.hardmax_scales import scales_table, standard_scales
 from ..theory.verdicts import (
@@ -25,7 +26,7 @@ from ._command import Command, Printing, Results
 
 
 @dataclass
-class TheoryArguments:
+class TheoryArguments(HubArguments):
     """
     What to check.
 
@@ -106,6 +107,7 @@ def _cases(options):
     """All that is asked for, before any of it is checked."""
     length = DEFAULT_LENGTH if options.length is None else options.length
     common = {"diagonal": not options.without_diagonal, "seed": options.seed}
+    hub_arguments = options.hub_arguments(*(s for s in options.sources or () if not is_pattern(s)))
     cases = []
     for source in options.sources or ():
         if is_pattern(source):
@@ -119,6 +121,6 @@ def _cases(options):
         cases += pattern_cases(length, options.num_heads, **common)
     for source in options.sources or ():
         if not is_pattern(source):
-            saved = read_mask(source)
+            saved = read_mask(source, **hub_arguments)
             cases.append(saved_case(source, saved.mask, options.length, saved.is_decoder, saved.token_mixers))
     return cases

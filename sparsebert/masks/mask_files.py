@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from safetensors import SafetensorError
 
 from ..files import replace_files
@@ -122,6 +122,28 @@ def write_mask_files(
     replace_files({folder / MASK_CONFIG_NAME: content, folder / MASK_WEIGHTS_NAME: weights})
 
 
+def mask_paths(source: str | os.PathLike, **hub_arguments: Any) -> list[str]:
+    """
+    Subfolders of a folder or Hub repository that hold a mask, `""` for itself; checkpoints are left out.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: `revision` and `token`.
+    """
+    if (folder := Path(source)).is_dir():
+        names = [path.relative_to(folder).as_posix() for path in _entries(folder)]
+    else:
+        names = HfApi().list_repo_files(str(source), **hub_arguments)
+    paths = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == MASK_CONFIG_NAME]
+    kept = [path for path in paths if not any(part.startswith(("checkpoint-", ".")) for part in path.parts)]
+    return sorted("" if path == PurePosixPath() else str(path) for path in kept)
+
+
+def _entries(folder):
+    """Descriptions of masks in a folder and up to two levels below: a folder may be a home directory."""
+    return [path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + MASK_CONFIG_NAME)]
+
+
 def check_no_search(folder: Path) -> None:
     """
     Raises:
@@ -204,6 +226,11 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
     source = Path(pretrained_model_name_or_path)
     if source.is_dir():
         folder = source / (kwargs.get("subfolder") or "")
+        if not (folder / MASK_CONFIG_NAME).is_file() and (names := [path for path in mask_paths(source) if path]):
+            raise MaskFileError(
+                f"{folder / MASK_CONFIG_NAME}: no such file; there are masks in {', '.join(names)}: give one of them "
+                "as subfolder"
+            )
         return folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME
     if source.is_file() or source.suffix in PICKLE_SUFFIXES:
         raise MaskFileError(
@@ -220,18 +247,25 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
         return found[0], found[1]
     except HFValidationError as error:
         raise MaskFileError(f"{name}: neither an existing folder nor a valid Hub id") from error
+    except RemoteEntryNotFoundError as error:
+        within = {key: kwargs[key] for key in ("revision", "token") if kwargs.get(key) is not None}
+        if not (names := [path for path in mask_paths(name, **within) if path]):
+            raise
+        raise MaskFileError(
+            f"{name}: there is no mask in subfolder {kwargs.get('subfolder') or ''!r}; there are masks in "
+            f"{', '.join(names)}: give one of them as subfolder"
+        ) from error
 
 
-def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor, dict[str, Any], float | None]:
+def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None, str | None]:
     """
-    Read both files of a mask. Nothing is unpickled, and nothing is allocated for sizes that no mask has.
+    Read the description of a mask, without its weights.
 
     Returns:
-        `tuple`: The parameters, bool of shape `(L, H, K)` or `(L, H, n, n)`, the other arguments of [`SparseMask`], of
-        which only the sizes have been checked, and the sparsity, `None` if it was not stored.
+        `tuple`: The fields of [`SparseMask.description`], the metadata, the sparsity and the hash of the weights,
+        `None` where they were not stored. Only sizes, provenance and sparsity have been checked.
     Raises:
-        MaskFileError: If a file is missing, damaged, pickled, too large or of another format version, or the two do
-            not belong together.
+        MaskFileError: If the file is missing, damaged, too large or of another format version.
     """
     try:
         config = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8"))
@@ -260,6 +294,21 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
             raise MaskFileError(f"{config_path}: {name} must be a name or null, got {config[name]!r}")
     if sparsity is not None and not (type(sparsity) in (int, float) and 0 <= sparsity <= 1):
         raise MaskFileError(f"{config_path}: sparsity must be a number from 0 to 1, got {sparsity!r}")
+    return fields, config, sparsity, sha256
+
+
+def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor, dict[str, Any], float | None]:
+    """
+    Read both files of a mask. Nothing is unpickled, and nothing is allocated for sizes that no mask has.
+
+    Returns:
+        `tuple`: The parameters, bool of shape `(L, H, K)` or `(L, H, n, n)`, the other arguments of [`SparseMask`], of
+        which only the sizes have been checked, and the sparsity, `None` if it was not stored.
+    Raises:
+        MaskFileError: If a file is missing, damaged, pickled, too large or of another format version, or the two do
+            not belong together.
+    """
+    fields, config, sparsity, sha256 = read_description(config_path)
     shape = [fields.pop(name) for name in ("num_layers", "num_heads", "num_parameters")]
     if fields["form"] == "table":
         shape.append(shape[-1])

@@ -10,6 +10,7 @@ structure or the special tokens turn it on.
 
 import itertools
 import os
+import tempfile
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -17,21 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import PushToHubMixin
+from huggingface_hub import CommitInfo
+from transformers.utils import CONFIG_NAME
 
 from ..checks import check_choice, check_range
-from ..hub import upload_and_delete
 from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
+from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
     MAX_MASK_LENGTH,
     SEARCH_CONFIG_NAME,
     SPARSITY_TOLERANCE,
     MaskFileError,
     check_no_search,
+    check_subfolder,
     find_mask_files,
     read_mask_files,
     write_mask_files,
 )
+from .repositories import push_folder
 
 
 # A configuration's `diagonal` to that of a SparseMask.
@@ -75,7 +79,7 @@ def special_entries(
     return special[..., :, None] | special[..., None, :]
 
 
-class SparseMask(PushToHubMixin):
+class SparseMask:
     """
     A frozen boolean mask per head, which says which keys each query may attend to. It is immutable. Classical
     patterns, frozen searches and mask files all become this type.
@@ -272,6 +276,19 @@ class SparseMask(PushToHubMixin):
         """Fraction of entries removed, `1 - density`."""
         return 1.0 - self.density
 
+    def head_sparsities(self) -> list[list[float]]:
+        """Fraction of entries removed at the mask's own length, by layer and head."""
+        special = SPECIAL_TOKENS.index(self.special_tokens)
+        return [
+            [
+                1
+                - num_kept(head[None, None], self.form, self.length, self.block_size, special, self.diagonal)
+                / self.length**2
+                for head in layer
+            ]
+            for layer in self.keep
+        ]
+
     def num_empty_rows(self, length: int | None = None) -> int:
         """Number of (layer, head, query) rows that keep no key."""
         if length in (None, self.length) and self.form != "table":
@@ -316,13 +333,14 @@ class SparseMask(PushToHubMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """
-        Write `mask_config.json` and `mask.safetensors` (one bit per parameter). In the folder of an attached model
-        that is being searched, the mask ends that search: its `search_config.json` is removed.
+        Write `mask_config.json` and `mask.safetensors` (one bit per parameter) and, in a folder without a model, a
+        card. A README.md of the user stays. In the folder of an attached model that is being searched, the mask ends
+        that search: its `search_config.json` is removed.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to, created if missing.
             push_to_hub (`bool`, *optional*, defaults to `False`): Whether to upload the files as well.
-            kwargs: Arguments of `PushToHubMixin.push_to_hub` (`repo_id`, `private`, `token`, `commit_message`, ...).
+            kwargs: Arguments of [`SparseMask.push_to_hub`] (`repo_id`, `subfolder`, `private`, `token`, ...).
 
         Raises:
             ValueError: If the folder holds a SparseBERT that is being searched: its `config.json` says so.
@@ -331,31 +349,28 @@ class SparseMask(PushToHubMixin):
         check_no_search(folder)
         write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
         (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
+        if not (folder / CONFIG_NAME).is_file():
+            name = folder.resolve().name
+            save_card(folder, bare_mask_card(name, self.description(), self.head_sparsities(), self.metadata))
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
-    def _upload_modified_files(
-        self,
-        working_dir,
-        repo_id,
-        files_timestamps,
-        commit_message=None,
-        token=None,
-        create_pr=False,
-        revision=None,
-        commit_description=None,
-    ):
-        """The last step of `push_to_hub`: as in a folder, the mask ends a search."""
-        return upload_and_delete(
-            working_dir,
-            repo_id,
-            [SEARCH_CONFIG_NAME],
-            commit_message or "Upload mask",
-            token,
-            create_pr,
-            revision,
-            commit_description,
-        )
+    def push_to_hub(self, repo_id: str, *, subfolder: str | None = None, **kwargs: Any) -> CommitInfo:
+        """
+        Push the mask to a Hub repository, with its card. A repository holds several masks in subfolders.
+
+        Args:
+            repo_id (`str`): Name of the repository, created if missing.
+            subfolder (`str`, *optional*): Folder within the repository: the name of the mask there.
+            kwargs: `commit_message`, `commit_description`, `private`, `token`, `revision`, `create_pr` and `tags` of
+                `PushToHubMixin.push_to_hub`.
+        """
+        check_subfolder(subfolder)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return push_folder(
+                folder, repo_id, subfolder=subfolder, **{"commit_message": "Upload SparseMask"} | kwargs
+            )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "SparseMask":

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..attention.backends import sparse_name
 from ..checks import nearest
+from ..masks.mask_files import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
@@ -129,8 +130,10 @@ def attach(
             `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
             model or revision, instead of warning.
-        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend.
-        fields: Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
+        attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
+            `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
+        fields: `revision`, `subfolder` and `token` of a mask's folder or Hub id, see [`SparseMask.from_pretrained`].
+            Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
             for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
             `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`.
 
@@ -153,6 +156,9 @@ def attach(
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):
         raise ValueError(f"attach needs a SparseMask or the name of one, got {type(mask_or_search).__name__}")
     given = mask_or_search if isinstance(mask_or_search, str) else None
+    hub_arguments = {name: fields.pop(name) for name in HUB_ARGUMENTS if name in fields}
+    if hub_arguments and (given in SEARCHES or given in PATTERNS or isinstance(mask_or_search, SparseMask)):
+        raise ValueError(f"{next(iter(hub_arguments))} has meaning only for the folder or Hub id of a mask")
     if refused := sorted(fields.keys() - set(allowed_fields(given))):
         kind = "search" if given in SEARCHES else "pattern" if given in PATTERNS else "given mask"
         raise ValueError(
@@ -162,7 +168,7 @@ def attach(
     if given in SEARCHES or given in PATTERNS:
         fields["search" if given in SEARCHES else "pattern"] = given
     else:
-        mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search)
+        mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search, **hub_arguments)
         _check_base(inner, mask, strict)
     put_on(inner, mask, attn_implementation, **fields)
     return model

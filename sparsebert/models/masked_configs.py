@@ -1,5 +1,6 @@
 """Configurations of models with a mask: stock names of attention mean their sparse twins, and give attentions."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
@@ -56,4 +57,6 @@ class AttachedConfig(Derived, MaskedConfigMixin):
         made.__eq__ = AttachedConfig.__eq__
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, self.stock_class) and vars(self) == vars(other)
+        if not isinstance(other, self.stock_class):
+            return NotImplemented
+        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(self))

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 from transformers import BertConfig, PreTrainedModel
 
 from ..files import replace_files
-from ..hub import upload_and_delete
+from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_mask import MASK_PROBS_NAME
 from .configuration_sparsebert import SparseBertConfig
 from .derived import Derived
 from .forwards import MaskedForward
+from .model_cards import save_model_card
 from .sparse_attention import SparseAttention
 
 
@@ -91,9 +94,9 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         **kwargs: Any,
     ) -> None:
         """
-        Save the model as transformers does, and the frozen mask as `mask_config.json` and `mask.safetensors`. A folder
-        holds one state of a mask: the files of a search or a mask that was saved there before are removed. The
-        arguments are those of `PreTrainedModel.save_pretrained`.
+        Save the model as transformers does, the frozen mask as `mask_config.json` and `mask.safetensors`, and a card.
+        A folder holds one state of a mask: the files of a search or a mask that was saved there before are removed. A
+        README.md of the user stays. The arguments are those of `PreTrainedModel.save_pretrained`.
         """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
         self.sparse_attention.record_progress()
@@ -104,6 +107,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process:
             self._save_mask(Path(save_directory))
+            save_model_card(self, Path(save_directory))
         if push_to_hub:
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
@@ -132,9 +136,21 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         commit_description=None,
     ):
         """The last step of `push_to_hub`. Its one commit also deletes what contradicts the new files."""
-        names = self._contradicting_files()
-        return upload_and_delete(
-            working_dir, repo_id, names, commit_message, token, create_pr, revision, commit_description
+        # The step before has put a card without content, or that of the repository, in the place of the model's.
+        card = Path(working_dir) / CARD_NAME
+        tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags if card.is_file() else None
+        card.unlink(missing_ok=True)
+        save_model_card(self, Path(working_dir))
+        return push_folder(
+            working_dir,
+            repo_id,
+            commit_message=commit_message or "Upload model",
+            commit_description=commit_description,
+            token=token,
+            create_pr=create_pr,
+            revision=revision,
+            tags=tags,
+            replaced=self._contradicting_files(),
         )
 
 

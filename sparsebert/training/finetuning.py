@@ -30,11 +30,12 @@ from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
+from .run_cards import add_finetuning
 from .run_checks import check_source, check_training
 from .run_folders import choose_folder, resume_from
 from .single_run import run_once, training_arguments
 from .task_data import MissingSplitError, TaskData, prepare
-from .task_models import check_model
+from .task_models import check_model, model_and_mask_arguments
 
 
 logger = logging.get_logger(__name__)
@@ -73,6 +74,9 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
     options = FinetuningArguments(**recipe["data"])
+    # The token stays with the options: what is written of a recipe must not have it.
+    data = {name: value for name, value in recipe["data"].items() if name != "token"}
+    recipe = recipe | {"data": data}
     check_training(recipe["training"])
     check_arguments(options, recipe["model"])
     grid = _read_grid(options.sweep)
@@ -111,6 +115,9 @@ def _finetune(
     for name, data in tasks.items():
         folder = output / name if options.all else output
         metrics = write_metrics(folder / "metrics.json", _run_task(data, recipe, seeds, grid, folder))
+        if PartialState().is_main_process:
+            for run in metrics.get("seeds", {}).values():
+                add_finetuning(folder / run["folder"], metrics, from_hub=options.data is None)
         if name in baselines:
             comparison = {"comparison": compare(folder, baselines[name])}
             metrics = write_metrics(folder / "metrics.json", metrics | comparison)
@@ -144,8 +151,8 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
             raise ValueError(f"{name} must be at least {low}, got {value!r}")
     if options.model is None:
         raise ValueError("--model must be the folder or Hub id of a pre-trained model")
-    for name in ("model", "mask"):
-        check_source(name, getattr(options, name))
+    for name, arguments in zip(("model", "mask"), model_and_mask_arguments(options), strict=True):
+        check_source(name, getattr(options, name), **arguments)
     pruning = ProgressivePruning.from_settings(options.pruning)
     if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
         raise ValueError(
@@ -294,7 +301,10 @@ def _run_or_read(
 def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[str, Any]) -> dict[str, dict]:
     """Everything that the result of a run depends on."""
     options = data.options
-    inputs: dict[str, Any] = {name: _digest(getattr(options, name)) for name in ("model", "mask")}
+    inputs: dict[str, Any] = {
+        "model": _digest(options.model, options.subfolder),
+        "mask": _digest(options.mask, options.mask_subfolder),
+    }
     inputs |= {f"{split} examples": len(examples) for split, examples in data.examples.items()}
     section = recipe["data"] | {"task": data.task.name}
     return {
@@ -318,12 +328,12 @@ def _check_same(folder: Path, stored: dict[str, dict], written: dict[str, dict])
                 )
 
 
-def _digest(name: str | None) -> str | None:
+def _digest(name: str | None, subfolder: str | None) -> str | None:
     """Hash of the contents of a model's or mask's folder, to notice when they were replaced."""
     if name is None or not Path(name).is_dir():
         return None
     digest = hashlib.sha256()
-    for path in sorted(Path(name).glob("*")):
+    for path in sorted(Path(name, subfolder or "").glob("*")):
         if path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "mask_config.json"):
             with open(path, "rb") as file:
                 for block in iter(partial(file.read, 2**20), b""):

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from ..hub import HubArguments
+
 
 @dataclass
-class FinetuningArguments:
+class FinetuningArguments(HubArguments):
     """
-    Section `data` of a fine-tuning recipe.
+    Section `data` of a fine-tuning recipe. `revision` and `subfolder` are those of `model`.
 
     Args:
         task (`str`, *optional*): Name of the task, a key of `TASKS`.
@@ -14,6 +16,8 @@ class FinetuningArguments:
         model (`str`, *optional*): Folder or Hub id of a pre-trained model, with or without a mask.
         mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`], or a name of `PATTERNS`. By default the model
             keeps its own frozen mask, and is dense if it has none.
+        mask_revision (`str`, *optional*): Branch, tag or commit of the mask, if it is a Hub id.
+        mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`] with the score `"attention"`, to prune the
             mask `"dense"` during training.
         data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
@@ -49,6 +53,8 @@ class FinetuningArguments:
     all: bool = False
     model: str | None = None
     mask: str | None = None
+    mask_revision: str | None = None
+    mask_subfolder: str | None = None
     pruning: dict | None = None
     data: str | None = None
     train_split: str | None = None

@@ -22,7 +22,7 @@ from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..files import check_output_dir, locked_output, write_metrics
-from ..hub import read_config, read_tokenizer
+from ..hub import HubArguments, read_config, read_tokenizer
 from ..masks.matched import matched_patterns
 from ..models.architectures import attention_modules, check_architecture, num_positions
 from ..models.attaching import allowed_fields, attach
@@ -31,6 +31,7 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.searches import SEARCHES
 from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
+from .run_cards import add_search, hardware
 from .run_checks import check_source
 from .run_folders import run_folder
 
@@ -58,10 +59,10 @@ FIELDS: dict[str, Any] = {
 
 
 @dataclass
-class PostHocArguments:
+class PostHocArguments(HubArguments):
     """
-    Section `data` of a post-hoc search. Section `model` describes the mask: `target_sparsity` (required), `search`,
-    `share_layers`, `block_size`, ...
+    Section `data` of a post-hoc search; `revision` and `subfolder` are those of `model`. Section `model` describes
+    the mask: `target_sparsity` (required), `search`, `share_layers`, `block_size`, ...
 
     Args:
         model (`str`): Folder or Hub id of a text encoder without a mask.
@@ -146,12 +147,13 @@ def _search(
 ) -> dict[str, Any]:
     start = time.perf_counter()
     set_seed(options.seed)
-    tokenizer = read_tokenizer(str(options.model))
+    hub_arguments = options.hub_arguments(options.model)
+    tokenizer = read_tokenizer(str(options.model), **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
     seconds = {"prepare": time.perf_counter() - start}
 
-    model: Any = model_class_of(config).from_pretrained(options.model)
+    model: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
     model = model.to(device).eval()
     # Until its weights change, the model itself serves as the dense one.
     teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
@@ -207,6 +209,8 @@ def _search(
         "agreement": report,
         "seconds": seconds,
     }
+    metrics["hardware"] = hardware()
+    add_search(output, metrics, model, options.data or "", [agreement_table(metrics)])
     return write_metrics(output / "metrics.json", metrics)
 
 
@@ -244,12 +248,13 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
     for name in ("max_tokens", "max_validation_tokens"):
         check_range(name, getattr(options, name), options.max_length)
-    check_source("model", options.model)
-    config = read_config(str(options.model))
+    hub_arguments = options.hub_arguments(options.model)
+    check_source("model", options.model, **hub_arguments)
+    config = read_config(str(options.model), **hub_arguments)
     check_architecture(config.model_type)
     if config.model_type == "vit":
         raise ValueError(f"{options.model} reads images: this search is for text encoders")
-    if carries_mask(str(options.model)):
+    if carries_mask(str(options.model), **hub_arguments):
         raise ValueError(f"{options.model} already has a mask: the search starts from a dense model")
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")

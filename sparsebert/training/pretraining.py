@@ -15,7 +15,7 @@ from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
-from ..hub import read_tokenizer
+from ..hub import HubArguments, mask_arguments, read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ..models.token_mixers import fixed_length
@@ -25,6 +25,7 @@ from ..search.search_schedule import SearchSchedule
 from .divergence import check_weights
 from .pretraining_arguments import PretrainingArguments
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
+from .run_cards import add_pretraining, hardware
 from .run_checks import check_pretraining, check_served, check_training, read_given_mask
 from .run_folders import resume_from, run_folder
 from .stopping import StopOnSignal
@@ -103,12 +104,12 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if causal:
         model_class = SparseBertLMHeadModel
     if data.base_model:
-        model = model_class.from_pretrained(data.base_model, **recipe["model"])
+        model = model_class.from_pretrained(data.base_model, **data.hub_arguments(data.base_model), **recipe["model"])
         check_weights(model, f"base_model {data.base_model}")
     else:
         model = model_class(SparseBertConfig(**recipe["model"]))
     if data.mask:
-        model.set_mask(read_given_mask(data.mask))
+        model.set_mask(read_given_mask(data.mask, **mask_arguments(data)))
     check_backend(data.attn_implementation, model.config.probability_map)
     model.set_attn_implementation(data.attn_implementation)
     if fixed_length(model.config) not in (None, data.max_length):
@@ -139,7 +140,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
-        tokenizer = read_tokenizer(data.tokenizer)
+        tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
     else:
         tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
         tokenizer.model_max_length = model.config.max_position_embeddings
@@ -196,9 +197,12 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
     metrics["train_seconds"] = trained["train_runtime"]
     metrics["seconds"] = time.perf_counter() - start
+    metrics["hardware"] = hardware()
     if data.pictures and find_spec("matplotlib"):
         plot_heads(sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")
         plot_offset_profile(probs, output / "offset_profile.png")
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        add_pretraining(output, metrics, model, data.text)
     return write_metrics(output / "metrics.json", metrics)

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from ..hub import HubArguments
+
 
 @dataclass
-class PretrainingArguments:
+class PretrainingArguments(HubArguments):
     """
-    Section `data` of a pre-training recipe.
+    Section `data` of a pre-training recipe. `revision` and `subfolder` are those of `base_model`.
 
     Args:
         text (`str` or `list`): Training text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
@@ -15,6 +17,8 @@ class PretrainingArguments:
             `model.vocab_size` tokens is trained on the text.
         base_model (`str`, *optional*): Folder or Hub id of weights to start from.
         mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train with.
+        mask_revision (`str`, *optional*): Branch, tag or commit of the mask, if it is a Hub id.
+        mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         nsp (`bool`): Train on next-sentence pairs with MLM and NSP loss, like BERT; otherwise on packed text with MLM
             only, or with `model.is_decoder` to predict the next token.
         max_length (`int`): Maximum number of tokens per example.
@@ -41,6 +45,8 @@ class PretrainingArguments:
     tokenizer: str | None = None
     base_model: str | None = None
     mask: str | None = None
+    mask_revision: str | None = None
+    mask_subfolder: str | None = None
     nsp: bool = True
     max_length: int = 128
     max_tokens: int | None = None

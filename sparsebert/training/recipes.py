@@ -73,6 +73,7 @@ def load_recipe(
     sections: Mapping[str, type],
     positional: str | None = None,
     excluded: Mapping[str, Iterable[str]] | None = None,
+    replaced: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, dict]:
     """
     Read a recipe and its overrides.
@@ -85,6 +86,8 @@ def load_recipe(
         positional (`str`, *optional*): `"section.field"` that the words before the first flag set, instead of naming
             a recipe.
         excluded (`dict[str, list[str]]`, *optional*): By section, fields that cannot be set here.
+        replaced (`dict[str, list[str]]`, *optional*): By the `"section.field"` of a flag, fields that describe what it
+            replaces: what the recipe says of them is dropped.
 
     Returns:
         `dict[str, dict]`: Per section, the values that were set.
@@ -120,8 +123,12 @@ def load_recipe(
     elif words:
         section, name = positional.split(".")
         values[section][name] = _value(name, words, types_of[section][name])
-    for flag, texts in _overrides(arguments):
-        section, name = _locate(flag, types_of)
+    flags = [(flag, *_locate(flag, types_of), texts) for flag, texts in _overrides(arguments)]
+    for _, section, name, texts in flags:
+        for other in (replaced or {}).get(f"{section}.{name}", ()) if texts != ["null"] else ():
+            replaced_section, _, replaced_name = other.partition(".")
+            values[replaced_section].pop(replaced_name, None)
+    for flag, section, name, texts in flags:
         if words and f"{section}.{name}" == positional:
             raise ValueError(f"--{flag} is given twice: {', '.join(map(repr, words))} before the first flag sets it")
         values[section][name] = _value(f"--{flag}", texts, types_of[section][name])

@@ -153,7 +153,8 @@ def recipe_record(data: Any, config: "PretrainedConfig", training: TrainingArgum
         config ([`~transformers.PretrainedConfig`]): Configuration of the model at the start of the run.
         training ([`~transformers.TrainingArguments`]): Section `training`.
     """
-    sections = {"data": asdict(data), "model": config.to_dict(), "training": training.to_dict()}
+    written = {name: value for name, value in asdict(data).items() if name != "token"}
+    sections = {"data": written, "model": config.to_dict(), "training": training.to_dict()}
     kept = {
         section: {name: value for name, value in fields.items() if not name.startswith(MAY_CHANGE[section])}
         for section, fields in sections.items()

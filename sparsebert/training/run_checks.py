@@ -22,7 +22,7 @@ from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
-from ..hub import check_available, read_config
+from ..hub import HubArguments, check_available, mask_arguments, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
@@ -120,13 +120,14 @@ def check_model_fields(fields: dict[str, Any]) -> None:
         raise nearest("hidden_act", activation, ACT2FN)
 
 
-def check_source(field: str, name: str | None) -> None:
+def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
     """
     Check a folder or Hub id without reading weights.
 
     Args:
         field (`str`): The field that names it, a key of `SOURCES`.
         name (`str`, *optional*): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
 
     Raises:
         FileNotFoundError: If it is the path of a folder that does not exist or has no such files, or a Hub id whose
@@ -136,27 +137,30 @@ def check_source(field: str, name: str | None) -> None:
     if name is None:
         return
     folder = Path(name)
+    if folder.is_dir() and "subfolder" in hub_arguments:
+        folder = folder / hub_arguments["subfolder"]
+        name = str(folder)
     if not (field == "mask" and name in PATTERNS):
         check_folder(name, field, SOURCES[field][0])
     if not folder.is_dir():
         if field != "mask":  # whose reading checks this itself
             for filenames in SOURCES[field]:
-                check_available(name, *filenames)
+                check_available(name, *filenames, **hub_arguments)
         return
     for path in sorted(folder.iterdir()):
         if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
             raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
 
 
-def read_given_mask(name: str) -> SparseMask:
+def read_given_mask(name: str, **hub_arguments: Any) -> SparseMask:
     """
-    The mask of a folder or Hub id.
+    The mask of a folder or Hub id. `hub_arguments` are those of [`SparseMask.from_pretrained`].
 
     Raises:
         ValueError, OSError: If it cannot be read. The message names it.
     """
     try:
-        return SparseMask.from_pretrained(name)
+        return SparseMask.from_pretrained(name, **hub_arguments)
     except HTTPError as error:
         raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error
 
@@ -198,13 +202,16 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
             f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
             "give one of them"
         )
-    for name in ("base_model", "tokenizer", "mask"):
-        check_source(name, getattr(data, name))
+    if data.base_model is None:
+        data.hub_arguments()
+    check_source("base_model", data.base_model, **data.hub_arguments(data.base_model))
+    check_source("tokenizer", data.tokenizer, **HubArguments(token=data.token).hub_arguments())
+    check_source("mask", data.mask, **mask_arguments(data))
     _check_given_mask(data, model)
     check_model_fields(model)
     config: PreTrainedConfig
     if data.base_model:
-        config = read_config(data.base_model)
+        config = read_config(data.base_model, **data.hub_arguments(data.base_model))
         check_sizes_of(f"base_model {data.base_model}", config, model)
         positions = model.get("max_position_embeddings") or num_positions(config)
     else:
@@ -245,8 +252,8 @@ def check_sizes_of(what: str, config: "PreTrainedConfig", model: dict[str, Any])
 def _check_given_mask(data, model):
     """Fields about another mask than the one that the recipe asks for would have no effect."""
     pattern, search = model.get("pattern"), model.get("search")
-    if not data.mask and pattern and search:
-        return  # the configuration says that they exclude each other
+    if not data.mask and pattern and (search or pattern not in PATTERNS):
+        return  # the configuration says that they exclude each other, or that there is no such pattern
     given = {name for name in model if name in OWN_FIELDS and model[name] is not None} - set(MODEL_FIELDS)
     if data.mask:
         kind, fits = f"the mask {data.mask}", set(allowed_fields(None))

@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import check_output_dir, is_empty
+from ..masks.mask_cards import CARD_NAME, own_card
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
 
 
@@ -178,8 +179,12 @@ def _swap(folder, output, written):
         for path in output.glob(pattern):
             if path.name not in names:
                 _remove(path)
+    if CARD_NAME not in names and own_card(output / CARD_NAME) is not None:
+        _remove(output / CARD_NAME)
     for path in entries:
         target = output / path.name
+        if path.name == CARD_NAME and target.exists() and own_card(target) is None:
+            continue  # a text of the user
         if path.name == _LOGS_NAME and target.is_dir():
             for log in path.iterdir():
                 os.replace(log, target / log.name)

@@ -16,6 +16,7 @@ from ..models.attaching import allowed_fields
 from ..models.token_mixers import fixed_length
 from ..search.progressive_pruning import ProgressivePruning
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
+from .run_cards import PICTURE, add_finetuning, draw_heads, hardware
 from .run_checks import check_served, check_training
 from .run_folders import resume_from, run_folder
 from .stopping import StopOnSignal
@@ -29,6 +30,7 @@ logger = logging.get_logger(__name__)
 # What a run writes, apart from the tokenizer, checkpoints and logs.
 _WRITTEN = (
     *("model*.safetensors*", "mask.safetensors", "mask_config.json", "metrics.json", "recipe.yaml", "results.md"),
+    PICTURE,
     *("predictions_*.json*", "nbest_predictions_*.json", "null_odds_*.json"),
     *(f"{name}.tsv" for name in SUBMISSIONS.values()),
 )
@@ -143,6 +145,10 @@ def _run(
     if options.simple_baseline and task.baseline is not None:
         metrics["simple_baseline"] = task.baseline(data.examples)
     metrics |= {"train_seconds": trained.metrics["train_runtime"], "seconds": time.perf_counter() - start}
+    metrics["hardware"] = hardware()
+    if main_process:
+        draw_heads(output, network)
+        add_finetuning(output, metrics, network, options.data is None)
     return write_metrics(output / "metrics.json", metrics)
 
 

@@ -164,6 +164,6 @@ def prepare(options: FinetuningArguments) -> TaskData:
         logger.warning(f"task {task.name}: all {total} examples of {train} are of one class, {only!r}.")
     if options.max_train_examples is not None and options.max_train_examples < total:
         examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = read_tokenizer(str(options.model))
+    tokenizer = read_tokenizer(str(options.model), **options.hub_arguments(options.model))
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)

@@ -8,7 +8,7 @@ import numpy as np
 import transformers
 
 from ..attention.backends import ATTENTION_NAMES, check_backend
-from ..hub import read_config
+from ..hub import mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, get_sparse_attention, read_mask
@@ -42,7 +42,8 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here.
         OSError: If the model or the mask does not exist.
     """
-    model = read_config(str(options.model))
+    hub_arguments, of_mask = model_and_mask_arguments(options)
+    model = read_config(str(options.model), **hub_arguments)
     check_sizes_of(f"model {options.model}", model, config)
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
@@ -50,7 +51,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
             f"max_length {max_length} is more than the {positions} positions of {options.model}: "
             f"--max_length must be at most {positions}"
         )
-    if options.mask is None and not carries_mask(str(options.model)):
+    if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
         if options.attn_implementation in ATTENTION_NAMES:
             raise ValueError(
                 f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
@@ -71,7 +72,19 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
     if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
         raise ValueError(f"model.{refused[0]} has no meaning here: {why}; choose another mask with --mask")
     if options.mask is not None and options.mask not in PATTERNS:
-        read_mask(options.mask)
+        read_mask(options.mask, **of_mask)
+
+
+def model_and_mask_arguments(options: FinetuningArguments) -> tuple[dict[str, Any], dict[str, Any]]:
+    """
+    The arguments of `from_pretrained` for the model, and for the mask.
+
+    Raises:
+        ValueError: If one has no meaning for this model or mask.
+    """
+    if options.mask in PATTERNS and (options.mask_revision or options.mask_subfolder):
+        raise ValueError(f"mask_revision and mask_subfolder have no meaning for the pattern {options.mask!r}")
+    return options.hub_arguments(options.model), mask_arguments(options)
 
 
 def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
@@ -87,6 +100,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
         OSError: If the model or the mask does not exist.
     """
     options, model_class = data.options, getattr(transformers, data.task.head)
+    hub_arguments, _ = model_and_mask_arguments(options)
     of_mask = set(OWN_FIELDS) - set(MODEL_FIELDS)
     fields = {name: value for name, value in config.items() if name in of_mask}
     arguments = {name: value for name, value in config.items() if name not in of_mask}
@@ -94,12 +108,14 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     backend = options.attn_implementation or "sparse_auto"
-    if options.mask is None and not carries_mask(str(options.model)):
+    if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
+        arguments |= hub_arguments
         arguments["attn_implementation"] = options.attn_implementation
         model = model_class.from_pretrained(options.model, **arguments)
     else:
         if options.mask is None:
-            model = load(str(options.model), model_class, attn_implementation=backend, **arguments, **fields)
+            arguments |= hub_arguments | {"attn_implementation": backend}
+            model = load(str(options.model), model_class, **arguments, **fields)
         else:
             model = _with_mask(options, model_class, arguments, backend, fields)
         mask = get_sparse_attention(model).mask
@@ -128,7 +144,9 @@ def _with_mask(
     pattern = name in PATTERNS
     if pattern:
         fields = {"mask_length": options.max_length} | fields
-    sparse = read_config(str(options.model)).model_type == SparseBertConfig.model_type
+    hub_arguments, of_mask = model_and_mask_arguments(options)
+    sparse = read_config(str(options.model), **hub_arguments).model_type == SparseBertConfig.model_type
+    arguments |= hub_arguments
     if sparse and pattern:
         arguments |= {"pattern": name, "attn_implementation": backend}
         return model_class.from_pretrained(options.model, **arguments, **fields)
@@ -138,9 +156,9 @@ def _with_mask(
     model = model_class.from_pretrained(options.model, **arguments)
     try:
         if sparse:
-            model.set_mask(with_changes(read_mask(name), **fields))
+            model.set_mask(with_changes(read_mask(name, **of_mask), **fields))
             return model
-        return attach(model, name, attn_implementation=backend, **fields)
+        return attach(model, name, attn_implementation=backend, **({} if pattern else of_mask), **fields)
     except ValueError as error:
         raise ValueError(f"mask {name} does not fit {options.model}: {error}") from error
 
@@ -169,7 +187,8 @@ def mask_metrics(model: "PreTrainedModel", data: TaskData) -> dict[str, Any]:
         return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
     mask = sparse_attention.mask
     removed = input_sparsity(mask, data.lengths[data.evaluation_splits[0]])
-    name = Path(data.options.mask).name if data.options.mask and not data.options.pruning else None
+    given = data.options.mask_subfolder or data.options.mask
+    name = Path(given).name if given and not data.options.pruning else None
     name = name or mask.metadata.get("pattern") or mask.metadata.get("search")
     name = name or ("pruned" if "pruning" in mask.metadata else "mask")
     return {"mask": name, "sparsity": mask.sparsity, "input_sparsity": removed}

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from transformers.utils import logging
 
+from ..masks.mask_cards import CARD_NAME, own_card, save_card
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..search.progressive_pruning import ProgressivePruning
@@ -128,6 +129,19 @@ class SparseBertTrainer(Trainer):
     def _check_weights(self, what: str) -> None:
         model: Any = self.model
         check_weights(model, what)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        # `save_model` has written the card of a model with a mask, or found one of the user.
+        path = Path(str(self.args.output_dir), CARD_NAME)
+        if self._sparse_attention() is None or not path.exists():
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero() and (card := own_card(path)) is not None:
+            names = {"language": "language", "license": "license", "tags": "tags", "dataset_tags": "datasets"}
+            for name, field in names.items():
+                if kwargs.get(name):
+                    given = kwargs[name] if isinstance(kwargs[name], list) or field == "license" else [kwargs[name]]
+                    card.data[field] = [*(card.data.get(field) or ()), *given] if field == "tags" else given
+            save_card(path.parent, card)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -259,12 +273,20 @@ class SparseBertTrainer(Trainer):
         names = getattr(self.accelerator.unwrap_model(self.model), "_contradicting_files", None)
         return () if names is None else names()
 
-    def push_to_hub(self, *args: Any, token: str | None = None, private: bool | None = None, **kwargs: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         token = self.args.hub_token if token is None else token
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
-        self._delete_contradicting(token, kwargs.get("revision"))
-        return super().push_to_hub(*args, token=token, private=private, **kwargs)
+        self._delete_contradicting(token, revision)
+        return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()

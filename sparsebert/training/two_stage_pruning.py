@@ -24,6 +24,7 @@ from ..analysis.statistics import summarize
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..files import check_output_dir, write_metrics
+from ..hub import HubArguments
 from ..masks.expansion import parameter_index
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask, special_entries
@@ -41,9 +42,9 @@ _OURS = ("mask", "pruning", "all")
 
 
 @dataclass
-class PruningArguments:
+class PruningArguments(HubArguments):
     """
-    Section `pruning`: which masks to make of a search.
+    Section `pruning`: which masks to make of a search; `revision` and `subfolder` are those of `run`.
 
     Args:
         run (`str`): Output folder of a pre-training run with its P, or a checkpoint that is being searched.
@@ -90,7 +91,8 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
         raise ValueError("sparsities must name at least one fraction to remove, got []")
     if finetuning_recipe is None and options.finetune is not None:
         finetuning_recipe = load_recipe([options.finetune], SECTIONS)
-    masks = make_masks(read_run(str(options.run)), sorted(set(options.sparsities)), range(options.random_controls))
+    run = read_run(str(options.run), **options.hub_arguments(options.run))
+    masks = make_masks(run, sorted(set(options.sparsities)), range(options.random_controls))
     if not options.allow_empty_rows:
         _check_rows(masks)
     if finetuning_recipe is not None:

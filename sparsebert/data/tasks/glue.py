@@ -102,7 +102,7 @@ SUBMISSIONS: dict[tuple[str, str], str] = {
     ("mnli", "test_ax"): "AX",
 } | {(name, "test"): task.folder for name, task in GLUE.items() if name != "mnli"}
 
-_HUB = "nyu-mll/glue"
+HUB = "nyu-mll/glue"
 _STEMS = {"train": "train", "dev": "validation", "val": "validation", "validation": "validation", "test": "test"}
 _MNLI_STEMS = {
     "train": "train",
@@ -190,7 +190,7 @@ def load(
     canonical = _canonical(name)
     files = None if data is None else _find(name, data)
     available = canonical if files is None else list(files)
-    where = _HUB if data is None else data
+    where = HUB if data is None else data
     if splits is None:
         splits = [split for split in canonical if split in available]
         if not splits:
@@ -205,7 +205,7 @@ def load(
             loaded[split] = _read(name, split, files[split], skip_bad)
         else:
             config, hub_split = ("ax", "test") if split == "test_ax" else (name, split)
-            loaded[split] = normalize(name, load_hub(_HUB, config, hub_split), skip_bad)
+            loaded[split] = normalize(name, load_hub(HUB, config, hub_split), skip_bad)
     return loaded
 
 
@@ -286,12 +286,12 @@ def normalize(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) ->
         ValueError: If a row is malformed.
     """
     task = GLUE[name]
-    columns = find_columns(_HUB, dataset.column_names, _accepted(task), optional=("label",))
+    columns = find_columns(HUB, dataset.column_names, _accepted(task), optional=("label",))
     if "label" in columns and set(dataset[columns["label"]][:]) <= {-1}:
         del columns["label"]
         skip_bad = False
     rows = enumerate(dataset, start=1)
-    examples, skipped = parse_rows(f"{_HUB} {name}", rows, _parser(task, columns, named=False), skip_bad)
+    examples, skipped = parse_rows(f"{HUB} {name}", rows, _parser(task, columns, named=False), skip_bad)
     return make_dataset(examples, _features(task, columns), skipped)
 
 

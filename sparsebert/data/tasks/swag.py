@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
-_HUB = "allenai/swag"
+HUB = "allenai/swag"
 _STEMS = {"train": "train", "val": "validation", "validation": "validation", "dev": "validation", "test": "test"}
 _CANONICAL = ("train", "validation", "test")
 _IDS = ("id", "ind", "fold-ind", "video-id")
@@ -78,7 +78,7 @@ def load(
 
     files = None if data is None else find_files(data, _STEMS)
     available = list(_CANONICAL) if files is None else list(files)
-    where = _HUB if data is None else data
+    where = HUB if data is None else data
     if splits is None:
         splits = [split for split in _CANONICAL if split in available]
         if not splits:
@@ -89,7 +89,7 @@ def load(
     loaded = datasets.DatasetDict()
     for split in splits:
         if files is None:
-            loaded[split] = normalize(load_hub(_HUB, "regular", split), split, skip_bad)
+            loaded[split] = normalize(load_hub(HUB, "regular", split), split, skip_bad)
         else:
             path = files[split]
             first = next((row for _, row in read_rows(path) if not isinstance(row, BadRow)), {})
@@ -114,7 +114,7 @@ def normalize(dataset: "datasets.Dataset", split: str, skip_bad: bool = False) -
     Raises:
         ValueError: If a row is malformed.
     """
-    where = f"{_HUB} {split}"
+    where = f"{HUB} {split}"
     parse = _parser(where, split, dataset.column_names, dataset[0])
     return _dataset(*parse_rows(where, enumerate(dataset, start=1), parse, skip_bad))
 

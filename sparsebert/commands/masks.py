@@ -1,0 +1,48 @@
+"""
+Which masks a Hub repository or a folder holds: their names, forms, sparsities and scores.
+
+The name of a mask is its subfolder, for `--subfolder` of the verbs that take a mask. Weights are not read.
+"""
+
+from dataclasses import dataclass
+
+from ..analysis.tables import Table
+from ..hub import HubArguments
+from ..masks.repositories import list_masks
+from ._command import Command, Printing, Results, needed
+
+
+@dataclass
+class ListingArguments(HubArguments):
+    """
+    Where to look.
+
+    Args:
+        source (`str`): Hub id or folder.
+    """
+
+    source: str | None = None
+
+
+def command(words):
+    return Command(
+        run,
+        {"listing": ListingArguments, "print": Printing},
+        examples=("user/masks", "runs/pruned --json"),
+        words="HUB_ID_OR_DIR",
+        positional="listing.source",
+    )
+
+
+def run(values):
+    needed(values, "listing.source")
+    options = ListingArguments(**values["listing"])
+    masks = list_masks(options.source, **options.hub_arguments(options.source))
+    rows = []
+    for mask in masks:
+        row = {"name": mask["name"] or ".", "made by": mask["made_by"] or "", "form": mask["form"]}
+        row |= {"removed": "" if mask["sparsity"] is None else f"{mask['sparsity']:.1%}"}
+        row |= {"tokens": str(mask["length"]), "layers x heads": f"{mask['num_layers']} x {mask['num_heads']}"}
+        scores = ", ".join(f"{name} {value}" for name, value in mask["scores"].items())
+        rows.append(row | {"base model": mask["base_model"] or "", "scores": scores})
+    return Results(masks, [Table.of(f"Masks in {options.source}", rows)] if rows else (), ["no masks"] * (not rows))

@@ -1,0 +1,53 @@
+"""
+Download a model or a mask from the Hub into a folder, with its checksums verified.
+
+The folder is there when all of it is: an interrupted download is kept beside it under a hidden name, and the same
+command goes on from there.
+"""
+
+from dataclasses import dataclass
+
+from ..hub import HubArguments
+from ..masks.repositories import pull_folder
+from ._command import Command, Printing, Results, needed
+
+
+@dataclass
+class PullArguments(HubArguments):
+    """
+    What to download, and where to.
+
+    Args:
+        repo_id (`str`): Repository, such as `user/name`.
+        output_dir (`str`): Folder to write, created if missing.
+        overwrite (`bool`): Replace the model or mask that is in the folder.
+    """
+
+    repo_id: str | None = None
+    output_dir: str | None = None
+    overwrite: bool = False
+
+
+def command(words):
+    return Command(
+        run,
+        {"pull": PullArguments, "print": Printing},
+        examples=("user/name --output_dir DIR", "user/masks --subfolder dam_s-90 --output_dir DIR"),
+        words="HUB_ID",
+        positional="pull.repo_id",
+    )
+
+
+def run(values):
+    needed(values, "pull.repo_id", "pull.output_dir")
+    options = PullArguments(**values["pull"])
+    names = pull_folder(
+        options.repo_id,
+        options.output_dir,
+        revision=options.revision,
+        subfolder=options.subfolder,
+        token=options.token,
+        overwrite=options.overwrite,
+    )
+    content = {"output_dir": options.output_dir, "files": names}
+    return Results(content, notes=[*(f"written: {options.output_dir}/{name}" for name in names)])

@@ -1,0 +1,263 @@
+"""
+Cards: the README.md of a folder or repository with a mask, written by this package and never over a text of the user.
+
+A card ends in a signature, a hash of all that it says. One without it, or changed since, belongs to the user.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..files import replace_files
+from ..version import __version__
+
+
+CARD_NAME = "README.md"
+_SIGNATURE = re.compile(r"\n<!-- sparsebert wrote this card (\w+): once changed, it is never written again -->\s*\Z")
+# Sections in the order in which a card has them; the text before the first one is under "".
+SECTIONS = ("", "Masks", "Mask", "Results", "Cost", "Plan", "Load", "Limits")
+# The table of a mask has a column per head up to this many.
+MOST_COLUMNS = 16
+_LENGTH_POLICIES = {
+    "extend": "longer inputs are masked by the same distances, and distances it has not seen are removed",
+    "dense": "tokens beyond that attend to all and are attended by all",
+    "error": "longer inputs are refused",
+}
+_SPECIAL_TOKENS = {
+    "first": "the first token attends to all and is attended by all",
+    "first_last": "the first and the last token attend to all and are attended by all",
+}
+
+
+def make_card(data: ModelCardData, sections: Mapping[str, str]) -> ModelCard:
+    """
+    Args:
+        data (`ModelCardData`): The metadata.
+        sections (`dict[str, str]`): Markdown by heading, of `SECTIONS`. Empty ones are left out.
+    """
+    parts = [f"## {name}\n\n{text}" if name else text for name in SECTIONS if (text := sections.get(name, "").strip())]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def card_sections(card: ModelCard) -> dict[str, str]:
+    """The sections of a card of [`make_card`]."""
+    start, *rest = re.split(r"^## (.+)\n", _SIGNATURE.sub("", card.text), flags=re.M)
+    return {"": start.strip()} | {name: text.strip() for name, text in zip(rest[::2], rest[1::2], strict=True)}
+
+
+def _hash(card):
+    text = " ".join(_SIGNATURE.sub("", card.text).split())
+    content = json.dumps([card.data.to_dict(), text], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def own_card(path: Path) -> ModelCard | None:
+    """The card in a file; `None` if there is none, or it is not one that this package wrote and nobody changed."""
+    try:
+        card = ModelCard(path.read_text(encoding="utf-8")) if path.is_file() else None
+        found = _SIGNATURE.search(card.text) if card is not None else None
+        return card if card is not None and found and found[1] == _hash(card) else None
+    except Exception:
+        return None  # whatever a user wrote there; a YAML library has errors of its own
+
+
+def signed(card: ModelCard) -> bytes:
+    """The content of a card's file, with the signature."""
+    card = ModelCard(_SIGNATURE.sub("", str(card)).rstrip() + "\n")
+    signature = f"\n<!-- sparsebert wrote this card {_hash(card)}: once changed, it is never written again -->\n"
+    return (str(card) + signature).encode()
+
+
+def save_card(folder: Path, card: ModelCard) -> bool:
+    """
+    Write the card of a folder, with its signature.
+
+    Returns:
+        `bool`: Whether it was written: a README.md of the user stays.
+    """
+    path = folder / CARD_NAME
+    if path.exists() and own_card(path) is None:
+        return False
+    replace_files({path: signed(card)})
+    return True
+
+
+def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: Sequence[str] = ()) -> ModelCard:
+    """
+    The card of a folder as it is in the repository that the folder is pushed to.
+
+    Args:
+        card (`ModelCard`): A card of this package.
+        repo_id (`str`): Name of the repository.
+        subfolder (`str`, *optional*): Folder within the repository.
+        tags (`list[str]`, *optional*): Tags to add.
+    """
+    data: Any = card.data
+    sections = card_sections(card)
+    title, _, rest = sections[""].partition("\n")
+    here = f'"{repo_id}"' + (f', subfolder="{subfolder}"' if subfolder else "")
+    sections["Load"] = sections.get("Load", "").replace(f'"{title.removeprefix("# ")}"', here)
+    name = subfolder or repo_id.split("/")[-1]
+    sections[""] = f"# {name}\n{rest}"
+    if data.base_model == repo_id:  # loaded from where it goes again
+        data.base_model = None
+        data.pop("base_model_revision")
+    if data.eval_results:
+        data.model_name = name
+    data.tags = list(dict.fromkeys([*(data.tags or ()), *tags]))
+    return make_card(data, sections)
+
+
+def _name_in(metadata, name):
+    """A name in the metadata of a mask, which anybody may have written; `None` if it is no name."""
+    value = metadata.get(name)
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]{1,200}", value, re.ASCII) else None
+
+
+def describe_mask(
+    description: Mapping[str, Any], sparsities: Sequence[Sequence[float]], metadata: Mapping[str, Any]
+) -> str:
+    """
+    What a mask is, and its sparsity per layer and head, in Markdown.
+
+    Args:
+        description (`dict`): From [`SparseMask.description`].
+        sparsities (`list[list[float]]`): Fraction of entries removed, by layer and head.
+        metadata (`dict`): Provenance of the mask.
+    """
+    heads = [value for layer in sparsities for value in layer]
+    made = {"search": "learned by the search", "pattern": "the pattern"}
+    origin = next((f"{text} `{value}`" for name, text in made.items() if (value := _name_in(metadata, name))), "")
+    if metadata.get("pattern_parameters"):
+        origin += f" with {json.dumps(metadata['pattern_parameters'])}".replace("|", "/")
+    layers = "one for all layers" if len(sparsities) == 1 else f"one for each of {len(sparsities)} layers"
+    length = f"{description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}"
+    diagonal = {True: "kept", False: "removed"}.get(description["diagonal"])
+    rows = {
+        "made by": origin,
+        "removed": f"{sum(heads) / len(heads):.1%} of the pairs of tokens",
+        "form": {"offsets": "a bit per distance of two tokens", "table": "a bit per pair of tokens"}.get(
+            description["form"], f"a bit per distance of two blocks of {description['block_size']} tokens"
+        ),
+        "made for": length,
+        "masks": f"{layers}, {len(sparsities[0])} heads",
+        "special tokens": _SPECIAL_TOKENS.get(description["special_tokens"], ""),
+        "a token's attention to itself": diagonal or "",
+    }
+    table = ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items() if text)]
+    lines = ["Removed, in percent, by layer and head:", ""]
+    many = len(sparsities[0]) > MOST_COLUMNS
+    columns = ["lowest", "highest"] if many else [str(head) for head in range(len(sparsities[0]))]
+    lines += [f"| layer | mean | {' | '.join(columns)} |", "|" + "---:|" * (len(columns) + 2)]
+    for index, layer in enumerate(sparsities):
+        values = [sum(layer) / len(layer), *([min(layer), max(layer)] if many else layer)]
+        name = "all" if len(sparsities) == 1 else index
+        lines.append(f"| {name} | {' | '.join(f'{100 * value:.1f}' for value in values)} |")
+    return "\n".join([*table, "", *lines])
+
+
+def mask_limits(description: Mapping[str, Any]) -> list[str]:
+    """What to know before a mask is used, a line each."""
+    limits = [
+        f"The mask was made for {description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}.",
+        "What is removed is not yet time that is saved: `sparsebert plan` says what a kernel can skip, and at a few "
+        "hundred tokens attention is a small part of a model's time.",
+    ]
+    if description["length_policy"] == "extend":
+        limits.append("Scores at other lengths than the one that the mask was made for were not measured.")
+    return limits
+
+
+def mask_tags(metadata: Mapping[str, Any]) -> list[str]:
+    """Tags of a card."""
+    kind = _name_in(metadata, "search") or _name_in(metadata, "pattern")
+    return ["sparsebert", "sparse-attention", *([kind] if kind else [])]
+
+
+def bare_mask_card(
+    name: str,
+    description: Mapping[str, Any],
+    sparsities: Sequence[Sequence[float]],
+    metadata: Mapping[str, Any],
+) -> ModelCard:
+    """
+    The card of a mask without a model.
+
+    Args:
+        name (`str`): Name of its folder.
+        description, sparsities, metadata: See [`describe_mask`].
+    """
+    base = _name_in(metadata, "base_model")
+    data = ModelCardData(
+        library_name="sparsebert",
+        base_model=base,
+        base_model_revision=_name_in(metadata, "base_model_revision") if base else None,
+        tags=[*mask_tags(metadata), "attention-mask"],
+    )
+    intro = (
+        f"# {name}\n\nAn attention mask for a Transformer encoder, without a model: two small files that sparsebert "
+    )
+    intro += f"{__version__} wrote."
+    found = f" It was found for `{base}`." if base else ""
+    load = f"""With the package `sparsebert`:
+
+```python
+import sparsebert
+from transformers import AutoModel
+
+model = sparsebert.attach(AutoModel.from_pretrained("{base or "MODEL"}"), "{name}")
+```
+
+Without it, `mask_config.json` describes the mask and `mask.safetensors` holds its bits; transformers does not use
+them."""
+    fits = f"It fits encoders with {len(sparsities[0])} heads"
+    fits += f" and {len(sparsities)} layers." if len(sparsities) > 1 else "."
+    limits = [fits, *mask_limits(description)]
+    if not base:
+        limits.insert(1, "Which model it was found for is not recorded.")
+    sections = {
+        "": intro + found,
+        "Mask": describe_mask(description, sparsities, metadata),
+        "Load": load,
+        "Limits": "\n".join(f"- {line}" for line in limits),
+    }
+    return make_card(data, sections)
+
+
+def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCard:
+    """
+    The card of a repository with several masks.
+
+    Args:
+        repo_id (`str`): Name of the repository.
+        masks (`list[dict]`): From [`list_masks`].
+    """
+    bases = sorted({mask["base_model"] for mask in masks if mask["base_model"]})
+    tags = sorted({mask["made_by"] for mask in masks if mask["made_by"]})
+    data = ModelCardData(
+        library_name="sparsebert",
+        base_model=bases[0] if len(bases) == 1 else bases or None,
+        tags=["sparsebert", "sparse-attention", *tags, "attention-mask"],
+    )
+    lines = ["| name | made by | removed | form | tokens | layers | heads |", "|---|---|---:|---|---:|---:|---:|"]
+    for mask in masks:
+        removed = "" if mask["sparsity"] is None else f"{mask['sparsity']:.1%}"
+        cells = (mask["made_by"] or "", removed, mask["form"], mask["length"], mask["num_layers"], mask["num_heads"])
+        lines.append(f"| [{mask['name'] or '.'}]({mask['name'] or '.'}) | {' | '.join(map(str, cells))} |")
+    first = next((mask["name"] for mask in masks if mask["name"]), "NAME")
+    load = f"""With the package `sparsebert`:
+
+```python
+import sparsebert
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained("{bases[0] if bases else "MODEL"}")
+sparsebert.attach(model, "{repo_id}", subfolder="{first}")
+```"""
+    intro = f"# {repo_id.split('/')[-1]}\n\nAttention masks for Transformer encoders, without models."
+    return make_card(data, {"": intro, "Masks": "\n".join(lines), "Load": load})

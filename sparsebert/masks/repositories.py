@@ -1,0 +1,279 @@
+"""Folders of masks and models to and from the Hub, and which masks there are. A push is one commit."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    hf_hub_download,
+    snapshot_download,
+)
+from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
+from transformers.utils import CONFIG_NAME
+
+from ..files import UNFINISHED_NAME, check_output_dir, is_empty
+from ..hub import check_available
+from .mask_cards import CARD_NAME, collection_card, own_card, renamed, signed
+from .mask_files import (
+    MASK_CONFIG_NAME,
+    MASK_WEIGHTS_NAME,
+    MaskFileError,
+    check_subfolder,
+    find_mask_files,
+    mask_paths,
+    read_description,
+)
+
+
+# What a run leaves in its folder that is of no use to others, or is pickled.
+_NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
+# The state of a mask, which a newer one replaces.
+_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search_config.json")
+# Of a folder of a model, what is about its mask.
+_OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, "heads.png")
+
+
+def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str, Any]]:
+    """
+    The masks in a folder or Hub repository. Their weights are not read.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
+
+    Returns:
+        `list[dict]`: For each mask `name` (its subfolder), `made_by`, `form`, `sparsity` (`None` if it was not
+        stored), `length`, `num_layers`, `num_heads`, `base_model` and `scores`, those of its card by their names.
+    Raises:
+        MaskFileError: If the source is neither a folder nor a Hub id, or a description is damaged.
+        OSError: If the Hub has no such repository or cannot be reached.
+    """
+    within = hub_arguments.pop("subfolder", None)
+    check_subfolder(within)
+    try:
+        check_available(source, MASK_CONFIG_NAME, **hub_arguments)
+        paths = mask_paths(source, **hub_arguments)
+    except HFValidationError as error:
+        raise MaskFileError(f"{source}: neither an existing folder nor a valid Hub id") from error
+    if within:
+        paths = [path for path in paths if path == within or path.startswith(f"{within}/")]
+    return [_entry(source, path, hub_arguments) for path in paths]
+
+
+def _entry(source, path, hub_arguments):
+    def find(name):
+        if Path(source).is_dir():
+            return Path(source, path, name)
+        try:
+            return Path(hf_hub_download(str(source), name, subfolder=path or None, **hub_arguments))
+        except RemoteEntryNotFoundError:
+            return None
+
+    fields, metadata, sparsity, _ = read_description(find(MASK_CONFIG_NAME))
+    return {
+        "name": path,
+        "made_by": metadata.get("search") or metadata.get("pattern"),
+        "form": str(fields["form"]),
+        "sparsity": sparsity,
+        **{name: fields[name] for name in ("length", "num_layers", "num_heads")},
+        "base_model": metadata.get("base_model"),
+        "scores": _scores(find(CARD_NAME)),
+    }
+
+
+def _scores(path):
+    """The results in the card of a mask, by data set and metric."""
+    try:
+        results = ModelCard(path.read_text(encoding="utf-8")).data.eval_results or [] if path else []
+        return {
+            f"{result.dataset_name} {result.metric_name or result.metric_type}": result.metric_value
+            for result in results
+        }
+    except Exception:
+        return {}  # a card that anybody may have written, or none
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    subfolder: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    tags: Sequence[str] | None = None,
+    mask_only: bool = False,
+    replaced: Sequence[str] | None = None,
+) -> CommitInfo:
+    """
+    Push the folder of a mask or model, in one commit that also deletes what another state of the mask left there.
+
+    Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package
+    did not write stays. Beside masks in subfolders, the README.md of the repository lists them.
+
+    Args:
+        folder (`str` or `os.PathLike`): The folder. Its card will name the repository.
+        repo_id (`str`): Name of the repository, created if missing.
+        subfolder (`str`, *optional*): Folder within the repository.
+        private, token, revision, create_pr, commit_message, commit_description: See `HfApi.create_commit`.
+        tags (`list[str]`, *optional*): Tags to add to the card.
+        mask_only (`bool`, *optional*, defaults to `False`): Whether to push the mask of a model without the model.
+        replaced (`list[str]`, *optional*): Files to delete that the folder lacks; by default all of a mask's state.
+
+    Raises:
+        ValueError: If the folder holds no mask and no model, or an unfinished run.
+        OSError: If the Hub cannot be reached or refuses.
+    """
+    folder = Path(folder)
+    names = check_pushable(folder, mask_only)
+    check_subfolder(subfolder)
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    there = set(api.list_repo_files(repo_id, revision=revision))
+    place = f"{subfolder}/" if subfolder else ""
+
+    def is_theirs(path):
+        """Whether the repository has a README.md that this package did not write."""
+        return path in there and own_card(Path(api.hf_hub_download(repo_id, path, revision=revision))) is None
+
+    if CARD_NAME in names and is_theirs(place + CARD_NAME):
+        names.remove(CARD_NAME)
+    contents: dict[str, Any] = {name: folder / name for name in names}
+    if CARD_NAME in names and (card := own_card(folder / CARD_NAME)) is not None:
+        contents[CARD_NAME] = signed(renamed(card, repo_id, subfolder, tags or ()))
+    operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
+    stale = {place + name for name in (_STATE if replaced is None else replaced)} - {place + name for name in names}
+    operations += [CommitOperationDelete(path) for path in sorted(stale & there)]
+    if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):
+        operations.append(CommitOperationAdd(CARD_NAME, _collection(api, repo_id, revision, folder, subfolder)))
+    try:
+        return api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message or f"Upload {subfolder or folder.resolve().name}",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+    except RuntimeError as error:
+        # How the client reports that a large file could not be sent.
+        if not isinstance(error.__cause__, HTTPError):
+            raise
+        raise OSError(
+            f"{repo_id}: {error} ({' '.join(str(error.__cause__).split())}) The repository is as it was: run the same "
+            "command again"
+        ) from error
+
+
+def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
+    """
+    Names of the files of a folder that are pushed.
+
+    Raises:
+        ValueError: See [`push_folder`].
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder")
+    if (folder / UNFINISHED_NAME).exists():
+        raise ValueError(f"{folder} holds a run that has not finished: finish it first")
+    kinds = (MASK_CONFIG_NAME,) if mask_only else (CONFIG_NAME, MASK_CONFIG_NAME)
+    if not any((folder / name).is_file() for name in kinds):
+        inner = [path for path in mask_paths(folder) if path]
+        hint = f": push one of {', '.join(inner)}" if inner else ""
+        raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
+    if (folder / MASK_CONFIG_NAME).is_file():
+        read_description(find_mask_files(folder)[0])
+    files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    if mask_only:
+        return [name for name in files if name in _OF_MASK]
+    return [name for name in files if not any(fnmatch(part, p) for part in name.split("/") for p in _NOT_PUSHED)]
+
+
+def _collection(api, repo_id, revision, folder, subfolder):
+    """The README.md of a repository of masks, once this one is there."""
+    hub_arguments = {
+        name: value for name, value in (("revision", revision), ("token", api.token)) if value is not None
+    }
+    masks = {mask["name"]: mask for mask in list_masks(repo_id, **hub_arguments)}
+    if (folder / MASK_CONFIG_NAME).is_file():
+        masks[subfolder] = _entry(folder, "", {}) | {"name": subfolder}
+    return signed(collection_card(repo_id, [masks[name] for name in sorted(masks)]))
+
+
+def pull_folder(
+    repo_id: str,
+    output_dir: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """
+    Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
+    interrupted download has is kept beside the folder, and the next one goes on from there.
+
+    Args:
+        repo_id (`str`): Name of the repository.
+        output_dir (`str` or `os.PathLike`): The folder, created if missing.
+        revision, token: See `snapshot_download`.
+        subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace a folder that is not empty.
+
+    Returns:
+        `list[str]`: Names of the files.
+    Raises:
+        FileExistsError: If the folder is not empty and `overwrite` is not set.
+        OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
+    """
+    output = Path(output_dir)
+    check_output_dir(output, overwrite)
+    if not is_empty(output) and not any((output / name).is_file() for name in (CONFIG_NAME, MASK_CONFIG_NAME)):
+        raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
+    check_subfolder(subfolder)
+    api = HfApi(token=token)
+    # The commit: the branch may move on meanwhile.
+    commit = api.model_info(repo_id, revision=revision).sha
+    within = f"{subfolder}/" if subfolder else ""
+    wanted = sorted(name for name in api.list_repo_files(repo_id, revision=commit) if name.startswith(within))
+    if not wanted:
+        names = ", ".join(path for path in mask_paths(repo_id, revision=commit, token=token) if path)
+        raise FileNotFoundError(
+            f"{repo_id}: there is nothing in subfolder {subfolder!r}"
+            + (f"; there are masks in {names}" if names else "")
+        )
+    aside = output.resolve().parent / f".{output.resolve().name}.unfinished"
+    if aside.is_dir() and not (aside / str(commit)).is_dir():
+        shutil.rmtree(aside)  # of another commit or repository
+    place = aside / str(commit)
+    pattern = [f"{within}*"] if within else None
+    snapshot_download(repo_id, revision=commit, local_dir=place, token=token, allow_patterns=pattern)
+    found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=place)
+    wrong = [mismatch["path"] for mismatch in found.mismatches] + sorted({*wanted} & {*found.missing_paths})
+    if wrong:
+        for name in wrong:
+            (place / name).unlink(missing_ok=True)
+        raise OSError(
+            f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was thrown away; nothing was written to "
+            f"{output}: run the same command again"
+        )
+    shutil.rmtree(place / ".cache", ignore_errors=True)
+    if output.exists():
+        shutil.rmtree(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(place / within, output)
+    shutil.rmtree(aside)
+    return [name.removeprefix(within) for name in wanted]

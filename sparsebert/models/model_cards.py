@@ -1,0 +1,131 @@
+"""The card of a model with a mask: where it comes from, what the mask is, how to load it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import ModelCard, ModelCardData, constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import CONFIG_NAME
+
+from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
+from ..version import __version__
+from .configuration_sparsebert import SparseBertConfig
+
+
+# The Hub's task of a model, by the end of the name of its class.
+PIPELINE_TAGS = {
+    "ForMaskedLM": "fill-mask",
+    "ForPreTraining": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMultipleChoice": "multiple-choice",
+    "ForImageClassification": "image-classification",
+    "Model": "feature-extraction",
+}
+
+
+def save_model_card(model: Any, folder: Path) -> None:
+    """
+    Write the card of a model that was saved to a folder. A README.md of the user stays.
+
+    Args:
+        model (`PreTrainedModel`): A model with a mask, frozen or being searched.
+        folder (`Path`): Where its other files are.
+    """
+    config, sparse_attention = model.config, model.sparse_attention
+    name, class_name = folder.resolve().name, getattr(model, "stock_class", type(model)).__name__
+    base = _base(config)
+    saved = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    data = ModelCardData(
+        # What loads the model with its mask.
+        library_name="transformers" if saved.get("auto_map") else "sparsebert",
+        pipeline_tag=next((tag for end, tag in PIPELINE_TAGS.items() if class_name.endswith(end)), None),
+        **base,
+    )
+    mask = sparse_attention.mask
+    if mask is None:
+        search = f"`{sparse_attention.config.search}`" if sparse_attention.config.search else "a search"
+        what, description = "with an attention mask that is still being learned", f"It is being learned by {search}."
+        limits = ["The mask is not frozen: `model.freeze()` freezes it."]
+        metadata = {"search": sparse_attention.config.search}
+    else:
+        what = f"with sparse attention: its mask removes {mask.sparsity:.1%} of the pairs of tokens"
+        metadata = mask.metadata
+        description = describe_mask(mask.description(), mask.head_sparsities(), metadata)
+        limits = mask_limits(mask.description())
+    data.tags = mask_tags(metadata)
+    came = f" It comes from `{base['base_model']}`." if base.get("base_model") else ""
+    sections = {
+        "": f"# {name}\n\nA `{class_name}` {what}. sparsebert {__version__} wrote it.{came}",
+        "Mask": description,
+        "Load": _how_to_load(name, class_name, saved),
+        "Limits": "\n".join(f"- {line}" for line in limits),
+    }
+    save_card(folder, make_card(data, sections))
+
+
+def _base(config):
+    """Metadata about the model that this one was loaded from: of the Hub, or what the card of its folder says."""
+    source = config.name_or_path or ""
+    found, path = {}, None
+    if source and Path(source).is_dir():
+        path = Path(source, CARD_NAME)
+    elif commits := _cached_commits(source, getattr(config, "_commit_hash", None)):
+        # Transformers does not say which commit it has loaded. Of several it could be any.
+        commit = commits[0] if len(commits) == 1 else None
+        found = {"base_model": source, "base_model_revision": commit}
+        path = try_to_load_from_cache(source, CARD_NAME, revision=commit)
+    try:
+        card = ModelCard(Path(path).read_text(encoding="utf-8")).data
+    except Exception:
+        return found  # no card, or one that anybody may have written
+    names = ("license", "license_name", "license_link", "language", "base_model", "base_model_revision")
+    return {name: card.get(name) for name in names if card.get(name)} | found
+
+
+def _cached_commits(source, commit):
+    """Commits of a model of the Hub that it may have been loaded from; none if it cannot have been."""
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return []
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="model"), "snapshots")
+    return [commit] if commit else sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _how_to_load(name, class_name, saved):
+    auto = "AutoModel" + class_name.removeprefix("Sparse").partition("For")[2].join(("For", ""))
+    auto = auto if "For" in class_name and hasattr(transformers, auto) else "AutoModel"
+    if class_name.endswith("LMHeadModel"):
+        auto = "AutoModelForCausalLM"
+    with_it = f"""With the package `sparsebert`:
+
+```python
+import sparsebert
+
+model = sparsebert.load("{name}")
+```"""
+    ours = saved.get("model_type") == SparseBertConfig.model_type
+    if saved.get("auto_map"):
+        without = f"""Without it, by the code in this repository, which is slower:
+
+```python
+from transformers import {auto}
+
+model = {auto}.from_pretrained("{name}", trust_remote_code=True)
+```"""
+    elif ours:
+        without = "Without it, transformers does not know the architecture `sparsebert`: install the package."
+    else:
+        without = (
+            "Without it, transformers loads the same weights without the mask, and says nothing: the model then "
+            "attends to all tokens, and what it computes differs."
+        )
+    return f"{with_it}\n\n{without}"
