@@ -301,8 +301,9 @@ def test_every_architecture(name):
     model = base_model(name).eval()
     layers = 1 if name in SHARED else len(attention_modules(model))
     draws = torch.rand(layers, HEADS, MASK_LENGTH, MASK_LENGTH, generator=torch.Generator().manual_seed(0))
-    attach(model, SparseMask(draws < 0.4, MASK_LENGTH, special_tokens="first_last"))
-    check(export(model).module(), model)
+    attach(model, SparseMask(draws < 0.4, MASK_LENGTH, special_tokens="first_last"), allow_empty_rows=True)
+    shapes = [shape for shape in SHAPES if shape[1] > 2]  # MobileBERT itself asks whether the length is 2
+    check(export(model, shortest=3).module(), model, shapes=shapes)
 
 
 @pytest.mark.slow
@@ -316,7 +317,7 @@ def test_strict_export(make, mask):
 @pytest.mark.parametrize("name, arguments", [("topk", {"k": 3}), ("entmax15", None)])
 def test_probability_maps(make, name, arguments):
     model = make(probability_map=name, probability_map_kwargs=arguments)
-    shapes = [shape for shape in SHAPES if shape[1] > 3]
+    shapes = [shape for shape in SHAPES if shape[1] > 2]
     check(export(model, shortest=3).module(), model, shapes=shapes)
 
 
