@@ -61,6 +61,19 @@ def without_saved_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return kept | {AUTO_MAP_FIELD: others} if others else kept
 
 
+def runs_without_package(saved: dict[str, Any], frozen: bool) -> bool:
+    """
+    Whether a saved model is one that its code serves.
+
+    Args:
+        saved (`dict`): What the file of its configuration says.
+        frozen (`bool`): Whether its mask is.
+    """
+    mixers = set(saved.get("token_mixers") or ()) - {"attention"}
+    softmax = saved.get("probability_map", "softmax") == "softmax"
+    return frozen and AUTO_MAP_FIELD in saved and not mixers and softmax
+
+
 def saved_with_code(cls: type, auto_class: str | type) -> bool:
     """
     Whether a class is one that is always saved with the code above, so that nothing has to be registered.
