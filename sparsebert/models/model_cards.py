@@ -116,8 +116,8 @@ model = sparsebert.load("{name}")
 ```"""
     ours = saved.get("model_type") == SparseBertConfig.model_type
     silent = (
-        "transformers loads the same weights without the mask, and says nothing: the model then attends to all tokens, "
-        "and what it computes differs."
+        "transformers loads the same weights without the mask, and says nothing: the model then attends to all "
+        "tokens, and what it computes differs."
     )
     if without_package:
         without = f"""Without it, by the code in this repository, which is slower:
