@@ -13,7 +13,13 @@ import transformers
 from conftest import TINY
 from hub_server import HubServer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+)
 
 import sparsebert
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
@@ -269,6 +275,11 @@ def test_with_the_package_its_own_classes_win(folders, trust):
     model = AutoModel.from_pretrained(folders / "served" / "offsets", **arguments)
     assert type(model) is SparseBertModel and type(model.config) is SparseBertConfig
     assert not hasattr(model.config, "auto_map") and not hasattr(model.config, "how_to_load")
+
+
+def test_load_does_not_run_code(folders):
+    model = load(folders / "served" / "attached", AutoModelForSequenceClassification, trust_remote_code=True)
+    assert model.stock_class is BertForSequenceClassification
 
 
 def test_a_configuration_in_memory_stays_as_it_was(tiny_config, tmp_path):

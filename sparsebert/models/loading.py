@@ -84,7 +84,8 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.
         model_class (`type`, *optional*): Class or `Auto*` class to load. Defaults to the one that was saved.
         kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal` and
-            `allow_empty_rows` change how the mask is used.
+            `allow_empty_rows` change how the mask is used. Code in the folder or repository is not run, whatever
+            `trust_remote_code` is.
 
     If the weights changed since the mask was saved beside them, there is a warning.
 
@@ -97,6 +98,8 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     check_folder(source, subfolder=kwargs.get("subfolder"))
     if not (model_class is None or hasattr(model_class, "from_pretrained")):
         raise ValueError(f"model_class must be a class of transformers, got {model_class!r}")
+    # The code beside a model is for environments without this package.
+    kwargs.pop("trust_remote_code", None)
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     check_subfolder(hub_arguments.get("subfolder"))
     check_available(source, CONFIG_NAME, **hub_arguments)

@@ -14,6 +14,7 @@ from transformers.utils import CONFIG_NAME
 from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
 from ..version import __version__
 from .configuration_sparsebert import SparseBertConfig
+from .remote_code import runs_without_package
 
 
 # The Hub's task of a model, by the end of the name of its class.
@@ -43,9 +44,10 @@ def save_model_card(model: Any, folder: Path) -> None:
     name, class_name = folder.resolve().name, getattr(model, "stock_class", type(model)).__name__
     base = _base(config)
     saved = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    without_package = runs_without_package(saved, frozen=sparse_attention.mask is not None)
     data = ModelCardData(
         # What loads the model with its mask.
-        library_name="transformers" if saved.get("auto_map") else "sparsebert",
+        library_name="transformers" if without_package else "sparsebert",
         pipeline_tag=next((tag for end, tag in PIPELINE_TAGS.items() if class_name.endswith(end)), None),
         **base,
     )
@@ -65,7 +67,7 @@ def save_model_card(model: Any, folder: Path) -> None:
     sections = {
         "": f"# {name}\n\nA `{class_name}` {what}. sparsebert {__version__} wrote it.{came}",
         "Mask": description,
-        "Load": _how_to_load(name, class_name, saved),
+        "Load": _how_to_load(name, class_name, saved, without_package),
         "Limits": "\n".join(f"- {line}" for line in limits),
     }
     save_card(folder, make_card(data, sections))
@@ -100,7 +102,7 @@ def _cached_commits(source, commit):
     return [commit] if commit else sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def _how_to_load(name, class_name, saved):
+def _how_to_load(name, class_name, saved, without_package):
     auto = "AutoModel" + class_name.removeprefix("Sparse").partition("For")[2].join(("For", ""))
     auto = auto if "For" in class_name and hasattr(transformers, auto) else "AutoModel"
     if class_name.endswith("LMHeadModel"):
@@ -113,7 +115,11 @@ import sparsebert
 model = sparsebert.load("{name}")
 ```"""
     ours = saved.get("model_type") == SparseBertConfig.model_type
-    if saved.get("auto_map"):
+    silent = (
+        "transformers loads the same weights without the mask, and says nothing: the model then attends to all "
+        "tokens, and what it computes differs."
+    )
+    if without_package:
         without = f"""Without it, by the code in this repository, which is slower:
 
 ```python
@@ -121,11 +127,9 @@ from transformers import {auto}
 
 model = {auto}.from_pretrained("{name}", trust_remote_code=True)
 ```"""
+        without += "" if ours else f"\n\nWithout `trust_remote_code=True` {silent}"
     elif ours:
-        without = "Without it, transformers does not know the architecture `sparsebert`: install the package."
+        without = "Without it this model cannot be run: install the package."
     else:
-        without = (
-            "Without it, transformers loads the same weights without the mask, and says nothing: the model then "
-            "attends to all tokens, and what it computes differs."
-        )
+        without = f"Without it, {silent}"
     return f"{with_it}\n\n{without}"

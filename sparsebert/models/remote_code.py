@@ -41,9 +41,9 @@ def saved_fields(model_type: str) -> dict[str, Any]:
     auto_map = {auto: f"{CODE_PATH.stem}.{prefix}Bert{suffix}" for auto, suffix in AUTO_CLASSES.items()}
     if prefix:
         auto_map["AutoConfig"] = f"{CODE_PATH.stem}.SparseBertConfig"
-    note += ". Or an Auto class of transformers with trust_remote_code=True, which is slower"
+    note += ". Once the mask is frozen, also an Auto class of transformers with trust_remote_code=True, which is slower"
     if not prefix:
-        note += "; without that it loads the model without the mask"
+        note += "; without that transformers loads the model without the mask"
     return {NOTE_FIELD: f"{note}.", AUTO_MAP_FIELD: auto_map}
 
 
@@ -59,6 +59,19 @@ def without_saved_fields(fields: dict[str, Any]) -> dict[str, Any]:
     ours = f"{CODE_PATH.stem}."
     others = {auto: ref for auto, ref in auto_map.items() if not str(ref).rpartition("--")[2].startswith(ours)}
     return kept | {AUTO_MAP_FIELD: others} if others else kept
+
+
+def runs_without_package(saved: dict[str, Any], frozen: bool) -> bool:
+    """
+    Whether a saved model is one that its code serves.
+
+    Args:
+        saved (`dict`): What the file of its configuration says.
+        frozen (`bool`): Whether its mask is.
+    """
+    mixers = set(saved.get("token_mixers") or ()) - {"attention"}
+    softmax = saved.get("probability_map", "softmax") == "softmax"
+    return frozen and AUTO_MAP_FIELD in saved and not mixers and softmax
 
 
 def saved_with_code(cls: type, auto_class: str | type) -> bool:
