@@ -30,7 +30,9 @@ BACKENDS: dict[str, Backend] = {
         supports=frozenset(WANTED),
         probability_maps=tuple(PROBABILITY_MAPS),
     ),
-    "sparse_sdpa": Backend(sdpa_attention, prepare_bias, supports=frozenset({"additive", "learned", "window"})),
+    "sparse_sdpa": Backend(
+        sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "window"})
+    ),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),

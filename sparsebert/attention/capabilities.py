@@ -16,6 +16,7 @@ WANTED = {
     "weights": "output_attentions=True",
     "additive": "a mask that is not frozen, or a 4-D attention_mask",
     "learned": "a mask that is being learned",
+    "export": "torch.export, torch.onnx.export or torch.jit.trace",
     "window": "sliding windows around special tokens that differ by sequence (use special_tokens 'none')",
 }
 

@@ -62,9 +62,11 @@ def by_table(backends: Mapping[str, Backend], mask: SparseMask | None, request: 
     """
     if request.probability_map != "softmax":
         return "sparse_eager", f"the reference, for probability_map {request.probability_map!r}"
-    short = request.num_keys <= 128
     if request.needs & {"gate", "weights"}:
         return "sparse_eager", "attention probabilities or a multiplicative mask are needed"
+    if "export" in request.needs:
+        return "sparse_sdpa", "an exported graph holds operators of PyTorch only"
+    short = request.num_keys <= 128
     if mask is None:
         if "learned" not in request.needs:
             return "sparse_eager", "the mask is not frozen"
@@ -140,7 +142,7 @@ def by_measurement(backends: Mapping[str, Backend], mask: SparseMask | None, req
         if request.device == "cpu":
             # On CPUs it is compiled for every shape, which takes half a minute each time.
             names = [name for name in names if name != "sparse_flex"]
-        if mask is None or len(names) == 1:
+        if mask is None or len(names) == 1 or "export" in request.needs:
             _MEASURED[key] = by_table(backends, mask, request)
         else:
             times = _times(backends, names, mask, request)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
 from .mask_inputs import MaskInputs
@@ -59,8 +60,9 @@ def sparse_dot_product_attention(
         raise ValueError(f"mask must be a SparseMask, got {type(mask).__name__}")
     if query.dim() != 4:
         raise ValueError(f"query must have the shape (B, H, n, d), got {tuple(query.shape)}")
-    batch, num_heads, num_queries, head_size = map(operator.index, query.shape)
-    num_keys = operator.index(key.shape[2])
+    exported = exporting()
+    shape = (*query.shape, key.shape[2])
+    batch, num_heads, num_queries, head_size, num_keys = shape if exported else map(operator.index, shape)
     expected = (batch, num_heads, num_keys, head_size)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape != expected or tensor.dtype != query.dtype or tensor.device != query.device:
@@ -93,9 +95,9 @@ def sparse_dot_product_attention(
     if maps.alpha_logits is not None:
         raise ValueError("alpha of entmax must be a number outside a model, got 'learned'")
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    shape = (batch, num_heads, num_queries, num_keys, head_size)
-    request = (query.device.type, query.dtype, *shape, dropout_p, gradients, padding is not None, is_causal)
-    name = choose_backend(backend, mask, *request, frozenset(), probability_map)
+    sizes = (0, mask.num_heads, 0, 0) if exported else (batch, num_heads, num_queries, num_keys)  # symbols say nothing
+    request = (query.device.type, query.dtype, *sizes, head_size, dropout_p, gradients, padding is not None, is_causal)
+    name = choose_backend(backend, mask, *request, frozenset({"export"} if exported else ()), probability_map)
     inputs = MaskInputs(
         name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..masks.compiled import compiled
+from ..masks.exported import exported_structure, exporting
 from ..masks.sparse_mask import SparseMask, special_entries
 
 
@@ -212,6 +213,11 @@ def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
         `dict`: The fields `bias` and `live` of [`MaskInputs`].
     """
     first_row = inputs.num_keys - inputs.num_queries
+    if exporting():
+        keep = exported_structure(mask, inputs.num_keys, inputs.device)[:, None, :, first_row:]
+        if inputs.causal:
+            keep = keep & causal_entries(inputs)
+        return bias_and_live(keep, inputs, mask.special_tokens, mask.last_token, mask.diagonal)
     if inputs.padding is None:
         # It is the same for every batch, so it is cached.
         length = compiled_length(mask, inputs)
@@ -247,7 +253,7 @@ def bias_and_live(
     special = special_rows(inputs, special_tokens, last_token)
     if inputs.causal:
         special = special & causal_entries(inputs)
-    keep = set_entries(keep, special, diagonal, on=True, off=False)  # (L, B, H, n, m)
+    keep = kept_entries(keep, special, diagonal)  # (L, B, H, n, m)
     if inputs.window is not None:
         keep = keep & near_entries(inputs, inputs.window)
     if inputs.padding is not None:
@@ -263,7 +269,7 @@ def special_rows(inputs: MaskInputs, special_tokens: str, last_token: str) -> to
     special = special.view(-1, 1, inputs.num_keys, inputs.num_keys)
     if inputs.padding is not None:
         # For all masks alike, so that gradients are summed over the sequences in one order.
-        special = special.expand(len(inputs.padding), -1, -1, -1)
+        special = special.expand(inputs.padding.shape[0], -1, -1, -1)
     return special[:, :, inputs.num_keys - inputs.num_queries :]
 
 
@@ -365,19 +371,31 @@ def merged_bias(learned: torch.Tensor, inputs: MaskInputs) -> torch.Tensor:
     return torch.where(fixed[:, None], values[:, None], learned)
 
 
+def kept_entries(keep: torch.Tensor, special: torch.Tensor, diagonal: bool | None) -> torch.Tensor:
+    """
+    The entries that are kept, with those of special tokens and of a fixed diagonal set: [`set_entries`] for a bool
+    `keep`, on which it is faster, and by operators that all runtimes of exported graphs have.
+    """
+    keep = keep | special
+    if diagonal is None:
+        return keep
+    on_diagonal = _diagonal_entries(keep)
+    return keep | on_diagonal if diagonal else keep & ~on_diagonal
+
+
 def set_entries(
-    values: torch.Tensor, special: torch.Tensor, diagonal: bool | None, on: bool | float, off: bool | float
+    values: torch.Tensor, special: torch.Tensor, diagonal: bool | None, on: float, off: float
 ) -> torch.Tensor:
     """
     Values with those of special tokens and of a fixed diagonal set.
 
     Args:
-        values (`torch.Tensor` of shape `(..., n, m)`): Values of all entries.
+        values (`torch.Tensor` of shape `(..., n, m)`): Values of all entries, of a floating-point dtype.
         special (`torch.Tensor` of shape `(B or 1, 1, n, m)` or `(n, m)`): Bool, the entries of special tokens, which
             are set to `on`.
         diagonal (`bool`, *optional*): `True` sets the diagonal to `on` and `False` to `off`, special tokens included.
-        on (`bool` or `float`): Value of an entry that is kept.
-        off (`bool` or `float`): Value of an entry that is removed.
+        on (`float`): Value of an entry that is kept.
+        off (`float`): Value of an entry that is removed.
 
     Returns:
         `torch.Tensor`: The values, broadcast to the batch of `special`.
@@ -386,10 +404,13 @@ def set_entries(
     values = torch.where(special, kept, values)
     if diagonal is None:
         return values
+    return torch.where(_diagonal_entries(values), kept if diagonal else removed, values)
+
+
+def _diagonal_entries(values):
     num_queries, num_keys = values.shape[-2:]
     position = torch.arange(num_keys, device=values.device)
-    on_diagonal = position[num_keys - num_queries :, None] == position
-    return torch.where(on_diagonal, kept if diagonal else removed, values)
+    return position[num_keys - num_queries :, None] == position
 
 
 def causal_entries(inputs: MaskInputs) -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..checks import check_choice, nearest
+from ..masks.exported import exporting
 
 
 LEARNED = "learned"
@@ -162,7 +163,8 @@ class MapFunction:
                 self.checks[name](value, length)
 
     def __call__(self, scores: torch.Tensor, **parameters: Any) -> torch.Tensor:
-        self.check(parameters, scores.shape[-1])
+        if not exporting():  # where k may be a symbol
+            self.check(parameters, scores.shape[-1])
         live = (scores > -torch.inf).any(-1, keepdim=True)
         return self.function(scores.masked_fill(~live, 0.0), **parameters).masked_fill(~live, 0.0)
 

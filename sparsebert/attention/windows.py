@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..masks.compiled import windowed
+from ..masks.exported import exporting
 from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
 
@@ -40,7 +41,8 @@ def local_inputs(
     cut = None
     last_differs = mask.special_tokens == "first_last" and mask.last_token == "real"
     first_differs = mask.special_tokens != "none"
-    if inputs.padding is not None and (last_differs or (first_differs and _may_be_left(inputs.padding))):
+    padding = inputs.padding
+    if exporting() or (padding is not None and (last_differs or (first_differs and _may_be_left(padding)))):
         # A special token differs by sequence, and in kernels it attends to and is attended by all.
         needs, cut = {*needs, "window"}, window
     else:

@@ -59,6 +59,21 @@ def parameter_index(
     return torch.where(beyond, mask_length * mask_length, row * mask_length + column)
 
 
+def check_length(length: int, mask_length: int, form: str) -> None:
+    """
+    Check an input of a mask whose length policy is `"error"`.
+
+    Raises:
+        ValueError: If `length` exceeds `mask_length`.
+    """
+    if length > mask_length:
+        allowed = "'dense'" if form == "table" else "'dense' or 'extend'"
+        raise ValueError(
+            f"input of {length} tokens is longer than the mask ({mask_length}): shorten it, or set length_policy to "
+            f"{allowed}"
+        )
+
+
 def expand(
     values: torch.Tensor,
     form: str,
@@ -98,12 +113,8 @@ def expand(
         ValueError: If `length` exceeds `mask_length` and the length policy is `"error"`.
     """
     length_policy = length_policy or default_length_policy(form)
-    if length > mask_length and length_policy == "error":
-        allowed = "'dense'" if form == "table" else "'dense' or 'extend'"
-        raise ValueError(
-            f"input of {length} tokens is longer than the mask ({mask_length}): shorten it, or set length_policy to "
-            f"{allowed}"
-        )
+    if length_policy == "error":
+        check_length(length, mask_length, form)
     new = max(length - mask_length, 0)
     if values.dim() == 4:
         return torch.nn.functional.pad(values[..., :length, :length], (0, new, 0, new), value=on)

@@ -206,9 +206,11 @@ def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation:
 def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
     """Give a model that has been registered the class of an attached model, and its attention implementation."""
     vars(model)["_stock_attention"] = model.config._attn_implementation
-    for config in (model.config, model.base_model.config):
+    configs: Any = (model.config, model.base_model.config)
+    for config in configs:
         if not isinstance(config, MaskedConfigMixin):
             config.__class__ = derived_class(AttachedConfig, type(config))
+            config.forget_saved_fields()
     _change_class(model, derived_class(AttachedModel, type(model)))
     model.set_attn_implementation(attn_implementation)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
+from ..masks.exported import exporting
 from .architectures import input_shape
 from .derived import Derived
 
@@ -83,16 +84,19 @@ def _with_mask_inputs(model, names, args, kwargs):
         return args, kwargs  # the model itself says what is missing
     batch, length, device = shape
     past = given.get("past_key_values")
-    # The form of the mask depends on the length: a graph is compiled for each one, never for a symbolic one.
-    num_queries = operator.index(length)
-    num_keys = operator.index(num_queries + (past.get_seq_length() if past is not None else 0))
+    num_queries = length
+    num_keys = num_queries + (past.get_seq_length() if past is not None else 0)
+    exported = exporting()
+    if not exported:
+        # The form of the mask depends on the length: a graph is compiled for each one, never for a symbolic one.
+        num_queries, num_keys = operator.index(num_queries), operator.index(num_keys)
     padding, needs = given.get("attention_mask"), set()
     if padding is not None:
         if padding.dim() == 4:
             needs.add("additive")
         padding = padding.to(device).bool() if padding.dim() == 2 else None
-    # As in transformers, a mask without padding is no mask. Under compilation the question would depend on data.
-    if padding is not None and not torch.compiler.is_compiling():
+    # As in transformers, a mask without padding is no mask. In a graph the question would depend on data.
+    if padding is not None and not exported and not torch.compiler.is_compiling():
         if bool(padding.all()):
             padding = None
         elif not bool(padding.any(-1).all()):

@@ -1,13 +1,17 @@
 """Configurations of models with a mask: stock names of attention mean their sparse twins, and give attentions."""
 
 from dataclasses import fields
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ..attention.backends import check_weights, sparse_name
+from ..files import replace_files
 from .derived import Derived
+from .remote_code import AUTO_MAP_FIELD, CODE_PATH, saved_fields, without_saved_fields
 
 
 if TYPE_CHECKING:
@@ -18,6 +22,33 @@ else:
 
 class MaskedConfigMixin(_ConfigBase):
     """What the configuration of every model with a mask does differently."""
+
+    def save_pretrained(self, save_directory: str | PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """
+        Save the configuration as transformers does, with a note how the model is loaded. That of a BERT also names the
+        code for environments without this package, which is written beside it.
+        """
+        saved = saved_fields(self.model_type)
+        if AUTO_MAP_FIELD in saved:
+            # Code of the user's that transformers saves for a class derived from ours comes first.
+            saved[AUTO_MAP_FIELD] |= getattr(self, AUTO_MAP_FIELD, None) or {}
+            folder = Path(save_directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_files({folder / CODE_PATH.name: CODE_PATH.read_bytes()})
+        attributes = vars(self)
+        attributes.update(saved)
+        try:
+            super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        finally:
+            self.forget_saved_fields()
+
+    def forget_saved_fields(self) -> None:
+        """Leave out what only the file of a configuration has."""
+        attributes = vars(self)
+        kept = without_saved_fields(attributes)
+        for name in attributes.keys() - kept.keys():
+            del attributes[name]
+        attributes.update(kept)
 
     @property
     def _attn_implementation(self) -> str | None:
@@ -47,7 +78,8 @@ class MaskedConfigMixin(_ConfigBase):
 
 
 class AttachedConfig(Derived, MaskedConfigMixin):
-    """The configuration of a stock model with a mask from [`attach`]. The file that it saves stays stock."""
+    """The configuration of a stock model with a mask from [`attach`]. The file that it saves stays
+    that of a stock model, with fields that say where its mask is."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

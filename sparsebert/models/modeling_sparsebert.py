@@ -22,6 +22,7 @@ from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder
 from ..masks.sparse_mask import SparseMask
 from .attaching import make_sparse_attention, register
 from .configuration_sparsebert import SparseBertConfig
+from .remote_code import saved_with_code
 from .saving import SparseModelMixin
 from .token_mixers import put_mixers
 
@@ -49,6 +50,12 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         super().initialize_weights()
         self.sparse_attention.reset_parameters()
         self.sparse_attention.probability_map.reset_parameters()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """As in transformers, for a class derived from these, which are always saved with their code."""
+        if not saved_with_code(cls, auto_class):
+            super().register_for_auto_class(auto_class)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:

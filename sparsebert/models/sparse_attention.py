@@ -18,6 +18,7 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.probability_maps import ProbabilityMap
 from ..attention.windows import local_inputs
 from ..masks.compiled import windowed
+from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..search.learned_mask import LearnedMask
@@ -28,6 +29,9 @@ from .configuration_sparsebert import REQUESTS, SparseBertConfig, mask_search, p
 logger = logging.get_logger(__name__)
 
 ONE_LAYER = "the model runs the same weights in every layer, so there is one mask for all"
+SEARCHING = (
+    "a mask that is being learned cannot be exported or traced: end the search first, with sparse_attention.freeze()"
+)
 NOT_LOADED = "this model is frozen but its mask is not loaded: use from_pretrained or set_mask"
 
 
@@ -342,15 +346,19 @@ class SparseAttention(nn.Module):
         config, learned = self.config, self.learned
         sampling = learned is not None and self.training and not learned.search.pruning
         mask = self._frozen_mask() if learned is None else None
-        wanted = self._wanted(needs, sampling)
+        exported = exporting()
+        if exported and learned is not None:
+            raise ValueError(SEARCHING)
+        wanted = self._wanted(needs, sampling) | ({"export"} if exported else set())
         causal = bool(config.is_decoder)
         # Only a measurement depends on these; a compiled graph should not.
-        batch = operator.index(batch) if name == "sparse_measure" else 1
+        batch = operator.index(batch) if name == "sparse_measure" and not exported else 1
         dropout = dropout if name == "sparse_measure" or not dropout else 0.5
         if not self.num_layers:
             check_backend(name)
             return MaskInputs(name, num_queries, num_keys, device, mask, padding)
-        shape = (batch, config.num_attention_heads, num_queries, num_keys, self.head_size)
+        sizes = (0, 0) if exported else (num_queries, num_keys)  # symbols say nothing
+        shape = (batch, config.num_attention_heads, *sizes, self.head_size)
         request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map)
         maps = self.probability_map(num_keys)

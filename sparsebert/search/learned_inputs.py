@@ -16,6 +16,7 @@ from ..attention.mask_inputs import (
     bias_and_live,
     causal_entries,
     fix_entries,
+    kept_entries,
     merged_bias,
     real_tokens,
     set_entries,
@@ -87,6 +88,6 @@ def thresholded_inputs(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     keep = mask.structure(inputs.num_keys).to(inputs.device)
     keep = keep[:, None, :, inputs.num_keys - inputs.num_queries :]
     special = special_rows(inputs, mask.special_tokens, mask.last_token)
-    keep = set_entries(keep, special, mask.diagonal, on=True, off=False)  # (L, B or 1, H, n, m)
+    keep = kept_entries(keep, special, mask.diagonal)  # (L, B or 1, H, n, m)
     bias = torch.zeros(keep.shape, device=inputs.device).masked_fill_(~keep, -MAX_MASK_CONSTANT)
     return {"bias": with_cuts(bias, inputs).unbind(0)}

@@ -252,8 +252,8 @@ def check_sizes_of(what: str, config: "PreTrainedConfig", model: dict[str, Any])
 def _check_given_mask(data, model):
     """Fields about another mask than the one that the recipe asks for would have no effect."""
     pattern, search = model.get("pattern"), model.get("search")
-    if not data.mask and pattern and search:
-        return  # the configuration says that they exclude each other
+    if not data.mask and pattern and (search or pattern not in PATTERNS):
+        return  # the configuration says that they exclude each other, or that there is no such pattern
     given = {name for name in model if name in OWN_FIELDS and model[name] is not None} - set(MODEL_FIELDS)
     if data.mask:
         kind, fits = f"the mask {data.mask}", set(allowed_fields(None))

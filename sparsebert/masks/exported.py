@@ -1,0 +1,55 @@
+"""
+Masks in graphs that are exported or traced: made of tensor operations that are the same at every length, from one
+constant.
+
+Letters: L layers (1 when shared), H heads, n tokens, K parameters of a Toeplitz form.
+"""
+
+import torch
+
+from .expansion import check_length
+from .sparse_mask import SparseMask
+
+
+def exporting() -> bool:
+    """
+    Whether a graph is being made that runs without this package: by `torch.export`, `torch.onnx.export` or
+    `torch.jit.trace`. The sizes in it may be symbols, and its tensors may have no values.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def exported_structure(mask: SparseMask, length: int, device: torch.device) -> torch.Tensor:
+    """
+    [`SparseMask.structure`] for a length that may be a symbol. What the length policy `"error"` refuses is refused
+    here if the length is known, by the guards of an exported program, or by operands that do not fit.
+
+    Args:
+        mask ([`SparseMask`]): The mask. The graph holds its `keep` as a constant.
+        length (`int`): n.
+        device (`torch.device`): Device of the result.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, n, n)`, bool.
+    Raises:
+        ValueError: See [`SparseMask.structure`].
+    """
+    bounded = mask.length_policy == "error"
+    if bounded and not torch.jit.is_tracing():  # where a size is a tensor, of which one may not ask this
+        check_length(length, mask.length, mask.form)
+    keep = mask.keep.to(device)
+    position = torch.arange(mask.length, device=device)[:length] if bounded else torch.arange(length, device=device)
+    last = keep.shape[-1] - 1
+    if mask.form == "table":
+        # A slice would bring a guard on whether it is contiguous, which depends on the length.
+        known = position if bounded else position.clamp(max=last)
+        table = keep.index_select(2, known).index_select(3, known)
+    else:
+        block = position if mask.block_size is None else position // mask.block_size
+        index = (block[:, None] - block).abs()
+        table = keep.index_select(2, index.clamp(max=last).flatten()).view(*keep.shape[:2], *index.shape)
+        table = table & (index <= last)
+    if mask.length_policy == "dense":
+        new = position >= mask.length
+        table = table | new[:, None] | new
+    return table

@@ -1,0 +1,217 @@
+"""
+BERT with a frozen sparse attention mask, for an environment without the package sparsebert, which saved this file with
+the model. It needs nothing but transformers, and runs the mask through dense attention: right, but slow. For kernels
+that skip what the mask removes, run `pip install sparsebert` and import it.
+
+Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import transformers
+from transformers.models.bert.modeling_bert import BertSelfAttention
+from transformers.utils import cached_file, logging
+
+
+# One for all copies of this file, so that what is said once is.
+logger = logging.get_logger("transformers.sparsebert")
+
+FILES = ("mask_config.json", "mask.safetensors")
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+DIAGONALS = {"learned": None, "keep": True, "remove": False}
+REMOVED = -1e9
+
+
+class SparseBertConfig(transformers.BertConfig):
+    """BERT's configuration. What it says about the mask is kept for sparsebert."""
+
+    model_type = "sparsebert"
+
+
+def read_mask(config, contents):
+    """The bits of a mask and what describes them, from the contents of its two files."""
+    mask = json.loads(contents[0])
+    if mask["format_version"] != 1:
+        raise ValueError(f"{FILES[0]}: format_version must be 1, got {mask['format_version']!r}: update this code")
+    if mask.get("weights_sha256") not in (None, hashlib.sha256(contents[1]).hexdigest()):
+        raise ValueError(f"{FILES[1]} is not the file that {FILES[0]} was written with: download both again")
+    # What the configuration asks for comes first. A pattern was saved with that.
+    asked = {} if getattr(config, "pattern", None) else {"diagonal": getattr(config, "diagonal", None)}
+    asked |= {name: getattr(config, name, None) for name in ("length_policy", "last_token")}
+    mask |= {name: DIAGONALS.get(value, value) for name, value in asked.items() if value is not None}
+    if mask["length_policy"] == "extend" and mask["form"] == "table":
+        raise ValueError("length_policy 'extend' has no meaning for this mask: use 'dense' or 'error'")
+    layers, heads, size = (mask[name] for name in ("num_layers", "num_heads", "num_parameters"))
+    if layers not in (1, config.num_hidden_layers) or heads != config.num_attention_heads:
+        raise ValueError(f"{FILES[0]}: the mask is for {layers} layer(s) and {heads} heads, which this model lacks")
+    shape = (layers, heads, size, size) if mask["form"] == "table" else (layers, heads, size)
+    stored = safetensors.torch.load(contents[1])["keep"]
+    bits = stored[:, None] >> torch.arange(7, -1, -1, dtype=torch.uint8) & 1
+    return bits.flatten()[: math.prod(shape)].bool().view(shape), mask
+
+
+def expand(keep, mask, length):
+    """The bits of a mask as a table `(L, H, m, m)`, before special tokens and the diagonal."""
+    known, policy = mask["length"], mask["length_policy"]
+    new = max(length - known, 0)
+    if new and policy == "error":
+        raise ValueError(
+            f"input of {length} tokens is longer than the mask ({known}): shorten it or set length_policy"
+        )
+    if mask["form"] == "table":
+        return torch.nn.functional.pad(keep[..., :length, :length], (0, new, 0, new), value=True)
+    position = torch.arange(length, device=keep.device)
+    block = position // (mask["block_size"] or 1)
+    offset = (block[:, None] - block).abs()
+    # One more bit, which is off, stands for all larger offsets.
+    table = torch.nn.functional.pad(keep, (0, 1))[..., offset.clamp(max=keep.shape[-1])]
+    is_new = position >= known
+    return table | (is_new[:, None] | is_new) if policy == "dense" else table
+
+
+class FrozenSelfAttention(BertSelfAttention):
+    """Stock self-attention with a 4-D mask of its own."""
+
+    def forward(self, hidden_states, attention_mask=None, *args, keep=None, **kwargs):
+        table, special, diagonal, cut = keep
+        live = table[self.mask_layer if len(table) > 1 else 0] | special  # (B or 1, H, n, m)
+        if diagonal is not None:
+            own = torch.ones_like(cut[0, 0]).tril(cut.shape[-1] - cut.shape[-2]).triu(cut.shape[-1] - cut.shape[-2])
+            live = live | own if diagonal else live & ~own
+        live = live & cut
+        device = hidden_states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+        removed = max(REMOVED, torch.finfo(dtype).min / 2)  # finite, also where two are added
+        bias = torch.zeros(live.shape, dtype=dtype, device=live.device).masked_fill(~live, removed)
+        if attention_mask is not None:
+            if attention_mask.dtype == torch.bool:
+                attention_mask = torch.zeros_like(bias[:, :1]).masked_fill(~attention_mask, removed)
+            bias = (bias + attention_mask.to(dtype)).clamp(min=removed)
+            live = bias > torch.finfo(torch.float16).min / 4
+        output, weights = super().forward(hidden_states, bias, *args, **kwargs)
+        live = live.any(-1, keepdim=True)  # a query without a key gives 0
+        heads = output.unflatten(-1, (self.num_attention_heads, -1)) * live.transpose(1, 2)
+        return heads.flatten(-2), None if weights is None else weights * live
+
+
+class FrozenMask:
+    """Mixin of the stock models: reads the mask from the folder or repository of the weights, and saves it again."""
+
+    mask_files = None
+
+    def __init__(self, config, *args, **kwargs):
+        fixed = getattr(config, "frozen", False) or getattr(config, "pattern", None)
+        searched = config.model_type == "sparsebert" and not fixed
+        mixers = set(getattr(config, "token_mixers", None) or ()) - {"attention"}
+        if searched or mixers or getattr(config, "probability_map", "softmax") != "softmax":
+            reason = "its mask is still being searched" if searched else "it has token mixers or a probability map"
+            raise ValueError(f"this model needs sparsebert (pip install sparsebert), since {reason}")
+        super().__init__(config, *args, **kwargs)
+        base = self.base_model
+        if base is not self:
+            base.__class__ = SparseBertModel
+        for index, layer in enumerate(base.encoder.layer):
+            layer.attention.self.__class__ = FrozenSelfAttention
+            layer.attention.self.mask_layer = index
+
+    @classmethod
+    def from_pretrained(cls, source, *args, **kwargs):
+        loaded = super().from_pretrained(source, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        paths = [cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in FILES]
+        if None in paths:
+            raise ValueError(f"{source}: there is no frozen mask ({', '.join(FILES)}); a search needs sparsebert")
+        model.set_mask_files([Path(path).read_bytes() for path in paths])
+        logger.warning_once(
+            "This model runs its sparse attention mask through dense attention, which is slow. For the fast kernels "
+            "run `pip install sparsebert`, then `import sparsebert` and load the model with `sparsebert.load`."
+        )
+        return loaded
+
+    def set_mask_files(self, contents):
+        """Use the mask in the contents of `mask_config.json` and `mask.safetensors`."""
+        keep, mask = read_mask(self.config, contents)
+        base = self.base_model
+        base.mask_files, base.mask = contents, mask
+        base.register_buffer("keep", keep.to(self.device), persistent=False)
+
+    def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and self.base_model.mask_files is not None:
+            for name, content in zip(FILES, self.base_model.mask_files, strict=True):
+                (Path(save_directory) / name).write_bytes(content)
+        if push_to_hub:
+            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name))
+
+
+class SparseBertModel(FrozenMask, transformers.BertModel):
+    """The base model, which prepares what its attention layers need for their masks."""
+
+    config_class = SparseBertConfig
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        if self.config._attn_implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation {self.config._attn_implementation!r} cannot apply the mask of this model: use "
+                "'sdpa' or 'eager', or the kernels of sparsebert (pip install sparsebert)"
+            )
+        if self.mask_files is None:
+            raise ValueError("this model has no mask yet: load it with from_pretrained")
+        states = input_ids if input_ids is not None else inputs_embeds
+        queries = states.shape[1]
+        keys = queries + (past_key_values.get_seq_length() if past_key_values is not None else 0)
+        padding = torch.ones(1, keys, dtype=torch.bool, device=states.device)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            padding, attention_mask = attention_mask.to(states.device).bool(), None
+        position = torch.arange(keys, device=states.device)
+        special = torch.zeros_like(padding)
+        if self.mask["special_tokens"] != "none":
+            special = position == padding.int().argmax(-1, keepdim=True)
+        if self.mask["special_tokens"] == "first_last":
+            real = self.mask["last_token"] == "real"
+            special = special | (position == ((padding * position).argmax(-1, keepdim=True) if real else keys - 1))
+        rows = slice(keys - queries, keys)
+        cut = padding[:, None, rows, None] & padding[:, None, None, :]
+        if self.config.is_decoder:
+            cut = cut & (position[rows, None] >= position)
+        table = expand(self.keep.to(states.device), self.mask, keys)[:, :, rows]
+        special = special[:, None, rows, None] | special[:, None, None, :]
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            keep=(table, special, self.mask["diagonal"], cut),
+            **kwargs,
+        )
+
+
+class BertModel(SparseBertModel):
+    """What `sparsebert.attach` gave a mask, whose configuration stays stock."""
+
+    config_class = transformers.BertConfig
+
+
+HEADS = ("PreTraining", "MaskedLM", "NextSentencePrediction", "SequenceClassification")
+HEADS += ("TokenClassification", "QuestionAnswering", "MultipleChoice")
+for _stock in ("BertLMHeadModel", *(f"BertFor{head}" for head in HEADS)):
+    for _name, _config in ((_stock, transformers.BertConfig), (f"Sparse{_stock}", SparseBertConfig)):
+        _fields = {"__module__": __name__, "config_class": _config}
+        globals()[_name] = type(_name, (FrozenMask, getattr(transformers, _stock)), _fields)

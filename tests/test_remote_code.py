@@ -1,0 +1,307 @@
+"""
+Saved models where sparsebert is not installed: by the code beside them, in a process that cannot import the package.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import TINY
+from hub_server import HubServer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel
+
+import sparsebert
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
+from sparsebert.models.remote_code import AUTO_CLASSES, CODE_PATH
+
+
+LENGTH = 24
+# A keep table and everything about it that a file can say.
+DRAW = torch.Generator().manual_seed(0)
+FORMS = {
+    "offsets": {"keep": torch.rand(2, 4, 9, generator=DRAW) < 0.4, "special_tokens": "first_last", "length": LENGTH},
+    "offsets_extended": {"keep": torch.rand(4, 16, generator=DRAW) < 0.4, "special_tokens": "first", "length": 16},
+    "blocks": {
+        **{"keep": torch.rand(4, 4, generator=DRAW) < 0.5, "form": "blocks", "block_size": 4, "length": 16},
+        **{"length_policy": "dense", "special_tokens": "first_last", "last_token": "position"},
+    },
+    "table": {"keep": torch.rand(2, 4, LENGTH, LENGTH, generator=DRAW) < 0.2, "length": LENGTH, "diagonal": True},
+    "table_dense": {"keep": torch.rand(4, 16, 16, generator=DRAW) < 0.2, "length": 16, "length_policy": "dense"},
+    "empty_rows": {"keep": torch.rand(4, LENGTH, LENGTH, generator=DRAW) < 0.1, "length": LENGTH, "diagonal": False},
+}
+for name, mask_fields in FORMS.items():
+    FORMS[name] = {"form": "offsets" if "offsets" in name else "table"} | mask_fields
+
+
+def inputs(length=LENGTH):
+    """Three sequences: padded on the left, on the right, and whole."""
+    real = torch.ones(3, length, dtype=torch.long)
+    real[0, :7] = real[1, -5:] = 0
+    return {"input_ids": torch.randint(1, 100, (3, length)), "attention_mask": real}
+
+
+def save(model, folder, auto, **given):
+    """A folder with the model, an input and what the model makes of it."""
+    given = given or inputs()
+    with torch.no_grad():
+        output = model.eval()(**given)
+    expected = [value for value in output.to_tuple() if torch.is_tensor(value)]
+    model.save_pretrained(folder)
+    tensors = {f"in.{name}": value for name, value in given.items()}
+    tensors |= {f"out.{index}": value.contiguous() for index, value in enumerate(expected)}
+    save_file(tensors, folder / "expected.safetensors")
+    (folder / "auto").write_text(auto)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of tiny models: `served`, one for each form of a mask and each head, and `refused`."""
+    root = tmp_path_factory.mktemp("models")
+    served, refused = root / "served", root / "refused"
+    torch.manual_seed(0)
+    for name, fields in FORMS.items():
+        model = SparseBertModel(SparseBertConfig(**TINY, pattern="window", allow_empty_rows=True))
+        model.set_mask(SparseMask(**fields))
+        save(model, served / name, "AutoModel")
+    given = inputs()
+    given["attention_mask"] = torch.rand(3, 1, LENGTH, LENGTH) < 0.5
+    save(load(served / "offsets"), served / "mask_of_the_caller", "AutoModel", **given)
+    for auto in AUTO_CLASSES:
+        decoder = {"is_decoder": True} if auto == "AutoModelForCausalLM" else {}
+        search = {"mask_length": LENGTH, "search": "dam_s", "sparsity_weight": 0.0, "share_layers": False}
+        model = getattr(transformers, auto).from_config(SparseBertConfig(**TINY, **search, **decoder))
+        with torch.no_grad():
+            model.sparse_attention.mask_logits.normal_()
+        model.freeze()
+        given = inputs()
+        if auto == "AutoModelForMultipleChoice":
+            given = {key: value[None] for key, value in given.items()}
+        save(model, served / auto, auto, **given)
+    pattern = {"pattern": "strided_cycle", "head_configuration": "sequential", "mask_length": 16}
+    save(SparseBertModel(SparseBertConfig(**TINY, **pattern, length_policy="dense")), served / "pattern", "AutoModel")
+    attached = attach(BertForSequenceClassification(BertConfig(**TINY)), "bigbird", mask_length=LENGTH)
+    save(attached, served / "attached", "AutoModelForSequenceClassification")
+    SparseBertModel(SparseBertConfig(**TINY, search="dam_s")).save_pretrained(refused / "searching")
+    mixers = SparseBertConfig(**TINY, pattern="window", token_mixers=["average", "attention"])
+    SparseBertModel(mixers).save_pretrained(refused / "mixers")
+    mapped = SparseBertConfig(**TINY, pattern="window", probability_map="sparsemax")
+    SparseBertModel(mapped).save_pretrained(refused / "mapped")
+    attach(BertModel(BertConfig(**TINY)), "dam_s").save_pretrained(refused / "attached_search")
+    SparseBertModel.from_pretrained(served / "table").save_pretrained(refused / "other_mask")
+    bits = (served / "empty_rows" / "mask.safetensors").read_bytes()
+    (refused / "other_mask" / "mask.safetensors").write_bytes(bits)
+    return root
+
+
+CLIENT = """
+import json
+import sys
+from pathlib import Path
+
+sys.modules["sparsebert"] = None  # so that importing it fails
+
+import torch
+import transformers
+from huggingface_hub import HfApi
+from safetensors.torch import load_file
+
+root, saved, report = Path(sys.argv[1]), Path(sys.argv[2]), {}
+
+
+def inputs_of(folder):
+    tensors = load_file(folder / "expected.safetensors")
+    return {name[3:]: value for name, value in tensors.items() if name.startswith("in.")}, tensors
+
+
+def error_of(model, folder):
+    given, tensors = inputs_of(folder)
+    with torch.no_grad():
+        output = [value for value in model.eval()(**given).to_tuple() if torch.is_tensor(value)]
+    return max((value - tensors[f"out.{index}"]).abs().max().item() for index, value in enumerate(output))
+
+
+def said(call):
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+
+
+def load(folder, auto="AutoModel", **arguments):
+    return getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, **arguments)
+
+
+for folder in sorted((root / "served").iterdir()):
+    auto = (folder / "auto").read_text()
+    for kind in "eager", "sdpa":
+        model, info = load(folder, auto, attn_implementation=kind, output_loading_info=True)
+        report[f"{folder.name} {kind}"] = [error_of(model, folder), *map(list, list(info.values())[:2])]
+    if folder.name in ("AutoModelForMaskedLM", "attached"):
+        model.save_pretrained(saved / folder.name)
+    if folder.name == "AutoModelForCausalLM":
+        report["generated"] = model.generate(torch.arange(1, 6)[None], max_new_tokens=6, do_sample=False).tolist()
+    if folder.name == "empty_rows":
+        halves = [model.to(dtype)(**inputs_of(folder)[0])[0] for dtype in (torch.float16, torch.bfloat16)]
+        report["finite"] = [half.isfinite().all().item() for half in halves]
+
+folder = root / "served" / "offsets"
+given, _ = inputs_of(folder)
+model = load(folder, attn_implementation="eager").eval()
+exported = torch.export.export(model, (), given).module()
+report["exported"] = (exported(**given)[0] - model(**given)[0]).abs().max().item()
+report["attentions"] = [weights.tolist() for weights in model(**given, output_attentions=True).attentions]
+report["fields"] = [getattr(model.config, name) for name in ("model_type", "mask_length", "frozen")]
+long = torch.ones(1, 30, dtype=torch.long)
+report["changed"] = list(load(root / "served" / "table", length_policy="dense")(long)[0].shape)
+
+model.set_attn_implementation("flex_attention")
+report["flex"] = said(lambda: model(**given))
+for refused in sorted((root / "refused").iterdir()):
+    report[refused.name] = said(lambda: load(refused))
+report["untrusted"] = said(lambda: transformers.AutoModel.from_pretrained(folder))
+report["long"] = said(lambda: load(root / "served" / "table")(long))
+
+HfApi().create_repo("user/model")
+HfApi().upload_folder(repo_id="user/model", folder_path=folder)
+model = load("user/model")
+report["from the hub"] = error_of(model, folder)
+model.push_to_hub("user/again")
+report["pushed"] = torch.equal(load("user/again").keep, model.keep)
+(saved / "report.json").write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def client(folders, tmp_path_factory):
+    """What a process without sparsebert reports about the folders, what it said, and a folder of what it saved."""
+    saved = tmp_path_factory.mktemp("saved")
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    with HubServer() as hub:
+        options["env"] = hub.environment(saved / "home") | {"OMP_NUM_THREADS": "1"}
+        # No terminal on which it could be asked whether to trust code.
+        command = [sys.executable, "-c", CLIENT, str(folders), str(saved)]
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, **options)
+    assert result.returncode == 0, result.stderr
+    return json.loads((saved / "report.json").read_text()), result.stderr, saved
+
+
+def test_every_form_and_head_equals_the_package(client, folders):
+    report = client[0]
+    for name in (*FORMS, *AUTO_CLASSES, "pattern", "attached", "mask_of_the_caller"):
+        for kind in ("eager", "sdpa"):
+            error, *wrong = report[f"{name} {kind}"]
+            assert error <= 1e-5 and not any(wrong), (name, kind, error, wrong)
+    assert report["exported"] <= 1e-5 and report["from the hub"] <= 1e-5
+    assert report["finite"] == [True, True] and report["pushed"]
+    assert report["fields"] == ["sparsebert", LENGTH, True] and report["changed"] == [1, 30, 32]
+
+
+def test_generates_what_the_package_generates(client, folders):
+    model = load(folders / "served" / "AutoModelForCausalLM").eval()
+    expected = model.generate(torch.arange(1, 6)[None], max_new_tokens=6, do_sample=False)
+    assert client[0]["generated"] == expected.tolist()
+
+
+def test_attentions_are_those_under_the_mask(client, folders):
+    tensors = load_file(folders / "served" / "offsets" / "expected.safetensors")
+    with torch.no_grad():
+        expected = load(folders / "served" / "offsets", output_attentions=True).eval()(
+            tensors["in.input_ids"], tensors["in.attention_mask"]
+        )
+    for got, want in zip(client[0]["attentions"], expected.attentions, strict=True):
+        torch.testing.assert_close(torch.tensor(got), want, atol=1e-5, rtol=0)
+
+
+def test_what_it_cannot_do_is_refused_in_a_line(client):
+    report = client[0]
+    assert "attn_implementation 'flex_attention' cannot apply the mask" in report["flex"]
+    assert "this model needs sparsebert (pip install sparsebert)" in report["searching"]
+    assert "still being searched" in report["searching"] and "\n" not in report["searching"]
+    assert "it has token mixers or a probability map" in report["mixers"] and report["mixers"] == report["mapped"]
+    assert "there is no frozen mask" in report["attached_search"]
+    assert "input of 30 tokens is longer than the mask (24)" in report["long"]
+    assert "is not the file that mask_config.json was written with" in report["other_mask"]
+    assert "trust_remote_code=True" in report["untrusted"]
+
+
+def test_it_says_once_how_to_get_the_fast_one(client):
+    assert client[1].count("pip install sparsebert") == 1
+
+
+@pytest.mark.parametrize("name", ["AutoModelForMaskedLM", "attached"])
+def test_what_it_saves_is_read_by_the_package(client, folders, name):
+    saved = client[2] / name
+    tensors = load_file(folders / "served" / name / "expected.safetensors")
+    model = load(saved).eval()
+    assert type(model).__name__ == type(load(folders / "served" / name)).__name__
+    assert model.sparse_attention.mask == load(folders / "served" / name).sparse_attention.mask
+    with torch.no_grad():
+        output = model(**{key[3:]: value for key, value in tensors.items() if key.startswith("in.")})
+    torch.testing.assert_close(output.logits, tensors["out.0"])
+    config = json.loads((saved / "config.json").read_text())
+    assert config["auto_map"][config_auto(name)].startswith(CODE_PATH.stem)
+    assert (saved / CODE_PATH.name).read_bytes() == CODE_PATH.read_bytes()
+
+
+def config_auto(name):
+    return name if name.startswith("Auto") else "AutoModelForSequenceClassification"
+
+
+def test_code_names_what_the_package_registers(folders):
+    saved = json.loads((folders / "served" / "pattern" / "config.json").read_text())["auto_map"]
+    assert saved.pop("AutoConfig") == f"{CODE_PATH.stem}.SparseBertConfig"
+    registered = {}
+    for auto, name in ((auto, auto) for auto in dir(transformers) if auto.startswith("AutoModel")):
+        mapping = getattr(getattr(transformers, auto), "_model_mapping", None)
+        if mapping is not None and SparseBertConfig in mapping:
+            registered[name] = f"{CODE_PATH.stem}.{mapping[SparseBertConfig].__name__}"
+    assert saved == registered
+
+
+@pytest.mark.parametrize("trust", [None, True, False])
+def test_with_the_package_its_own_classes_win(folders, trust):
+    arguments = {} if trust is None else {"trust_remote_code": trust}
+    model = AutoModel.from_pretrained(folders / "served" / "offsets", **arguments)
+    assert type(model) is SparseBertModel and type(model.config) is SparseBertConfig
+    assert not hasattr(model.config, "auto_map") and not hasattr(model.config, "how_to_load")
+
+
+def test_a_configuration_in_memory_stays_as_it_was(tiny_config, tmp_path):
+    stock = BertModel(tiny_config(BertConfig))
+    before = dict(vars(stock.config))
+    model = attach(stock, "window", mask_length=16)
+    model.save_pretrained(tmp_path)
+    assert "auto_map" in json.loads((tmp_path / "config.json").read_text())
+    loaded = load(tmp_path)
+    for each in (model, loaded):
+        assert {"auto_map", "how_to_load"}.isdisjoint(vars(sparsebert.detach(each).config))
+    assert vars(stock.config).keys() - before.keys() <= {"architectures", "dtype"}
+    loaded.save_pretrained(tmp_path / "stock")
+    assert not {"auto_map", "how_to_load"} & json.loads((tmp_path / "stock" / "config.json").read_text()).keys()
+
+
+def test_register_for_auto_class(tiny_config, tmp_path):
+    SparseBertConfig.register_for_auto_class()
+    SparseBertModel.register_for_auto_class("AutoModel")
+    SparseBertForMaskedLM.register_for_auto_class(transformers.AutoModelForMaskedLM)
+    with pytest.raises(ValueError, match="SparseBertForMaskedLM is loaded by AutoModelForMaskedLM, got 'AutoModel'"):
+        SparseBertForMaskedLM.register_for_auto_class()
+    SparseBertModel(tiny_config(pattern="window")).save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == {CODE_PATH.name}
+
+
+def test_a_class_of_the_user_is_saved_by_transformers(tiny_config, tmp_path):
+    class Own(SparseBertModel):
+        """Defined here, so that this file is what is copied."""
+
+    Own.register_for_auto_class("AutoModel")
+    Own(tiny_config(pattern="window")).save_pretrained(tmp_path)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModel"] == "test_remote_code.Own"
+    assert auto_map["AutoModelForMaskedLM"] == f"{CODE_PATH.stem}.SparseBertForMaskedLM"
+    assert {path.name for path in tmp_path.glob("*.py")} >= {CODE_PATH.name, Path(__file__).name}
