@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from sparsebert import (
     MaskFileError,
     SparseBertConfig,
     SparseBertForMaskedLM,
+    SparseBertModel,
     attach,
     build_pattern,
     detach,
@@ -491,3 +494,99 @@ def test_wrong_masks_of_adapters_are_refused(peft, change, message, tmp_path):
         with_mask(base, "frozen")
     with pytest.raises(MaskFileError, match=message):
         peft.PeftModel.from_pretrained(base, tmp_path)
+
+
+# Sentence-transformers
+
+TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8", "w4 w5", "w7 w8 w9 w1 w2 w3 w4 w5 w6 w7"]
+
+
+@pytest.fixture
+def sentence_transformers():
+    return pytest.importorskip("sentence_transformers")
+
+
+@pytest.fixture(params=["attached", "sparsebert"])
+def encoder(request, tmp_path, word_tokenizer):
+    """A base model with a mask, and the folder of it and its tokenizer."""
+    torch.manual_seed(3)
+    fields = TINY | {"initializer_range": 0.1}
+    mask = build_pattern("window", LENGTH, 4, window_size=1)
+    if request.param == "attached":
+        model = attach(BertModel(BertConfig(**fields)), mask)
+    else:
+        model = SparseBertModel(SparseBertConfig(**fields, pattern="dense"))
+        model.set_mask(mask)
+    model.save_pretrained(tmp_path / "encoder")
+    word_tokenizer.save_pretrained(tmp_path / "encoder")
+    return model.eval(), tmp_path / "encoder"
+
+
+def embeddings_of(model, tokenizer, side):
+    """The means of the states of the stock model with the same weights, under the mask as an additive one."""
+    stock = BertModel(BertConfig(**TINY), add_pooling_layer=True).eval()
+    stock.load_state_dict(model.state_dict())
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt", padding_side=side)
+    real = batch.attention_mask.bool()
+    keep = model.sparse_attention.mask.to_table(real.shape[1]) & real[:, None, None]
+    additive = torch.zeros(keep.shape).masked_fill(~keep, -1e9)
+    with torch.no_grad():
+        states = stock(batch.input_ids, attention_mask=additive).last_hidden_state
+    return (states * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_sentences_are_encoded_through_the_mask(sentence_transformers, encoder, side, word_tokenizer, tmp_path):
+    model, folder = encoder
+    expected = embeddings_of(model, word_tokenizer, side)
+    sentences = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    for step in ("loaded", "saved"):
+        sentences.tokenizer.padding_side = side
+        torch.testing.assert_close(sentences.encode(TEXTS, convert_to_tensor=True), expected, atol=1e-5, rtol=1e-4)
+        if step == "loaded":
+            sentences.save_pretrained(str(tmp_path / "saved"))
+            sentences = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+
+
+def test_sentences_with_an_adapter(sentence_transformers, peft, encoder, tmp_path):
+    _, folder = encoder
+    sentences = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
+    sentences.add_adapter(lora(peft))
+    mask = build_pattern("window", LENGTH, 4, window_size=2)
+    sentences.transformers_model.set_mask(mask)
+    sentences.save_pretrained(str(tmp_path / "adapter"))
+    again = sentence_transformers.SentenceTransformer(str(tmp_path / "adapter"), device="cpu")
+    assert again.transformers_model.sparse_attention.mask == mask
+    torch.testing.assert_close(*(model.encode(TEXTS, convert_to_tensor=True) for model in (again, sentences)))
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "sentence_transformers.md"
+
+
+def run_page(folder, monkeypatch, pool):
+    """Run the blocks of the page in order, on a tiny model instead of the one from the Hub, and shorter documents."""
+    monkeypatch.chdir(folder)
+    vocabulary = " ".join(f"w{i}" for i in range(60))
+    names = {"queries": TEXTS[:2], "documents": [f"{vocabulary} " * 4, vocabulary], "__name__": "__main__"}
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S):
+        if pool or "pool" not in block:
+            block = block.replace("sentence-transformers/all-MiniLM-L6-v2", str(folder))
+            exec(block.replace("2048, 12,", "2048, 4,").replace("2048", "256").replace("64", "8"), names)
+    return names
+
+
+@pytest.mark.parametrize("pool", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_page_of_sentence_transformers(sentence_transformers, pool, word_tokenizer, monkeypatch, tmp_path, capsys):
+    BertModel(BertConfig(**TINY)).save_pretrained(tmp_path)
+    word_tokenizer.save_pretrained(tmp_path)
+    names = run_page(tmp_path, monkeypatch, pool)
+    assert re.findall(r"^(\d+%) (?:of the|as before)", capsys.readouterr().out, re.M) == ["93%", "93%"]
+    model = names["model"]
+    mask = model.transformers_model.sparse_attention.mask
+    assert mask.sparsity == pytest.approx(0.9, abs=0.01) and mask.length == 256
+    again = sentence_transformers.SentenceTransformer("my-model", device="cpu")
+    assert again.transformers_model.sparse_attention.mask == mask
+    expected = again.encode(names["documents"])
+    torch.testing.assert_close(model.encode(names["documents"]), expected, atol=1e-5, rtol=1e-4)
+    if pool:
+        torch.testing.assert_close(names["embeddings"], expected, atol=1e-5, rtol=1e-4)

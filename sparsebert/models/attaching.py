@@ -133,7 +133,8 @@ def attach(
     Give a stock model a mask, fixed or to be learned. Its configuration and weights stay as they are.
 
     Args:
-        model (`PreTrainedModel`): A base model or head of one of the `ARCHITECTURES`, also inside a PEFT model.
+        model (`PreTrainedModel`): A base model or head of one of the `ARCHITECTURES`, also inside a PEFT or
+            sentence-transformers model.
         mask_or_search ([`SparseMask`], `str` or `os.PathLike`): A mask, the folder or Hub id of a mask, a key of
             `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base

@@ -41,7 +41,8 @@ OWN_FIELDS = tuple(
 
 
 def without_adapters(model: Any) -> Any:
-    """The model inside a PEFT model."""
+    """The model inside a PEFT or sentence-transformers model."""
+    model = getattr(model, "transformers_model", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
