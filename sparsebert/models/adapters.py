@@ -51,6 +51,7 @@ def load_mask_of_adapter(
     if found.mask is not None:
         _load_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments))
         return
+    assert found.search is not None
     fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
     if not carries_sparse_attention(inner):
         attach_from(source, inner, None, **fields)

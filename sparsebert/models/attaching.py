@@ -148,7 +148,7 @@ def attach(
 
     Returns:
         `model`, changed in place: it has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that saves
-        the mask too. [`load`] reads that back and [`detach`] takes the mask off again.
+        the mask too. `from_pretrained` and [`load`] read that back and [`detach`] takes the mask off again.
     Raises:
         ValueError: If the architecture is not supported, the model carries a mask already, the mask does not fit it,
             or a field is wrong or has no meaning here. The model is unchanged then.
@@ -218,7 +218,8 @@ def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
 
 def detach(model: Model) -> Model:
     """
-    Take the mask off again: the model is what it was before [`attach`], with the weights that it has now.
+    Take the mask off again: the model is what it was before [`attach`], with the weights that it has now. Save it in a
+    folder without the mask: mask files that are there stay, and are loaded with the weights beside them.
 
     Args:
         model (`PreTrainedModel`): A model that [`attach`] gave a mask.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file, hub, logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
 from ..masks.mask_files import (
@@ -32,17 +32,10 @@ from .configuration_sparsebert import SparseBertConfig
 from .derived import Derived
 
 
-try:
-    from transformers.utils.hub import resolve_revision
-except ImportError:  # older transformers, which ask the Hub for every file
-
-    def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **_: Any) -> str | None:
-        """The revision as it is."""
-        return revision
-
-
 logger = logging.get_logger(__name__)
 
+# The commit that a revision is now, so that the cache can answer. Older transformers ask the Hub for every file.
+_resolve_revision: Any = getattr(hub, "resolve_revision", None)
 _stock_from_pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
 
 
@@ -189,9 +182,10 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     if source is None or not _may_carry(cls):
         return _stock_from_pretrained(cls, source, *args, **kwargs)
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-    if not Path(source).exists():
+    if _resolve_revision is not None and not Path(source).exists():
         pinning = ("revision", "token", "local_files_only", "cache_dir")
-        revision = resolve_revision(source, **{name: hub_arguments[name] for name in pinning if name in hub_arguments})
+        known = {name: hub_arguments[name] for name in pinning if name in hub_arguments}
+        revision = _resolve_revision(source, **known)
         if revision is not None:
             kwargs["revision"] = hub_arguments["revision"] = revision
     found = find_descriptions(source, **hub_arguments)
