@@ -21,6 +21,7 @@ from .attention.probability_maps import PROBABILITY_MAPS
 from .masks.mask_files import MaskFileError
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.sparse_mask import SparseMask
+from .models.adapters import extend_adapters
 from .models.architectures import ARCHITECTURES
 from .models.attaching import attach, detach, sparsity, sparsity_loss
 from .models.configuration_sparsebert import SparseBertConfig
@@ -39,6 +40,7 @@ from .models.modeling_sparsebert import (
 )
 from .models.positions import extend_positions
 from .models.sparse_attention import SparseAttention
+from .models.stock_loading import extend_stock_loading
 from .models.token_mixers import MIXERS
 from .search.progressive_pruning import ProgressivePruning
 from .search.search_schedule import SearchSchedule
@@ -62,6 +64,8 @@ for _auto, _model in (
     (AutoModelForMultipleChoice, SparseBertForMultipleChoice),
 ):
     _auto.register(SparseBertConfig, _model)
+extend_stock_loading()
+extend_adapters()
 
 
 def __getattr__(name: str) -> Any:

@@ -72,8 +72,9 @@ class Backend:
         refuse (`Callable`, *optional*): `(request) -> str or None`, the reason why it cannot serve a [`Request`].
         supports (`frozenset`, *optional*): What it can do beyond a frozen mask with padding, as keys of `WANTED`:
             `"additive"` (the thresholded mask of a search, or a 4-D mask of the caller), `"learned"` (a mask that is
-            being learned), `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a
-            sliding window that differs by sequence).
+            being learned), `"export"` (consists of PyTorch's operators, so that a graph of it can be exported),
+            `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a sliding window
+            that differs by sequence).
         probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
     """
 

@@ -27,6 +27,8 @@ MASK_CONFIG_NAME = "mask_config.json"
 MASK_WEIGHTS_NAME = "mask.safetensors"
 # What is searched, beside a stock model that carries the logits.
 SEARCH_CONFIG_NAME = "search_config.json"
+# The logits of a search beside an adapter, whose weights do not have them.
+MASK_LOGITS_NAME = "mask_logits.safetensors"
 MASK_FORMAT_VERSION = 1
 
 # Arguments of `from_pretrained` that select a file on the Hub.

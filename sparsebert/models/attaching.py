@@ -2,6 +2,7 @@
 
 from os import PathLike
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -77,7 +78,14 @@ def register(model: PreTrainedModel, sparse_attention: SparseAttention) -> None:
         # Not through Module.__setattr__, which would register it again under every layer.
         vars(module).update(sparse_attention=sparse_attention, mask_layer=index)
     if base is not model:
-        base.__class__ = derived_class(MaskedBase, type(base))
+        _change_class(base, derived_class(MaskedBase, type(base)))
+
+
+def _change_class(module: Any, new: Any) -> None:
+    old, module.__class__ = type(module), new
+    # Accelerate keeps the forward of a module that it has dispatched, and calls that one.
+    if getattr(vars(module).get("_old_forward"), "__func__", None) is old.forward:
+        module._old_forward = MethodType(new.forward, module)
 
 
 def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
@@ -125,7 +133,8 @@ def attach(
     Give a stock model a mask, fixed or to be learned. Its configuration and weights stay as they are.
 
     Args:
-        model (`PreTrainedModel`): A base model or head of one of the `ARCHITECTURES`, also inside a PEFT model.
+        model (`PreTrainedModel`): A base model or head of one of the `ARCHITECTURES`, also inside a PEFT or
+            sentence-transformers model.
         mask_or_search ([`SparseMask`], `str` or `os.PathLike`): A mask, the folder or Hub id of a mask, a key of
             `PATTERNS` or a key of `SEARCHES`.
         strict (`bool`, *optional*, defaults to `False`): Whether to refuse a mask that was found for another base
@@ -203,7 +212,7 @@ def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
         if not isinstance(config, MaskedConfigMixin):
             config.__class__ = derived_class(AttachedConfig, type(config))
             config.forget_saved_fields()
-    model.__class__ = derived_class(AttachedModel, type(model))
+    _change_class(model, derived_class(AttachedModel, type(model)))
     model.set_attn_implementation(attn_implementation)
 
 
@@ -229,7 +238,7 @@ def detach(model: Model) -> Model:
     base = attached.base_model
     del base.sparse_attention
     for part in {base, attached}:
-        part.__class__ = part.stock_class
+        _change_class(part, part.stock_class)
         if isinstance(part.config, AttachedConfig):
             part.config.__class__ = part.config.stock_class
     attached.set_attn_implementation(attributes.pop("_stock_attention"))

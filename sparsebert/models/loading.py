@@ -1,16 +1,13 @@
 """Loading a model with its mask from a folder or the Hub."""
 
-import json
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file, logging
+from transformers.utils import CONFIG_NAME, cached_file
 
-from ..attention.backends import sparse_name
 from ..hub import check_available, read_config
 from ..masks.mask_files import (
     HUB_ARGUMENTS,
@@ -18,16 +15,11 @@ from ..masks.mask_files import (
     SEARCH_CONFIG_NAME,
     MaskFileError,
     check_subfolder,
-    weights_changed,
 )
-from ..masks.sparse_mask import SparseMask
 from . import modeling_sparsebert
-from .architectures import check_architecture, describe
-from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
+from .architectures import check_architecture
 from .configuration_sparsebert import SparseBertConfig
-
-
-logger = logging.get_logger(__name__)
+from .stock_loading import find_descriptions
 
 
 def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | None:
@@ -114,37 +106,9 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
                 )
         return model_class.from_pretrained(source, **kwargs)
     check_architecture(config.model_type)
-    attn_implementation = sparse_name(kwargs.pop("attn_implementation", None))
-    fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
-    if mask_config := find_file(source, MASK_CONFIG_NAME, **hub_arguments):
-        mask = SparseMask.from_pretrained(source, **hub_arguments)
-        model = model_class.from_pretrained(source, **kwargs)
-        # On the Hub the weights are by now in the same folder of the cache.
-        if weights_changed(Path(mask_config), Path(mask_config).parent):
-            logger.warning(
-                f"{source}: the weights are not those that the mask was saved with. If a model without a mask was "
-                f"saved over one that had it, delete {MASK_CONFIG_NAME}. Saving this model again ends the warning."
-            )
-        # Empty rows were accepted when the mask was frozen.
-        put_on(model, mask, attn_implementation, **{"allow_empty_rows": True} | fields)
-        return model
-    search = find_file(source, SEARCH_CONFIG_NAME, **hub_arguments)
-    if search is None:
+    if find_descriptions(source, **hub_arguments) == (None, None):
         raise MaskFileError(f"{source}: there is no {MASK_CONFIG_NAME} and no {SEARCH_CONFIG_NAME} beside the model")
-    try:
-        fields = json.loads(Path(search).read_text(encoding="utf-8")) | fields
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise MaskFileError(f"{search}: not a search ({error!r})") from error
-    model, info = _searching_class(model_class, config, fields).from_pretrained(
-        source, output_loading_info=True, **kwargs
-    )
-    if missing := [name for name in info["missing_keys"] if name.endswith("mask_logits")]:
-        raise MaskFileError(
-            f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched"
-        )
-    model.__class__ = model.stock_class
-    become_attached(model, attn_implementation)
-    return model
+    return model_class.from_pretrained(source, **kwargs)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -160,24 +124,3 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if not (isinstance(found, type) and (name == "AutoModel" or issubclass(found, PreTrainedModel))):
         raise ValueError(f"architectures: {name!r} is not a model of {module.__name__}: give the class as model_class")
     return found
-
-
-def _searching_class(model_class, config, fields):
-    """A class whose models have mask logits when transformers reads the weights."""
-    if hasattr(model_class, "from_config"):
-        with torch.device("meta"):
-            model_class = type(model_class.from_config(config))
-
-    class SearchingModel(model_class):
-        stock_class = model_class
-        _keep_in_fp32_modules_strict = {"mask_logits", *(model_class._keep_in_fp32_modules_strict or ())}
-
-        def post_init(self):
-            if "sparse_attention" not in self.base_model._modules:
-                register(self, make_sparse_attention(self, describe(self, **fields)))
-            super().post_init()
-
-    # Transformers looks up what it knows about a class by these.
-    for name in ("__module__", "__name__", "__qualname__"):
-        setattr(SearchingModel, name, getattr(model_class, name))
-    return SearchingModel

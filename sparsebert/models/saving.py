@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from torch import nn
@@ -13,7 +14,7 @@ from transformers import BertConfig, PreTrainedModel
 
 from ..files import replace_files
 from ..masks.mask_cards import CARD_NAME
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_LOGITS_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_mask import MASK_PROBS_NAME
@@ -40,7 +41,8 @@ OWN_FIELDS = tuple(
 
 
 def without_adapters(model: Any) -> Any:
-    """The model inside a PEFT model."""
+    """The model inside a PEFT or sentence-transformers model."""
+    model = getattr(model, "transformers_model", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -58,6 +60,37 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     if sparse_attention is None:
         raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
+
+
+def carries_sparse_attention(model: Any) -> bool:
+    """Whether a model, or the one inside a PEFT model, has a mask, frozen or searched."""
+    base = getattr(without_adapters(model), "base_model", None)
+    return isinstance(base, nn.Module) and "sparse_attention" in base._modules
+
+
+def save_with_adapter(model: nn.Module, folder: Path) -> None:
+    """
+    Write the mask of a model beside the weights of an adapter: the frozen mask, or what is searched and the logits.
+    Files of another state of the mask are removed.
+    """
+    sparse_attention = get_sparse_attention(model)
+    if sparse_attention.mask is not None:
+        sparse_attention.mask.save_pretrained(folder)
+        (folder / MASK_LOGITS_NAME).unlink(missing_ok=True)
+    elif sparse_attention.mask_logits is not None:
+        for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME):
+            (folder / name).unlink(missing_ok=True)
+        sparse_attention.record_progress()
+        logits = sparse_attention.mask_logits.detach().cpu().contiguous()
+        weights = safetensors.torch.save({"mask_logits": logits})
+        replace_files(
+            {folder / SEARCH_CONFIG_NAME: _search_fields(sparse_attention), folder / MASK_LOGITS_NAME: weights}
+        )
+
+
+def _search_fields(sparse_attention):
+    fields = {name: getattr(sparse_attention.config, name) for name in OWN_FIELDS}
+    return (json.dumps(fields, indent=2) + "\n").encode()
 
 
 class SparseModelMixin(MaskedForward, _ModelBase):
@@ -105,7 +138,9 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             for name in self._contradicting_files():
                 (Path(save_directory) / name).unlink(missing_ok=True)
         super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
-        if is_main_process:
+        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
+            save_with_adapter(self, Path(save_directory))  # transformers has written the adapter alone
+        elif is_main_process:
             self._save_mask(Path(save_directory))
             save_model_card(self, Path(save_directory))
         if push_to_hub:
@@ -164,8 +199,7 @@ class AttachedModel(Derived, SparseModelMixin):
     def _save_mask(self, folder):
         super()._save_mask(folder)
         if self.sparse_attention.searching:
-            fields = {name: getattr(self.sparse_attention.config, name) for name in OWN_FIELDS}
-            replace_files({folder / SEARCH_CONFIG_NAME: (json.dumps(fields, indent=2) + "\n").encode()})
+            replace_files({folder / SEARCH_CONFIG_NAME: _search_fields(self.sparse_attention)})
 
     def _contradicting_files(self):
         names = super()._contradicting_files()

@@ -62,7 +62,7 @@ class SearchSchedule(TrainerCallback):
         model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
+        sparse_attention = _sparse_attention(model)
         if sparse_attention is not None:
             check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 
@@ -75,7 +75,7 @@ class SearchSchedule(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention: Any = getattr(getattr(model, "base_model", None), "sparse_attention", None)
+        sparse_attention = _sparse_attention(model)
         if sparse_attention is None or not sparse_attention.searching:
             return
         if self.end < 1 and sparse_attention.search.pruning:
@@ -109,6 +109,11 @@ class SearchSchedule(TrainerCallback):
         self.probs = probs
         if optimizer is not None:
             forget(optimizer, logits)
+
+
+def _sparse_attention(model: Any) -> Any:
+    inner = getattr(model, "transformers_model", model)  # that of a sentence-transformers model
+    return getattr(getattr(inner, "base_model", None), "sparse_attention", None)
 
 
 def forget(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:

@@ -11,7 +11,16 @@ from ..attention.backends import ATTENTION_NAMES, check_backend
 from ..hub import mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
-from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields, attach, get_sparse_attention, read_mask
+from ..models.attaching import (
+    MODEL_FIELDS,
+    OWN_FIELDS,
+    AttachedModel,
+    allowed_fields,
+    attach,
+    detach,
+    get_sparse_attention,
+    read_mask,
+)
 from ..models.configuration_sparsebert import SparseBertConfig, with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
@@ -154,6 +163,8 @@ def _with_mask(
         arguments |= {"pattern": "dense", "attn_implementation": backend}  # until the mask is set
         arguments["allow_empty_rows"] = fields.pop("allow_empty_rows", False)
     model = model_class.from_pretrained(options.model, **arguments)
+    if isinstance(model, AttachedModel):
+        detach(model)
     try:
         if sparse:
             model.set_mask(with_changes(read_mask(name, **of_mask), **fields))

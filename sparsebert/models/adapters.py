@@ -1,0 +1,150 @@
+"""
+What `import sparsebert` adds to PEFT: a mask travels in the folder of an adapter that was trained with it, and is
+attached when the adapter is loaded.
+"""
+
+import inspect
+from functools import wraps
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import is_peft_available, logging
+
+from ..masks.mask_files import HUB_ARGUMENTS, MASK_LOGITS_NAME, MaskFileError, check_subfolder
+from ..masks.sparse_mask import SparseMask
+from .architectures import check_architecture
+from .saving import carries_sparse_attention, get_sparse_attention, save_with_adapter, without_adapters
+from .stock_loading import attach_from, find_descriptions, read_search
+
+
+logger = logging.get_logger(__name__)
+
+
+def load_mask_of_adapter(
+    model: torch.nn.Module, source: str | PathLike, is_trainable: bool = False, **hub_arguments: Any
+) -> None:
+    """
+    Give a model the mask that lies beside an adapter, if there is one.
+
+    Args:
+        model (`torch.nn.Module`): The model that the adapter was loaded into, changed in place.
+        source (`str` or `os.PathLike`): Folder or Hub id of the adapter.
+        is_trainable (`bool`, *optional*, defaults to `False`): Whether the logits of a search are trained.
+        hub_arguments: Any of `HUB_ARGUMENTS`.
+
+    Raises:
+        MaskFileError: If a file is damaged, or does not fit the model.
+        ValueError: If the model is of an architecture that cannot carry a mask.
+    """
+    inner: Any = without_adapters(model)
+    found = find_descriptions(source, **hub_arguments)
+    if found == (None, None) or not isinstance(inner, PreTrainedModel):
+        return
+    check_subfolder(hub_arguments.get("subfolder"))
+    check_architecture(inner.config.model_type)
+    if found.mask is not None:
+        _load_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments))
+        return
+    fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
+    if not carries_sparse_attention(inner):
+        attach_from(source, inner, None, **fields)
+    sparse_attention = get_sparse_attention(inner)
+    parameter = sparse_attention.mask_logits
+    if parameter is None:
+        raise MaskFileError(
+            f"{source}: its mask is still being searched, that of the model is frozen: load the adapter into a model "
+            "without a mask"
+        )
+    if parameter.shape != logits.shape or sparse_attention.config.search != fields["search"]:
+        raise MaskFileError(
+            f"{source}: its logits are of a search {fields['search']} and have shape {tuple(logits.shape)}, the model "
+            f"has a search {sparse_attention.config.search} and shape {tuple(parameter.shape)}"
+        )
+    with torch.no_grad():
+        parameter.copy_(logits)
+    parameter.requires_grad_(is_trainable)
+
+
+def _load_frozen(model, source, mask):
+    if not carries_sparse_attention(model):
+        attach_from(source, model, mask)
+        return
+    sparse_attention = get_sparse_attention(model)
+    if sparse_attention.mask == mask:
+        return
+    if sparse_attention.mask is not None or sparse_attention.searching:
+        logger.warning(
+            f"{source}: the adapter was trained with another mask than that of the model, which now runs through the "
+            "mask of the adapter."
+        )
+    try:
+        sparse_attention.load_mask(mask, search=mask.metadata.get("search"))
+    except ValueError as error:
+        raise MaskFileError(f"{source}: {error}") from error
+
+
+def _read_logits(source, hub_arguments):
+    """The logits of a search beside an adapter."""
+    if Path(source).is_dir():
+        path = Path(source, hub_arguments.get("subfolder") or "", MASK_LOGITS_NAME)
+    else:
+        path = Path(hf_hub_download(str(source), MASK_LOGITS_NAME, **hub_arguments))
+    try:
+        return safetensors.torch.load_file(path)["mask_logits"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise MaskFileError(f"{path}: not the logits of a search ({error!r})") from error
+
+
+def _hub_arguments(arguments):
+    found = {**(arguments.get("adapter_kwargs") or {}), **arguments}
+    return {name: found[name] for name in HUB_ARGUMENTS if found.get(name) is not None}
+
+
+def _extended_load_adapter(stock):
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def load_adapter(self, *args, **kwargs):
+        result = stock(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        source = arguments.get("model_id", arguments.get("peft_model_id"))
+        if source is not None:
+            load_mask_of_adapter(self, source, arguments.get("is_trainable", False), **_hub_arguments(arguments))
+        return result
+
+    return load_adapter
+
+
+def _extended_save_pretrained(stock):
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        result = stock(self, save_directory, *args, **kwargs)
+        arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
+        if arguments.get("is_main_process", True) and carries_sparse_attention(self):
+            for name in arguments.get("selected_adapters") or self.peft_config:
+                save_with_adapter(self, Path(save_directory, "" if name == "default" else name))
+        return result
+
+    return save_pretrained
+
+
+def extend_adapters() -> None:
+    """Have PEFT save the mask of a model with its adapters, and attach it with them."""
+    if not is_peft_available():
+        return
+    from peft import PeftModel
+
+    holder: Any
+    for holder in (PeftModel, PreTrainedModel):
+        holder.load_adapter = _extended_load_adapter(holder.load_adapter)
+    holder = PeftModel
+    holder.save_pretrained = _extended_save_pretrained(PeftModel.save_pretrained)

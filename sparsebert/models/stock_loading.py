@@ -1,0 +1,246 @@
+"""
+What `import sparsebert` adds to `from_pretrained` of stock models: a mask that lies beside the weights is attached.
+
+The files of an attached model are stock, so nothing in them can lead transformers to the mask. `from_pretrained` of
+the class, which all others end in (`Auto*`, `pipeline`, sentence-transformers), is where the mask has to enter.
+"""
+
+import copy
+import json
+from functools import wraps
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file, logging
+
+from ..attention.backends import ATTENTION_NAMES, sparse_name
+from ..masks.mask_files import (
+    HUB_ARGUMENTS,
+    MASK_CONFIG_NAME,
+    SEARCH_CONFIG_NAME,
+    MaskFileError,
+    check_subfolder,
+    weights_changed,
+)
+from ..masks.sparse_mask import SparseMask
+from .architectures import ARCHITECTURES, describe
+from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
+from .configuration_sparsebert import SparseBertConfig
+from .derived import Derived
+
+
+try:
+    from transformers.utils.hub import resolve_revision
+except ImportError:  # older transformers, which ask the Hub for every file
+
+    def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **_: Any) -> str | None:
+        """The revision as it is."""
+        return revision
+
+
+logger = logging.get_logger(__name__)
+
+_stock_from_pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
+
+
+class Descriptions(NamedTuple):
+    """The descriptions beside a model: of its mask, or else of its search. `None` for what is not there."""
+
+    mask: Path | None
+    search: Path | None
+
+
+def find_descriptions(source: str | PathLike, **hub_arguments: Any) -> Descriptions:
+    """
+    Find the description of a mask or search in a folder or Hub repository. Where the Hub does not answer, none is
+    found: whether that matters is left to the download of the weights.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: Any of `HUB_ARGUMENTS`.
+    """
+    found: list[Path | None] = [None, None]
+    for index, name in enumerate((MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)):
+        path: Path | None
+        if Path(source).is_dir():
+            path = Path(source, hub_arguments.get("subfolder") or "", name)
+            path = path if path.is_file() else None
+        else:
+            file = cached_file(
+                source,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+                _raise_exceptions_for_gated_repo=False,
+                **hub_arguments,
+            )
+            path = None if file is None else Path(file)
+        if path is not None:
+            found[index] = path
+            break
+    return Descriptions(*found)
+
+
+def read_search(path: Path) -> dict[str, Any]:
+    """
+    Fields of a [`SparseBertConfig`] from the description of a search.
+
+    Raises:
+        MaskFileError: If the file is damaged, or describes something else.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        known = fields.keys() <= SparseBertConfig.__dataclass_fields__.keys()
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise MaskFileError(f"{path}: not a search ({error!r})") from error
+    if not known or "search" not in fields:
+        raise MaskFileError(f"{path}: not a search (its fields are {', '.join(map(str, fields)) or 'none'})")
+    return fields
+
+
+def _searching_class(model_class: Any, source: Any, fields: dict[str, Any]) -> Any:
+    """A class whose models have mask logits when transformers reads the weights."""
+
+    class SearchingModel(model_class):
+        stock_class = model_class
+        _keep_in_fp32_modules_strict = {"mask_logits", *(model_class._keep_in_fp32_modules_strict or ())}
+
+        def post_init(self):
+            if "sparse_attention" not in self.base_model._modules:
+                try:
+                    sparse_attention = make_sparse_attention(self, describe(self, **fields))
+                except (ValueError, StrictDataclassError) as error:
+                    raise MaskFileError(f"{source}: {' '.join(str(error).split())}") from error
+                register(self, sparse_attention)
+            super().post_init()
+
+    # Transformers looks up what it knows about a class by these.
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(SearchingModel, name, getattr(model_class, name))
+    return SearchingModel
+
+
+def _load_searching(cls, source, path, args, kwargs, attn_implementation, fields):
+    """The model and its loading information."""
+    made = _searching_class(cls, source, read_search(path) | fields)
+    model, info = _stock_from_pretrained(made, source, *args, **kwargs | {"output_loading_info": True})
+    if missing := [name for name in info["missing_keys"] if name.endswith("mask_logits")]:
+        raise MaskFileError(
+            f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched"
+        )
+    model.__class__ = model.stock_class
+    become_attached(model, attn_implementation)
+    return model, info
+
+
+def attach_from(
+    source: str | PathLike,
+    model: PreTrainedModel,
+    mask: SparseMask | None,
+    attn_implementation: str | None = None,
+    **fields: Any,
+) -> None:
+    """
+    Attach a mask or search that was read from a file.
+
+    Args:
+        source (`str` or `os.PathLike`): Where from, for the message.
+        model (`PreTrainedModel`): The stock model, changed in place.
+        mask ([`SparseMask`], *optional*): `None` if `fields` name a search.
+        attn_implementation (`str`, *optional*): Backend, or a stock name that means one.
+        fields: How the mask is used, see [`attach`].
+
+    Raises:
+        MaskFileError: If it does not fit the model.
+    """
+    try:
+        # Empty rows were accepted when the mask was frozen.
+        put_on(model, mask, sparse_name(attn_implementation), **{"allow_empty_rows": True} | fields)
+    except ValueError as error:
+        raise MaskFileError(f"{source}: {error}") from error
+
+
+def _plain_config(config, attn_implementation):
+    """A configuration for the stock model, and the attention implementation that it or the caller asks for."""
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+        attn_implementation = attn_implementation or config._attn_implementation
+        if isinstance(config, Derived):
+            config.__class__ = config.stock_class
+        if config._attn_implementation in ATTENTION_NAMES:
+            config._attn_implementation = None  # what `detach` goes back to
+    return config, attn_implementation
+
+
+def _may_carry(cls):
+    """Whether the models of a class are stock ones that can carry a mask."""
+    model_type = getattr(cls.config_class, "model_type", None)
+    remote = cls.__module__.partition(".")[0] == "transformers_modules"  # it knows what to do with its files
+    return model_type in ARCHITECTURES and model_type != SparseBertConfig.model_type and not remote
+
+
+@wraps(_stock_from_pretrained)
+def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+    cls = cls.stock_class if issubclass(cls, Derived) else cls
+    source = pretrained_model_name_or_path
+    if source is None or not _may_carry(cls):
+        return _stock_from_pretrained(cls, source, *args, **kwargs)
+    hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    if not Path(source).exists():
+        pinning = ("revision", "token", "local_files_only", "cache_dir")
+        revision = resolve_revision(source, **{name: hub_arguments[name] for name in pinning if name in hub_arguments})
+        if revision is not None:
+            kwargs["revision"] = hub_arguments["revision"] = revision
+    found = find_descriptions(source, **hub_arguments)
+    if found == (None, None):
+        loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
+        _attach_of_base(loaded[0] if isinstance(loaded, tuple) else loaded, source)
+        return loaded
+    check_subfolder(hub_arguments.get("subfolder"))
+    fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}
+    given = kwargs.pop("attn_implementation", None)
+    config, attn_implementation = _plain_config(kwargs.pop("config", None), given)
+    attn_implementation = sparse_name(attn_implementation)
+    if config is not None:
+        kwargs["config"] = config
+    if given is not None and given not in ATTENTION_NAMES:
+        kwargs["attn_implementation"] = given
+    if found.mask is None:
+        model, info = _load_searching(cls, source, found.search, args, kwargs, attn_implementation, fields)
+        return (model, info) if kwargs.get("output_loading_info") else model
+    mask = SparseMask.from_pretrained(source, **hub_arguments)
+    loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if "sparse_attention" not in model.base_model._modules:  # an adapter brings a mask of its own
+        # On the Hub the weights are by now in the same folder of the cache.
+        if weights_changed(found.mask, found.mask.parent):
+            logger.warning(
+                f"{source}: the weights are not those that the mask was saved with. If a model without a mask was "
+                f"saved over one that had it, delete {MASK_CONFIG_NAME}. Saving this model again ends the warning."
+            )
+        attach_from(source, model, mask, attn_implementation, **fields)
+    return loaded
+
+
+def _attach_of_base(model, source):
+    """Attach the mask of the base model that transformers went on to from the folder of an adapter."""
+    base = model.config.name_or_path
+    if not base or str(base) == str(source) or "sparse_attention" in model.base_model._modules:
+        return
+    found = find_descriptions(base)
+    if found.mask is not None:
+        attach_from(base, model, SparseMask.from_pretrained(base))
+    elif found.search is not None:
+        logger.warning(
+            f"{source}: its base model {base} carries a mask that is being searched, and was loaded without it: load "
+            "the base model first, and the adapter into it"
+        )
+
+
+def extend_stock_loading() -> None:
+    """Have `from_pretrained` of stock models attach the mask beside the weights. Others load as before."""
+    stock: Any = PreTrainedModel
+    stock.from_pretrained = classmethod(_from_pretrained)
