@@ -144,8 +144,11 @@ class FrozenMask:
     def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process and self.base_model.mask_files is not None:
-            for name, content in zip(FILES, self.base_model.mask_files, strict=True):
-                (Path(save_directory) / name).write_bytes(content)
+            # Without what it says about the weights beside it, which may have been trained.
+            description = json.loads(self.base_model.mask_files[0])
+            description.pop("model_weights_sample", None)
+            (Path(save_directory) / FILES[0]).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+            (Path(save_directory) / FILES[1]).write_bytes(self.base_model.mask_files[1])
         if push_to_hub:
             self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name))
 

@@ -41,7 +41,7 @@ def saved_fields(model_type: str) -> dict[str, Any]:
     auto_map = {auto: f"{CODE_PATH.stem}.{prefix}Bert{suffix}" for auto, suffix in AUTO_CLASSES.items()}
     if prefix:
         auto_map["AutoConfig"] = f"{CODE_PATH.stem}.SparseBertConfig"
-    note += ". Once the mask is frozen, also an Auto class of transformers with trust_remote_code=True, which is slower"
+    note += ". Once the mask is frozen, also an Auto class of transformers with trust_remote_code=True, but slower"
     if not prefix:
         note += "; without that transformers loads the model without the mask"
     return {NOTE_FIELD: f"{note}.", AUTO_MAP_FIELD: auto_map}
