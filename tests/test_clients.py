@@ -38,6 +38,8 @@ from sparsebert import (
     load,
 )
 from sparsebert.models.attaching import AttachedModel
+from sparsebert.training.finetuning_arguments import FinetuningArguments
+from sparsebert.training.task_models import _with_mask
 
 
 LENGTH = 12
@@ -260,6 +262,13 @@ def test_mask_beside_changed_weights_is_warned_of(said, tmp_path):
 
 
 # Training
+
+
+def test_finetuning_takes_another_mask_for_an_attached_model(attached, tmp_path):
+    _, folder = attached
+    options = FinetuningArguments(task="rte", model=str(folder), mask="star", max_length=LENGTH)
+    model = _with_mask(options, AutoModelForSequenceClassification, {}, "sparse_auto", {})
+    assert model.base_model.sparse_attention.mask == build_pattern("star", LENGTH, 4, num_layers=2)
 
 
 class Sentences(Dataset):
