@@ -403,7 +403,8 @@ def test_attentions_survive_saving(make, attached, tmp_path):
     assert "sparse_" not in json.dumps({key: value for key, value in read.items() if key != "pattern"})
     if attached:
         stock = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="eager")
-        assert type(stock.config) is BertConfig and len(stock(IDS).attentions) == LAYERS
+        assert isinstance(stock.config, BertConfig) and len(stock(IDS).attentions) == LAYERS
+        assert stock.sparse_attention.mask == model.sparse_attention.mask
     again = sparsebert.load(tmp_path, output_attentions=False)
     assert "attentions" not in again(IDS)
     sparsebert.load(tmp_path, output_attentions=True, attn_implementation="eager")
