@@ -38,6 +38,8 @@ from sparsebert import (
     load,
 )
 from sparsebert.models.attaching import AttachedModel
+from sparsebert.training.finetuning_arguments import FinetuningArguments
+from sparsebert.training.task_models import _with_mask
 
 
 LENGTH = 12
@@ -133,6 +135,20 @@ def test_encoder_decoders_of_attached_models(state, attached, tmp_path):
         assert isinstance(both.encoder, AttachedModel) and isinstance(both.decoder, AttachedModel) == (
             decoder == folder
         )
+
+
+def test_parts_whose_mask_is_not_saved_are_warned_of(said, tmp_path):
+    decoder = BertConfig(**TINY, is_decoder=True, add_cross_attention=True)
+    both = EncoderDecoderModel(encoder=stock_model().bert, decoder=transformers.BertLMHeadModel(decoder))
+    both.save_pretrained(tmp_path)
+    assert "without the mask" not in said.text
+    for part in (both.encoder, with_mask(stock_model(), "frozen").bert):
+        if part is both.encoder:
+            attach(part, "window", mask_length=LENGTH)
+        both.encoder = part
+        said.clear()
+        both.save_pretrained(tmp_path)
+        assert "EncoderDecoderModel is saved without the mask of its part encoder" in said.text
 
 
 @pytest.mark.parametrize("name, backend", [("eager", "sparse_eager"), ("sparse_cpu", "sparse_cpu")])
@@ -246,6 +262,13 @@ def test_mask_beside_changed_weights_is_warned_of(said, tmp_path):
 
 
 # Training
+
+
+def test_finetuning_takes_another_mask_for_an_attached_model(attached, tmp_path):
+    _, folder = attached
+    options = FinetuningArguments(task="rte", model=str(folder), mask="star", max_length=LENGTH)
+    model = _with_mask(options, AutoModelForSequenceClassification, {}, "sparse_auto", {})
+    assert model.base_model.sparse_attention.mask == build_pattern("star", LENGTH, 4, num_layers=2)
 
 
 class Sentences(Dataset):

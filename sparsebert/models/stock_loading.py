@@ -30,6 +30,7 @@ from .architectures import ARCHITECTURES, describe
 from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
 from .configuration_sparsebert import SparseBertConfig
 from .derived import Derived
+from .saving import SparseModelMixin
 
 
 logger = logging.get_logger(__name__)
@@ -37,6 +38,7 @@ logger = logging.get_logger(__name__)
 # The commit that a revision is now, so that the cache can answer. Older transformers ask the Hub for every file.
 _resolve_revision: Any = getattr(hub, "resolve_revision", None)
 _stock_from_pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
+_stock_save_pretrained: Any = PreTrainedModel.save_pretrained
 
 
 class Descriptions(NamedTuple):
@@ -234,7 +236,24 @@ def _attach_of_base(model, source):
         )
 
 
+@wraps(_stock_save_pretrained)
+def _save_pretrained(self, *args, **kwargs):
+    result = _stock_save_pretrained(self, *args, **kwargs)
+    parts = [name for name, part in self.named_modules() if "sparse_attention" in part._modules]
+    # Models with a mask of their own save it, and a SparseBERT has it in its configuration.
+    if parts and not isinstance(self, SparseModelMixin) and isinstance(self.get_submodule(parts[0]).config, Derived):
+        logger.warning(
+            f"{type(self).__name__} is saved without the mask of its part {', '.join(parts)}: save that part in a "
+            "folder of its own, too, and attach the mask again after loading."
+        )
+    return result
+
+
 def extend_stock_loading() -> None:
-    """Have `from_pretrained` of stock models attach the mask beside the weights. Others load as before."""
+    """
+    Have `from_pretrained` of stock models attach the mask beside the weights; others load as before. `save_pretrained`
+    of a model made of several warns of masks that it does not save.
+    """
     stock: Any = PreTrainedModel
+    stock.save_pretrained = _save_pretrained
     stock.from_pretrained = classmethod(_from_pretrained)
