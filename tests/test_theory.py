@@ -456,7 +456,7 @@ def test_cases_of_all_patterns(capsys):
     [
         (("star", 16), {"parameters": {"stride": 3}}, "unknown parameter of pattern 'star': 'stride'"),
         (("strided_cycle", 16), {"parameters": {"stride": "cube"}}, "stride must be an integer"),
-        (("star", 16, 0), {}, "num_heads must be an integer of at least 1, got 0"),
+        (("star", 16, 0), {}, "num_heads must be an integer from 1 to 1024, got 0"),
         (("star", 16), {"head_configuration": "union"}, "head_configuration needs one of the patterns"),
         (("fixed_cycle", 16), {"head_configuration": "unoin"}, "'sequential', 'union', 'multihead', got 'unoin'"),
     ],

@@ -30,6 +30,7 @@ from ..models.architectures import num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import check_folder
+from ..search.searches import SEARCHES
 from .checkpoint_manifests import is_damaged
 
 
@@ -252,8 +253,9 @@ def check_sizes_of(what: str, config: "PreTrainedConfig", model: dict[str, Any])
 def _check_given_mask(data, model):
     """Fields about another mask than the one that the recipe asks for would have no effect."""
     pattern, search = model.get("pattern"), model.get("search")
-    if not data.mask and pattern and (search or pattern not in PATTERNS):
-        return  # the configuration says that they exclude each other, or that there is no such pattern
+    unknown = pattern not in (None, *PATTERNS) or search not in (None, *SEARCHES)
+    if not data.mask and (unknown or (pattern and search)):
+        return  # the configuration says that there is no such pattern or search, or that they exclude each other
     given = {name for name in model if name in OWN_FIELDS and model[name] is not None} - set(MODEL_FIELDS)
     if data.mask:
         kind, fits = f"the mask {data.mask}", set(allowed_fields(None))
