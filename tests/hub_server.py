@@ -113,6 +113,7 @@ class HubServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wrong: str | int | None = None  # the fault of a request
 
     def log_message(self, *_):
         pass

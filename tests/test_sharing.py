@@ -258,10 +258,22 @@ def test_mask_alone_and_pull_request(hub, client, tmp_path):
     client.done("push", folder, "--repo_id", "user/alone", "--subfolder", "window-80", "--mask_only")
     files = {"mask_config.json", "mask.safetensors", "README.md"}
     assert set(hub.repos["user/alone"].files) == {"README.md", *(f"window-80/{name}" for name in files)}
+    card = hub.read("user/alone", "window-80/README.md").decode()
+    assert "without a model" in card and "sparsebert.attach(" in card and "pipeline_tag" not in card
+    assert "sparsebert.load" not in card and "trust_remote_code" not in card
     printed = client.done("push", folder, "--repo_id", "user/alone", "--create_pr")
     assert printed.strip().endswith("/user/alone/discussions/1")
     assert "config.json" not in hub.repos["user/alone"].files
     assert "config.json" in hub.repos["user/alone"].branches["refs/pr/1"].files
+
+
+def test_card_of_a_model_in_a_subfolder(hub, client, tmp_path):
+    client.run(f'sparsebert.attach(tiny(), "window", mask_length=16).save_pretrained({str(tmp_path)!r})')
+    client.done("push", tmp_path, "--repo_id", "user/top")
+    assert "trust_remote_code=True" in hub.read("user/top", "README.md").decode()
+    client.done("push", tmp_path, "--repo_id", "user/below", "--subfolder", "a")
+    card = hub.read("user/below", "a/README.md").decode()
+    assert "needs the package" in card and "trust_remote_code" not in card and "library_name: sparsebert" in card
 
 
 def test_push_replaces_another_state_of_the_mask(hub, client, tmp_path):

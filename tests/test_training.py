@@ -144,7 +144,7 @@ def test_search_that_ends_within_the_training(tiny_config, tmp_path, step):
 
 @pytest.mark.parametrize("end", [0.0, -1.0, 1.5])
 def test_search_end_out_of_range(end):
-    with pytest.raises(ValueError, match=r"search_end must be in \(0, 1\], got"):
+    with pytest.raises(ValueError, match="search_end must be"):
         SearchSchedule(end)
 
 

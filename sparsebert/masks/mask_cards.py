@@ -102,6 +102,11 @@ def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: S
     title, _, rest = sections[""].partition("\n")
     here = f'"{repo_id}"' + (f', subfolder="{subfolder}"' if subfolder else "")
     sections["Load"] = sections.get("Load", "").replace(f'"{title.removeprefix("# ")}"', here)
+    if subfolder and "trust_remote_code" in sections["Load"]:
+        # Transformers looks for code at the top of a repository only.
+        with_package = sections["Load"].partition("\n\nWithout it")[0]
+        sections["Load"] = f"{with_package}\n\nA model in a subfolder needs the package."
+        data.library_name = "sparsebert"
     name = subfolder or repo_id.split("/")[-1]
     sections[""] = f"# {name}\n{rest}"
     if data.base_model == repo_id:  # loaded from where it goes again

@@ -21,7 +21,16 @@ from transformers.utils import CONFIG_NAME
 
 from ..files import UNFINISHED_NAME, check_output_dir, is_empty
 from ..hub import check_available
-from .mask_cards import CARD_NAME, collection_card, own_card, renamed, signed
+from .mask_cards import (
+    CARD_NAME,
+    bare_mask_card,
+    card_sections,
+    collection_card,
+    make_card,
+    own_card,
+    renamed,
+    signed,
+)
 from .mask_files import (
     MASK_CONFIG_NAME,
     MASK_WEIGHTS_NAME,
@@ -101,6 +110,17 @@ def _scores(path):
         return {}  # a card that anybody may have written, or none
 
 
+def _card_of_mask(folder, card):
+    """The card of a mask without its model, with what the card of the model says of the mask and of results."""
+    fields, metadata, _, _ = read_description(folder / MASK_CONFIG_NAME)
+    no_sparsities = [[0.0] * fields["num_heads"]] * fields["num_layers"]  # those are in the card of the model
+    bare = bare_mask_card(folder.resolve().name, fields, no_sparsities, metadata)
+    about = {name: text for name, text in card_sections(bare).items() if name in ("", "Load", "Limits")}
+    data: Any = bare.data
+    data.eval_results, data.model_name = card.data.eval_results, card.data.model_name
+    return make_card(data, card_sections(card) | about)
+
+
 def push_folder(
     folder: str | os.PathLike,
     repo_id: str,
@@ -153,6 +173,8 @@ def push_folder(
         names.remove(CARD_NAME)
     contents: dict[str, Any] = {name: folder / name for name in names}
     if CARD_NAME in names and (card := own_card(folder / CARD_NAME)) is not None:
+        if mask_only and (folder / CONFIG_NAME).is_file():
+            card = _card_of_mask(folder, card)
         contents[CARD_NAME] = signed(renamed(card, repo_id, subfolder, tags or ()))
     operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
     stale = {place + name for name in (_STATE if replaced is None else replaced)} - {place + name for name in names}
