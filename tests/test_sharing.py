@@ -268,7 +268,11 @@ def test_mask_alone_and_pull_request(hub, client, tmp_path):
 
 
 def test_card_of_a_model_in_a_subfolder(hub, client, tmp_path):
-    client.run(f'sparsebert.attach(tiny(), "window", mask_length=16).save_pretrained({str(tmp_path)!r})')
+    client.run(f"""
+sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+config = sparsebert.SparseBertConfig(**sizes, pattern="window", mask_length=16)
+sparsebert.SparseBertForMaskedLM(config).save_pretrained({str(tmp_path)!r})
+""")
     client.done("push", tmp_path, "--repo_id", "user/top")
     assert "trust_remote_code=True" in hub.read("user/top", "README.md").decode()
     client.done("push", tmp_path, "--repo_id", "user/below", "--subfolder", "a")
