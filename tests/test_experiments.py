@@ -133,9 +133,11 @@ def test_finished_runs_are_not_run_again(recipe, tmp_path):
     finetune(recipe(seeds=2))
     first = tmp_path / "run/seed-42"
     (tmp_path / "run/seed-43/metrics.json").unlink()  # as if it had been interrupted
-    times = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    # Its card gets the results of all seeds.
+    times = {path: path.stat().st_mtime_ns for path in first.iterdir() if path.name != "README.md"}
     finetune(recipe(seeds=3))
-    assert {path: path.stat().st_mtime_ns for path in first.iterdir()} == times
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert set(times) | {first / "README.md"} == set(first.iterdir())
     assert len(metrics_of(tmp_path / "run")["seeds"]) == 3
 
 

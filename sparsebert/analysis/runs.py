@@ -23,7 +23,13 @@ from transformers.utils import CONFIG_NAME, logging
 from ..checks import nearest
 from ..files import make_folder, write_metrics
 from ..hub import check_available
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, check_subfolder, find_mask_files
+from ..masks.mask_files import (
+    MASK_CONFIG_NAME,
+    SEARCH_CONFIG_NAME,
+    MaskFileError,
+    check_subfolder,
+    find_mask_files,
+)
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -175,7 +181,10 @@ def _check_source(source, hub_arguments):
 
 def _read_frozen(source, hub_arguments):
     if _find(source, MASK_CONFIG_NAME, hub_arguments) is None:
-        find_mask_files(source, **hub_arguments)  # says where there are masks instead
+        try:
+            find_mask_files(source, **hub_arguments)  # says where there are masks instead
+        except MaskFileError as error:
+            raise NoMaskError(str(error)) from error
         raise NoMaskError(
             f"{source}: holds no mask (or cannot be reached): expected a pre-training run, a searching checkpoint, or "
             f"a folder or Hub repository with {MASK_CONFIG_NAME}"

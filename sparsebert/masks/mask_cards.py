@@ -83,7 +83,9 @@ def save_card(folder: Path, card: ModelCard) -> bool:
     path = folder / CARD_NAME
     if path.exists() and own_card(path) is None:
         return False
-    replace_files({path: signed(card)})
+    content = signed(card)
+    if not path.exists() or path.read_bytes() != content:
+        replace_files({path: content})
     return True
 
 
