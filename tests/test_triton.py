@@ -191,14 +191,14 @@ def poison(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
-# QUICK runs the kernels that the length selects, LISTS those of long inputs. More combinations are marked slow.
+# QUICK runs the kernels that the length selects, LISTS those of long inputs.
 QUICK = [
-    {"length": 1},
+    {"length": 100, "head_size": 128, "padding": "holes", "heads": 1},
     {"length": 7, "padding": "holes", "last": False},
     {"length": 63, "padding": "left", "first": False},
     {"length": 64, "causal": True, "padding": "ragged", "transposed": False},
     {"length": 100, "padding": "ragged", "batch": 3, "head_size": 64},
-    {"length": 100, "head_size": 128, "padding": "holes", "heads": 1},
+    {"length": 1},
     {"length": 128, "mask": "blocks", "diagonal": False},
     {"length": 128, "mask": "dense", "first": False, "last": False, "causal": True},
     {"length": 100, "padding": "one token", "diagonal": True},
@@ -220,19 +220,24 @@ LISTS = [
 ]
 
 
+def thinned(cases):
+    """Every other case, in the interpreter: the others are slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (index % 2)) for index, case in enumerate(cases)]
+
+
 def name(fields):
     return ", ".join(f"{key} {value}" for key, value in fields.items())
 
 
 @runs_kernels
-@pytest.mark.parametrize("fields", QUICK, ids=name)
+@pytest.mark.parametrize("fields", thinned(QUICK), ids=name)
 def test_short_kernels(fields):
     case = Case(**fields)
     assert_right(case, case.run())
 
 
 @runs_kernels
-@pytest.mark.parametrize("fields", LISTS, ids=name)
+@pytest.mark.parametrize("fields", thinned(LISTS), ids=name)
 def test_kernels_on_lists(fields, monkeypatch):
     """The kernels of long inputs are right at any length."""
     monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
