@@ -53,6 +53,11 @@ def _to_rst(app, what, name, obj, options, lines):
     lines[:] = re.sub(r"(`[^`\n]+`)(?=\w)", r"\1\\ ", text).replace("|", "\\|").split("\n")
 
 
+def _skip(app, what, name, obj, skip, options):
+    """Leave out the methods whose docstring is that of transformers, as `forward`."""
+    return True if getattr(obj, "__module__", None) and obj.__module__.startswith("transformers.") else None
+
+
 def _insert(app, docname, source):
     """Put what is made from the package where a page has `<!-- table: NAME -->`, `<!-- api: FOLDER -->` or
     `<!-- verbs: all -->`."""
@@ -65,4 +70,5 @@ def _insert(app, docname, source):
 
 def setup(app):
     app.connect("autodoc-process-docstring", _to_rst, priority=600)
+    app.connect("autodoc-skip-member", _skip)
     app.connect("source-read", _insert)
