@@ -106,6 +106,8 @@ def explained(error: HTTPError) -> str:
     matches = (re.fullmatch(pattern, unquote(urlsplit(url).path)) for pattern in _ADDRESSES)
     found = next((match.groupdict() for match in matches if match), {})
     place = ": ".join(name for name in (found.get("repo"), found.get("file")) if name) or url or constants.ENDPOINT
+    if place.endswith("/api/repos/create"):
+        place = "the new repository"
     if not isinstance(error, HfHubHTTPError):
         said = " ".join(str(error).split()) or type(error).__name__
         return f"{place}: the connection to {constants.ENDPOINT} failed ({said}): run the same command again"

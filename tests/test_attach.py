@@ -368,6 +368,12 @@ def test_load_takes_sparsebert_models_and_other_heads(tiny_config, tmp_path):
 def test_load_of_a_folder_without_a_mask(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder './nowhere'"):
         load("./nowhere")
+    build_pattern("window", length=16, num_heads=2).save_pretrained(tmp_path / "mask")
+    with pytest.raises(MaskFileError, match="holds a mask without a model: give it to a model with sparsebert.attach"):
+        load(tmp_path / "mask")
+    (tmp_path / "mask" / "adapter_config.json").write_text("{}")
+    with pytest.raises(MaskFileError, match="holds an adapter: load it with peft"):
+        load(tmp_path / "mask")
     base_model("bert").save_pretrained(tmp_path)
     with pytest.raises(MaskFileError, match="no mask_config.json and no search_config.json"):
         load(tmp_path)
@@ -451,7 +457,7 @@ def test_other_architectures_are_refused_by_name(config):
         (random_mask(2), {}, "for 2 layer.s. and 4 heads.*the model has 3 layers"),
         ("bigbrid", {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
         ("dams", {}, "did you mean 'dam_s'"),
-        ("owner/nothing", {}, "mask 'owner/nothing' is no pattern.*no search"),
+        ("owner/nothing", {}, "mask 'owner/nothing' cannot be read as a folder or Hub id: owner/nothing: mask_config"),
         (None, {}, "attach needs a SparseMask or the name of one, got None"),
         (random_mask(), {"diagonal": "off"}, "diagonal.*must be one of 'learned', 'keep', 'remove', got 'off'"),
         ("window", {"attn_implementation": "flash_attention_2"}, "'flash_attention_2' would ignore the mask"),

@@ -194,7 +194,7 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
         ({"attn_implementation": "flash_attention_2"}, {}, "would ignore the mask"),
         ({"mask": "bigbrid"}, {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
         ({"mask": "dam_s"}, {}, "'dam_s' is a search"),
-        ({"mask": "owner/nothing"}, {}, "mask 'owner/nothing' is no pattern"),
+        ({"mask": "owner/nothing"}, {}, "mask 'owner/nothing' cannot be read"),
         ({"mask": "./nowhere"}, {}, "mask: there is no folder './nowhere'"),
         ({"model": "/nowhere"}, {}, "model: there is no folder '/nowhere'"),
         ({"max_length": 48}, {}, "max_length 48 is more than the 40 positions"),

@@ -363,7 +363,7 @@ def test_wrong_names_and_tokens_are_one_line(hub, client, shared, tmp_path):
         (["pull", "user/nowhere", "--output_dir", out], ["user/nowhere: there is no such repository"]),
         (["pull", shared, "--revision", "v9", "--output_dir", out], ["user/shared: there is no such revision"]),
         (["pull", shared, "--token", "hf_no", "--output_dir", out], ["user/shared: not allowed", "hf auth login"]),
-        (["push", mask, "--repo_id", "user/x", "--token", "hf_no"], ["not allowed", "hf auth login"]),
+        (["push", mask, "--repo_id", "user/x", "--token", "hf_no"], ["the new repository: not allowed", "auth login"]),
         (["masks", "user/nowhere"], ["user/nowhere: there is no such repository"]),
         (["masks", shared, "--token", "hf_no"], ["user/shared: not allowed"]),
     ):

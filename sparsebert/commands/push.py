@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..hub import HubArguments
+from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.repositories import check_pushable, push_folder
 from ._command import Command, Printing, Results, needed
 
@@ -62,4 +63,7 @@ def run(values):
         mask_only=options.mask_only,
     )
     url = done.pr_url or done.commit_url
-    return Results({"url": url, "commit": done.oid, "files": names}, notes=[f"pushed {', '.join(names)}", url])
+    notes = [f"pushed {', '.join(names)}", url]
+    if not any(name.endswith(MASK_CONFIG_NAME) for name in names):
+        notes.insert(0, f"{options.folder} holds no frozen mask")
+    return Results({"url": url, "commit": done.oid, "files": names}, notes=notes)

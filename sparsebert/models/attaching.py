@@ -6,13 +6,14 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HTTPError, StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.backends import sparse_name
 from ..checks import nearest
+from ..hub import explained
 from ..masks.mask_files import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
@@ -102,10 +103,8 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
     try:
         return SparseMask.from_pretrained(name, **hub_arguments)
     except OSError as error:
-        raise ValueError(
-            f"mask {name!r} is no pattern ({', '.join(PATTERNS)}), no search ({', '.join(SEARCHES)}) and cannot be "
-            f"read as a folder or Hub id: {error}"
-        ) from error
+        reason = explained(error) if isinstance(error, HTTPError) else error
+        raise ValueError(f"mask {name!r} cannot be read as a folder or Hub id: {reason}") from error
 
 
 def _check_base(model: PreTrainedModel, mask: SparseMask, strict: bool) -> None:

@@ -22,6 +22,13 @@ from .configuration_sparsebert import SparseBertConfig
 from .stock_loading import find_descriptions
 
 
+# What a folder or repository without a model may hold, and how that is loaded.
+_OTHERS = {
+    "adapter_config.json": "an adapter: load it with peft, as AutoPeftModel.from_pretrained, and its mask comes along",
+    MASK_CONFIG_NAME: "a mask without a model: give it to a model with sparsebert.attach",
+}
+
+
 def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | None:
     """Path of a file in a folder or Hub repository, or `None` if there is no such file."""
     return cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub_arguments)
@@ -82,12 +89,12 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     If the weights changed since the mask was saved beside them, there is a warning.
 
     Raises:
-        MaskFileError: If there is a model but no mask.
+        MaskFileError: If there is a model but no mask, a mask without a model or an adapter.
         OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
         ValueError: If the class that was saved is not one of transformers, or as for [`attach`].
     """
     source = pretrained_model_name_or_path
-    check_folder(source, subfolder=kwargs.get("subfolder"))
+    check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))
     if not (model_class is None or hasattr(model_class, "from_pretrained")):
         raise ValueError(f"model_class must be a class of transformers, got {model_class!r}")
     # The code beside a model is for environments without this package.
@@ -95,6 +102,10 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
     check_subfolder(hub_arguments.get("subfolder"))
     check_available(source, CONFIG_NAME, **hub_arguments)
+    if not find_file(source, CONFIG_NAME, **hub_arguments):
+        for name, kind in _OTHERS.items():
+            if find_file(source, name, **hub_arguments):
+                raise MaskFileError(f"{source} holds {kind}")
     config = read_config(source, **hub_arguments)
     model_class = model_class or model_class_of(config)
     if isinstance(config, SparseBertConfig):

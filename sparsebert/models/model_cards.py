@@ -127,7 +127,8 @@ from transformers import {auto}
 
 model = {auto}.from_pretrained("{name}", trust_remote_code=True)
 ```"""
-        without += "" if ours else f"\n\nWithout `trust_remote_code=True` {silent}"
+        refused = "transformers refuses to load it, and asks for it."
+        without += f"\n\nWithout `trust_remote_code=True` {refused if ours else silent}"
     elif ours:
         without = "Without it this model cannot be run: install the package."
     else:
