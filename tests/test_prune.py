@@ -187,7 +187,7 @@ def test_runs_without_a_ranking(tmp_path):
         prune(tmp_path / "mask", tmp_path / "masks", [0.95])
     probs = (torch.rand(4, 20, 20) > 0.5).float().triu() * 0.7
     mask = SparseMask(probs > 0, 20, metadata={"search": "dam_u"})
-    run = Run("run", KEPT, probs[None], mask, {"symmetric": False})
+    run = Run("run", mask, None, KEPT, probs[None], {"symmetric": False})
     assert prune_by_probs(run, 0.9).sparsity == pytest.approx(0.9)
     with pytest.raises(ValueError, match="at least that of the run, 0.7.*, got 0.3: the run was pruned"):
         prune_by_probs(run, 0.3)

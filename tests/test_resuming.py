@@ -151,7 +151,7 @@ def stopped(text, tmp_path_factory):
         ("data", "mlm_probability", 0.2, "data.mlm_probability: 0.15 -> 0.2"),
         ("data", "search_end", 0.5, "data.search_end: 1.0 -> 0.5"),
         ("data", "nsp", True, "data.nsp: False -> True"),
-        ("model", "hidden_dropout_prob", 0.2, "model.hidden_dropout_prob: 0.0 -> 0.2"),
+        ("model", "hidden_dropout_prob", 0.2, "model.hidden_dropout_prob: 0.1 -> 0.2"),
         ("model", "mask_constant", 5.0, "model.mask_constant: None -> 5.0"),
         ("model", "sparsity_weight", 1e-3, "model.sparsity_weight: 0.0001 -> 0.001"),
         ("training", "seed", 1, "training.seed: 42 -> 1"),

@@ -105,7 +105,7 @@ def test_a_configuration_that_repeats_the_mask(stated, tiny_config, tmp_path):
     mask = model.freeze(sparsity=0.6)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    repeated = {"diagonal": "learned", "last_token": "real", "length_policy": "extend", "noise_scale_end": None}
+    repeated = {"diagonal": "learned", "last_token": "real", "length_policy": "extend"}
     path.write_text(json.dumps(json.loads(path.read_text()) | repeated | stated))
     assert AutoModelForMaskedLM.from_pretrained(tmp_path).sparse_attention.mask == mask
     changed = AutoModelForMaskedLM.from_pretrained(tmp_path, diagonal="remove").sparse_attention.mask
