@@ -127,14 +127,14 @@ def test_training_through_a_found_mask(pretrained, text, tmp_path):
         (["--pattern", "bigbrid"], "'bigbird'"),
         (["--sparsity_weight", "-1"], "sparsity_weight"),
         (["--mask", "nowhere/at/all"], "nowhere/at/all"),
-        (["--attn_implementation", "sdpa"], "sparse_sdpa"),
+        (["--attn_implementation", "flash_attention_2"], "sparse_sdpa"),
         (["--pattern", "random", "--pattern_kwargs", "{sparsity: 0.99}"], "keep nothing"),
     ],
     ids=lambda value: "-".join(value[:2]).strip("-") if isinstance(value, list) else "",
 )
 def test_bad_pretraining_input(arguments, message, tmp_path):
     with pytest.raises((ValueError, OSError, StrictDataclassError), match=re.escape(message)):
-        run("pretrain", SMALL, *arguments, "--output_dir", tmp_path / "run")
+        run("pretrain", SMALL, *TINY, *arguments, "--output_dir", tmp_path / "run")
     assert not (tmp_path / "run").exists(), "something was written before the error"
 
 
@@ -147,7 +147,7 @@ def test_empty_corpus(tmp_path):
 def test_tokenizer_larger_than_the_model(pretrained, text, tmp_path):
     arguments = ["--text", text, "--tokenizer", pretrained, *TINY, "--vocab_size", 100]
     with pytest.raises(ValueError, match="vocab_size"):
-        run("pretrain", SMALL, *arguments, "--output_dir", tmp_path / "run")
+        run("pretrain", SMALL, *TINY, *arguments, "--output_dir", tmp_path / "run")
 
 
 def test_bad_finetuning_input(pretrained, tmp_path):
