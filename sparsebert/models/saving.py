@@ -137,6 +137,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             # Before anything is written: what an interrupted save leaves must not pass for a model.
             for name in self._contradicting_files():
                 (Path(save_directory) / name).unlink(missing_ok=True)
+        state_dict = self._with_logits(state_dict)
         super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
             save_with_adapter(self, Path(save_directory))  # transformers has written the adapter alone
@@ -147,6 +148,15 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
             self.push_to_hub(**hub, token=kwargs.get("token"))
+
+    def _with_logits(self, state_dict):
+        """The weights to save, with logits that are kept out of the parameters of the model."""
+        logits = self.sparse_attention.mask_logits
+        if logits is None or any(weight is logits for weight in self.sparse_attention.parameters()):
+            return state_dict
+        name = next(name for name, module in self.named_modules() if module is self.sparse_attention)
+        given = self.state_dict() if state_dict is None else state_dict
+        return {**given, f"{name}.mask_logits": logits.detach().cpu()}
 
     def _save_mask(self, folder):
         if self.sparse_attention.mask is not None:

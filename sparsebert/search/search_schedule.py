@@ -117,7 +117,9 @@ def _sparse_attention(model: Any) -> Any:
 
 
 def forget(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Take a parameter out of an optimizer. Its groups and the state of the other parameters stay."""
+    """Take a parameter out of an optimizer that has it. Its groups and the state of the other parameters stay."""
+    if not any(other is parameter for group in optimizer.param_groups for other in group["params"]):
+        return  # engines that shard keep an optimizer of another kind, which never has the logits
     for group in optimizer.param_groups:
         group["params"] = [other for other in group["params"] if other is not parameter]
     optimizer.state.pop(parameter, None)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType
 from huggingface_hub import HfApi
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from transformers.utils import logging
 
@@ -24,6 +23,7 @@ from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
 from .divergence import check_weights, diverged, first_bad_weight
 from .resuming import check_checkpoint
+from .sharded_trainer import ShardedTrainer
 
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
-
-SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 class MaskingEpoch(TrainerCallback):
@@ -55,7 +53,7 @@ class MaskingEpoch(TrainerCallback):
         self._trainer.worker_seeds.manual_seed(seed + epoch)
 
 
-class SparseBertTrainer(Trainer):
+class SparseBertTrainer(ShardedTrainer):
     """
     A [`~transformers.Trainer`] for models with a mask. It differs from the stock Trainer in that
 
@@ -68,7 +66,8 @@ class SparseBertTrainer(Trainer):
     - the logs show the sparsity of the mask being learned, and the number of its rows that keep nothing;
     - the loss is averaged over accumulated batches, whatever the model;
     - the number of workers that load the batches changes neither batches nor noise and dropout;
-    - a run only resumes from a checkpoint of the same search;
+    - under DeepSpeed and FSDP every process has all mask logits, see [`ReplicatedLogits`];
+    - a run only resumes from a checkpoint of the same search, and of an engine that it can read;
     - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
     - a push to the Hub, of the end or of a checkpoint, contains the mask or the search, and deletes what contradicts
       it;
@@ -103,7 +102,7 @@ class SparseBertTrainer(Trainer):
     def _callback(self, kind):
         return next((callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)), None)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+    def _restore_mask(self, resume_from_checkpoint):
         # The stock Trainer only loads the weights: the search they belong to must be the same, and its mask loaded.
         pruning, freezes = self._callback(ProgressivePruning), self._callback(SearchSchedule).end < 1
         check_checkpoint(resume_from_checkpoint, self.model, pruning, freezes)
@@ -113,7 +112,6 @@ class SparseBertTrainer(Trainer):
             sparse_attention = self.model.base_model.sparse_attention
             mask = SparseMask.from_pretrained(resume_from_checkpoint)
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.model_init is None:
@@ -186,11 +184,14 @@ class SparseBertTrainer(Trainer):
         losses, self._step_losses = self._step_losses, []
         logits = getattr(self._sparse_attention(), "mask_logits", None)
         weights = [weight for weight in model.parameters() if weight.grad is not None and weight is not logits]
-        if self.accelerator.distributed_type in SHARDING or any(hasattr(w.grad, "to_local") for w in weights):
-            # Sharded gradients are clipped by those who shard them, all in one.
+        if self._is_sharded() or any(hasattr(w.grad, "to_local") for w in weights):
+            # Sharded gradients are clipped by those who shard them.
             norm = super()._clip_grad_norm(model) if max_norm < math.inf else super()._get_grad_norm(model)
-            norms = [torch.as_tensor(norm)] if norm is not None else []
-            self._check_step(model, losses, norms, logits)
+            norms = [] if norm is None else [torch.as_tensor(getattr(norm, "full_tensor", lambda: norm)())]
+            gradients = self._reduced_logits()
+            self._check_step(model, losses, [*norms, *map(torch.linalg.vector_norm, gradients)], logits)
+            if max_norm < math.inf and gradients:
+                torch.nn.utils.clip_grad_norm_([logits], max_norm)
             return norm
         self.accelerator.unscale_gradients()
         groups = [weights, [] if logits is None or logits.grad is None else [logits]]

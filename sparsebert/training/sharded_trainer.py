@@ -1,0 +1,125 @@
+"""What a Trainer of models with a mask does under DeepSpeed and FSDP."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from ..models.decoder_bias import share_bias
+from .engines import (
+    SHARDING,
+    ReplicatedLogits,
+    check_engine,
+    record_engine,
+    stored_state_type,
+    warn_of_ignored_engine,
+    wrap_layers,
+)
+
+
+class ShardedTrainer(Trainer):
+    """
+    The part of [`SparseBertTrainer`] that is about engines that shard a model.
+
+    - The mask logits stay whole on every process, see [`ReplicatedLogits`].
+    - The decoder of a head for masked tokens uses the bias of the head, see [`share_bias`].
+    - A run only resumes from a checkpoint that its engine can read.
+    - `save_model` writes all weights also where FSDP's checkpoints hold shards.
+
+    Raises:
+        ValueError: By `train`, if a checkpoint is of another engine, or DeepSpeed is to search a mask under fp16.
+    """
+
+    _sparse_attention: Callable[[], Any]
+    _restore_mask: Callable[[str], None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        warn_of_ignored_engine(self.args)
+        self._replicated: ReplicatedLogits | None = None
+
+    def _is_sharded(self):
+        return self.accelerator.distributed_type in SHARDING
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        checkpoint: Any = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if checkpoint:
+            check_engine(checkpoint, self.args)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _inner_training_loop(self, *args, **kwargs):
+        if self._is_sharded():
+            self._make_ready(kwargs.get("resume_from_checkpoint"))
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _make_ready(self, checkpoint):
+        """What must be done before the engine wraps the model."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            share_bias(model)
+            wrap_layers(self.accelerator.state.fsdp_plugin, model)
+        if checkpoint is not None:
+            self._restore_mask(checkpoint)
+        if self._replicated is not None:
+            self.remove_callback(self._replicated)  # of an earlier training
+            self._replicated = None
+        sparse_attention = self._sparse_attention()
+        if sparse_attention is None or not sparse_attention.searching:
+            return
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED and self.args.fp16:
+            raise ValueError("fp16 must be false while DeepSpeed searches a mask: use bf16 (--bf16)")
+        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self._replicated = ReplicatedLogits(sparse_attention, self.args.device, optimizer_class, kwargs)
+        self.add_callback(self._replicated)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._replicated is not None:
+            # DeepSpeed updates the weights, and may change the rate, within the step.
+            self._replicated.learning_rate = self.optimizer.param_groups[0]["lr"]
+        return super().training_step(*args, **kwargs)
+
+    def _reduced_logits(self):
+        """The gradient of the logits, averaged over the processes, or nothing."""
+        if self._replicated is None:
+            return []
+        scaler = getattr(self.accelerator, "scaler", None)
+        return self._replicated.reduce(scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0)
+
+    def _state_plugin(self):
+        return self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        plugin = self._state_plugin()
+        if plugin is not None and "SHARDED_STATE_DICT" in str(plugin.state_dict_type):
+            # The stock Trainer would save nothing. A checkpoint has the weights in shards already.
+            folder = str(self.args.output_dir if output_dir is None else output_dir)
+            self._save(folder, {} if _internal_call else self.accelerator.get_state_dict(self.model))
+            if _internal_call and self.args.should_save:
+                (Path(folder) / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            record_engine(output_dir, self.args)
+            if self._replicated is not None:
+                self._replicated.save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self._is_sharded():
+            self._restore_mask(resume_from_checkpoint)
+        with stored_state_type(self._state_plugin(), resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with stored_state_type(self._state_plugin(), checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if self._replicated is not None:
+            self._replicated.load(checkpoint)
