@@ -9,6 +9,7 @@ accelerators only; here it is given the state that it would make there.
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import traceback
@@ -23,6 +24,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForSequenceClassification
 from sparsebert.search.search_schedule import SearchSchedule
+from sparsebert.training.engines import warn_of_ignored_engine
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -49,7 +51,7 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 # Without noise, so that the processes draw the mask of one process.
-PENALTY = {"search": "dam_s", "initial_decay": 0.0, "sparsity_weight": 1e-8, "noise_scale": 0.0, "hard": False}
+PENALTY = {"search": "dam_s", "mask_form": "log", "sparsity_weight": 1e-6, "noise_scale": 0.0, "hard": False}
 TARGET = {"search": "dam_s", "target_sparsity": 0.7, "noise_scale": 1.0}
 BATCH, STEPS, FREEZE, EARLY, LATE = 8, 8, 0.5, 3, 6
 
@@ -90,16 +92,19 @@ def arguments(engine, folder, **fields):
 
 
 class Watch(TrainerCallback):
-    """Notes the logits after every step, as hash, and those after the first."""
+    """Notes the gradient of the logits in the first step, and a hash of the logits after every step."""
 
     def __init__(self, attention):
-        self.attention, self.hashes, self.first = attention, [], None
+        self.attention, self.hashes, self.gradient = attention, [], None
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        logits = self.attention.mask_logits
+        if logits is not None and self.gradient is None:
+            self.gradient = logits.grad.flatten().tolist()
 
     def on_step_end(self, args, state, control, **kwargs):
-        logits = self.attention.mask_logits
-        if logits is not None:
-            self.first = logits.flatten().tolist() if self.first is None else self.first
-            self.hashes.append(sha(logits))
+        if self.attention.mask_logits is not None:
+            self.hashes.append(sha(self.attention.mask_logits))
 
 
 def sha(tensor):
@@ -130,7 +135,7 @@ def train(engine, folder, model, data, callbacks=(), resume=None, **fields):
         "wrapped": type(trainer.model_wrapped).__name__,
         "world_size": trainer.args.world_size,
         "hashes": watch.hashes,
-        "first_logits": watch.first,
+        "gradient": watch.gradient,
         "mask": sha(attention.mask.to_table()),
         "sparsity": attention.sparsity(),
         "eval_loss": trainer.evaluate()["eval_loss"],
@@ -153,6 +158,14 @@ def target(engine, folder):
     return train(engine, folder / "target", model, rows("tokens"), max_steps=4)
 
 
+def continued(engine, folder):
+    """The search with a target, from weights and logits that are loaded."""
+    made = arguments(engine, folder)  # ZeRO-3 is to know of the model before it is loaded
+    model = SparseBertForMaskedLM.from_pretrained(folder / "target" / "searching")
+    assert made.world_size == (1 if engine == ONE else 2)
+    return train(engine, folder / "continued", model, rows("tokens"), max_steps=2)
+
+
 def finetune(engine, folder):
     set_seed(0)
     made = arguments(engine, folder)  # ZeRO-3 is to know of the model before it is loaded
@@ -166,12 +179,23 @@ def accumulate(engine, folder):
     return search(engine, folder, output="accumulated", gradient_accumulation_steps=2, max_steps=STEPS // 2)
 
 
+def ignored(engine, folder):
+    """FSDP asked for on the CPU, where accelerate has none."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(warn_of_ignored_engine.__module__).addHandler(handler)
+    set_seed(0)
+    model = SparseBertForMaskedLM(SparseBertConfig(**SIZES, **TARGET))
+    return train(engine, folder / "ignored", model, rows("tokens"), max_steps=1, fsdp=True) | {"log": lines}
+
+
+JOBS = {job.__name__: job for job in (search, target, continued, finetune, accumulate, ignored)}
+
+
 def run(engine, folder, job):
-    """A job: the name of a function, or "resume CHECKPOINT" or "resume CHECKPOINT of ENGINE"."""
+    """A job: the name of a function, or "resume STEP" or "resume STEP of ENGINE"."""
     if not job.startswith("resume"):
-        return {"search": search, "target": target, "finetune": finetune, "accumulate": accumulate}[job](
-            engine, folder
-        )
+        return JOBS[job](engine, folder)
     _, step, *other = job.split(maxsplit=3)
     source = folder.parent / other[1] if other else folder
     return search(engine, folder, str(source / "search" / f"checkpoint-{step}"), output=job.replace(" ", "-"))
@@ -201,6 +225,8 @@ def worker(folder, engine, jobs, rank):
 
 def main():
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    if any(engine.startswith("ZeRO") for engine in plan):
+        import deepspeed  # noqa: F401 - once for all processes
     failed = []
     for engine, jobs in plan.items():
         (folder / engine).mkdir(parents=True, exist_ok=True)

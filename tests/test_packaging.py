@@ -60,7 +60,8 @@ def installed(wheel, tmp_path_factory):
 def test_wheel_holds_every_module_and_recipe(wheel):
     files = set(zipfile.ZipFile(wheel).namelist())
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "sparsebert").rglob("*.*") if path.suffix != ".pyc"}
-    expected |= {f"sparsebert/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    recipes = [path for path in (ROOT / "recipes").rglob("*.*") if path.suffix in (".yaml", ".json")]
+    expected |= {f"sparsebert/{path.relative_to(ROOT)}" for path in recipes}
     assert {name for name in files if name.startswith("sparsebert/")} == expected
     assert not {name for name in files if not name.startswith(("sparsebert/", "sparsebert-"))}
 

@@ -116,9 +116,9 @@ def _refuse(problem, allow_partial):
 
 def _missing(names):
     missing = [part for part in _PARTS if not any(name.startswith(part) for name in names)]
-    if any("optim" in name for name in names):
-        missing = [part for part in missing if part != "optimizer.pt"]
-    return missing
+    others = ("optimizer.pt",) * any("optim" in name for name in names)
+    others += ("scheduler.pt",) * any("optim_states" in name for name in names)  # a scheduler of DeepSpeed
+    return [part for part in missing if part not in others]
 
 
 def _read_manifest(folder) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,10 @@ LOGITS_NAME = "mask_optimizer.pt"
 WHOLE = "one process or DDP"
 # How the names of files begin that only these engines write.
 _WRITTEN = {"DeepSpeed": "global_step", "FSDP": "pytorch_model_fsdp"}
+# Those that read each other's checkpoints.
+_FAMILY = {"DeepSpeed ZeRO-1": "DeepSpeed ZeRO-2"}
 _FULL_STATE = "pytorch_model_fsdp.bin"
+_STATE_FIELDS = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
 
 
 def engine_of(training: TrainingArguments) -> str:
@@ -113,7 +116,7 @@ def check_engine(checkpoint: str | os.PathLike, training: TrainingArguments) -> 
     stored, here = engine_of_checkpoint(checkpoint), engine_of(training)
     then, processes = stored["engine"], stored["processes"]
     way = "resume under the engine of the checkpoint, or start a new run from its weights (base_model)"
-    if then != here and not (stored["processes"] is None and here.startswith(then)):
+    if _FAMILY.get(then, then) != _FAMILY.get(here, here) and not (processes is None and here.startswith(then)):
         raise ValueError(f"{checkpoint} was written under {then} and cannot be resumed under {here}: {way}")
     if here.startswith("DeepSpeed") and processes not in (None, training.world_size):
         raise ValueError(
@@ -141,12 +144,26 @@ def stored_state_type(plugin: Any, checkpoint: str | os.PathLike) -> Iterator[No
     if plugin is None:
         yield
         return
-    kind = plugin.state_dict_type
+    before = {name: getattr(plugin, name) for name in _STATE_FIELDS}
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
     plugin.set_state_dict_type(f"{'FULL' if (Path(checkpoint) / _FULL_STATE).is_file() else 'SHARDED'}_STATE_DICT")
     try:
         yield
     finally:
-        plugin.set_state_dict_type(kind)
+        vars(plugin).update(before)
+
+
+def check_weights_are_gathered(config: Any) -> None:
+    """
+    Args:
+        config (`HfDeepSpeedConfig`): The configuration of DeepSpeed.
+
+    Raises:
+        ValueError: If ZeRO-3 would save a model without its weights.
+    """
+    name = "stage3_gather_16bit_weights_on_model_save"
+    if config.is_zero3() and not config.is_true(f"zero_optimization.{name}"):
+        raise ValueError(f"deepspeed: zero_optimization.{name} must be true, or no model could be saved under ZeRO-3")
 
 
 def wrap_layers(plugin: Any, model: Any) -> None:
@@ -260,7 +277,7 @@ def _whole(parameter):
     """A copy of a parameter; ZeRO-3 has partitioned it already if the model was loaded under it."""
     if not hasattr(parameter, "ds_id"):
         return parameter.detach().clone()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([parameter]):
+    with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()

@@ -90,19 +90,21 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     with locked_output(output) as unfinished:
         _check_folder(output, options, several, resume, unfinished)
         PartialState().wait_for_everyone()  # before one of the processes writes to the folder
-        return _finetune(recipe, options, output, seeds, grid, several)
+        return _finetune(recipe, options, arguments, output, seeds, grid, several)
 
 
 def _finetune(
     recipe: dict[str, dict[str, Any]],
     options: FinetuningArguments,
+    arguments: TrainingArguments,
     output: Path,
     seeds: list[int],
     grid: dict[str, list],
     several: bool,
 ) -> Path:
     # Everything that can be wrong with the data of a task is found before the first task is trained on.
-    tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
+    with arguments.main_process_first(desc="tokenization"):  # the first fills the caches, the others read them
+        tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
     baselines = {}
     if options.baseline is not None:
         for name, data in tasks.items():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 from transformers import TrainingArguments, set_seed
+from transformers.trainer_pt_utils import get_model_param_count
 
 from ..analysis.importance import position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
@@ -23,6 +24,7 @@ from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .divergence import check_weights
+from .engines import check_engine, warn_of_ignored_engine
 from .pretraining_arguments import PretrainingArguments
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
 from .run_cards import add_pretraining, hardware
@@ -70,6 +72,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_pretraining(data, model)
     if model.get("pattern") is not None:
         model.setdefault("mask_seed", training.seed)
+    warn_of_ignored_engine(training)
     output = Path(str(training.output_dir))
     resume = resume_from(data.resume, training.resume_from_checkpoint)
     with (
@@ -98,6 +101,8 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             "nsp true has no meaning with is_decoder true, which predicts the next token: set nsp to false"
         )
+    if training.resume_from_checkpoint:
+        check_engine(training.resume_from_checkpoint, training)
     set_seed(training.seed)
 
     model_class: Any = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
@@ -139,16 +144,18 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return load_documents(data.text if split == "train" else data.validation, "all")
 
     tokenizer: PreTrainedTokenizerBase
-    if data.tokenizer:
-        tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
-    else:
-        tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-    check_tokenizer(tokenizer, model.config.vocab_size)
-    train_set, validation_set = (
-        pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
-        for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
-    )
+    # The first process of a machine fills the caches, the others read them.
+    with training.main_process_first(desc="tokenization"):
+        if data.tokenizer:
+            tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
+        else:
+            tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
+            tokenizer.model_max_length = model.config.max_position_embeddings
+        check_tokenizer(tokenizer, model.config.vocab_size)
+        train_set, validation_set = (
+            pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
+            for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
+        )
     record["inputs"] |= rows_record(train_set)
     if training.resume_from_checkpoint:
         check_recipe(training.resume_from_checkpoint, record)
@@ -178,9 +185,11 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if sparse_attention.searching:
         trainer.save_model()  # freezing may refuse the mask; then the search is not lost
         schedule.freeze(sparse_attention)
-    if searched:
+    main_process = trainer.is_world_process_zero()
+    if searched and main_process:
         # Not before the search is saved, which removes the P of another run.
         save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
+    if searched:
         metrics["search_outcome"] = schedule.outcome
     if pruning is not None:
         metrics["pruning"] = pruning.settings
@@ -193,16 +202,16 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if model.config.pattern is not None:
         metrics["mask_seed"] = model.config.mask_seed
     metrics["steps"] = trainer.state.global_step
-    metrics["num_parameters"] = model.num_parameters()
+    metrics["num_parameters"] = get_model_param_count(model)
     metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
     metrics["train_seconds"] = trained["train_runtime"]
     metrics["seconds"] = time.perf_counter() - start
     metrics["hardware"] = hardware()
-    if data.pictures and find_spec("matplotlib"):
+    if data.pictures and main_process and find_spec("matplotlib"):
         plot_heads(sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")
         plot_offset_profile(probs, output / "offset_profile.png")
     trainer.save_state()
-    if trainer.is_world_process_zero():
+    if main_process:
         add_pretraining(output, metrics, model, data.text)
     return write_metrics(output / "metrics.json", metrics)

@@ -15,6 +15,7 @@ from .engines import (
     SHARDING,
     ReplicatedLogits,
     check_engine,
+    check_weights_are_gathered,
     record_engine,
     stored_state_type,
     warn_of_ignored_engine,
@@ -32,7 +33,8 @@ class ShardedTrainer(Trainer):
     - `save_model` writes all weights also where FSDP's checkpoints hold shards.
 
     Raises:
-        ValueError: By `train`, if a checkpoint is of another engine, or DeepSpeed is to search a mask under fp16.
+        ValueError: By `train`, if a checkpoint is of another engine, ZeRO-3 would not save the weights, or DeepSpeed
+            is to search a mask under fp16.
     """
 
     _sparse_attention: Callable[[], Any]
@@ -67,13 +69,16 @@ class ShardedTrainer(Trainer):
             wrap_layers(self.accelerator.state.fsdp_plugin, model)
         if checkpoint is not None:
             self._restore_mask(checkpoint)
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if deepspeed:
+            check_weights_are_gathered(self.accelerator.state.deepspeed_plugin.hf_ds_config)
         if self._replicated is not None:
             self.remove_callback(self._replicated)  # of an earlier training
             self._replicated = None
         sparse_attention = self._sparse_attention()
         if sparse_attention is None or not sparse_attention.searching:
             return
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED and self.args.fp16:
+        if deepspeed and self.args.fp16:
             raise ValueError("fp16 must be false while DeepSpeed searches a mask: use bf16 (--bf16)")
         optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
         self._replicated = ReplicatedLogits(sparse_attention, self.args.device, optimizer_class, kwargs)
@@ -82,7 +87,8 @@ class ShardedTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._replicated is not None:
             # DeepSpeed updates the weights, and may change the rate, within the step.
-            self._replicated.learning_rate = self.optimizer.param_groups[0]["lr"]
+            optimizer: Any = self.optimizer
+            self._replicated.learning_rate = optimizer.param_groups[0]["lr"]
         return super().training_step(*args, **kwargs)
 
     def _reduced_logits(self):

@@ -15,6 +15,7 @@ from ..masks.patterns import PATTERNS
 from ..models.attaching import allowed_fields
 from ..models.token_mixers import fixed_length
 from ..search.progressive_pruning import ProgressivePruning
+from .engines import check_engine, warn_of_ignored_engine
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_cards import PICTURE, add_finetuning, draw_heads, hardware
 from .run_checks import check_served, check_training
@@ -87,6 +88,9 @@ def _run(
     start = time.perf_counter()
     task, options, output = data.task, data.options, Path(output_dir)
     arguments = training_arguments(training, output, task.settings)
+    warn_of_ignored_engine(arguments)
+    if arguments.resume_from_checkpoint:
+        check_engine(arguments.resume_from_checkpoint, arguments)
     set_seed(arguments.seed)
     if options.mask in PATTERNS and "mask_seed" in allowed_fields(options.mask):
         model = {"mask_seed": arguments.seed} | model
