@@ -179,6 +179,11 @@ def accumulate(engine, folder):
     return search(engine, folder, output="accumulated", gradient_accumulation_steps=2, max_steps=STEPS // 2)
 
 
+def checkpointed(engine, folder):
+    """The search with activation checkpointing."""
+    return search(engine, folder, output="checkpointed", gradient_checkpointing=True)
+
+
 def ignored(engine, folder):
     """FSDP asked for on the CPU, where accelerate has none."""
     lines, handler = [], logging.Handler()
@@ -189,7 +194,7 @@ def ignored(engine, folder):
     return train(engine, folder / "ignored", model, rows("tokens"), max_steps=1, fsdp=True) | {"log": lines}
 
 
-JOBS = {job.__name__: job for job in (search, target, continued, finetune, accumulate, ignored)}
+JOBS = {job.__name__: job for job in (search, target, continued, finetune, accumulate, checkpointed, ignored)}
 
 
 def run(engine, folder, job):

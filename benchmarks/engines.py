@@ -90,9 +90,7 @@ def cell_of(engine, found, reference, folder):
     cell["gaps"] = {job: gap(mine[job], reference[job]) for job in ("search", "finetune", "accumulate", *RESUMED)}
     cell["target"] = {"losses": mine["target"]["loss"], "sparsity": mine["target"]["sparsity"]}
     cell["continued"] = mine["continued"]["loss"]
-    cell["others"] = {
-        job.partition(" of ")[2]: gap(result, reference["search"]) for job, result in mine.items() if " of " in job
-    }
+    cell["others"] = {job: gap(result, reference["search"]) for job, result in mine.items() if " of " in job}
     return cell
 
 
@@ -104,7 +102,7 @@ def main(arguments=None):
         folder = Path(name)
         found = train_all(folder, plan)
         crossed = {
-            engine: [f"resume {EARLY} of {other}" for other in others] + [f"resume {LATE} of {others[0]}"]
+            engine: [f"resume {step} of {other}" for other in others for step in (EARLY, LATE)]
             for engine, others in OTHERS.items()
         }
         for engine, results in train_all(folder, crossed).items():
@@ -124,11 +122,17 @@ def main(arguments=None):
         )
     print_table("Largest difference of a loss from one process", HEADER, table)
     lines = [
-        [cell["engine"], other, value if isinstance(value, str) else f"{value:.0e}"]
+        [
+            cell["engine"],
+            *job.removeprefix("resume ").split(" of "),
+            value if isinstance(value, str) else f"{value:.0e}",
+        ]
         for cell in cells
-        for other, value in cell["others"].items()
+        for job, value in cell["others"].items()
     ]
-    print_table("Resumed from a checkpoint of another engine", ("engine", "checkpoint of", "difference"), lines)
+    print_table(
+        "Resumed from a checkpoint of another engine", ("engine", "step", "checkpoint of", "difference"), lines
+    )
 
 
 if __name__ == "__main__":

@@ -183,6 +183,21 @@ def wrap_layers(plugin: Any, model: Any) -> None:
         plugin.transformer_cls_names_to_wrap = [name for name in model._no_split_modules if name not in holders]
 
 
+def keep_outside(sparse_attention: "SparseAttention", device: torch.device) -> None:
+    """
+    Take the mask logits out of the parameters of the model, so that no engine shards them. The attribute `mask_logits`
+    stays, and `save_pretrained` saves them all the same. A frozen mask has none.
+
+    Args:
+        sparse_attention ([`SparseAttention`]): The mask.
+        device (`torch.device`): Device of the training.
+    """
+    logits = sparse_attention._parameters.get("mask_logits")
+    if logits is not None:
+        del sparse_attention._parameters["mask_logits"]
+        vars(sparse_attention)["mask_logits"] = nn.Parameter(_whole(logits).to(device, torch.float32))
+
+
 class ReplicatedLogits(TrainerCallback):
     """
     The mask logits of a model that an engine shards. Every process has all of them, outside of the parameters that the
@@ -190,26 +205,15 @@ class ReplicatedLogits(TrainerCallback):
     the search ends. Once the mask is frozen this does nothing.
 
     Args:
-        sparse_attention ([`SparseAttention`]): The mask, in search. Its `mask_logits` are no registered parameter
-            afterwards; `save_pretrained` saves them all the same.
-        device (`torch.device`): Device of the training.
+        sparse_attention ([`SparseAttention`]): The mask, in search, with logits from [`keep_outside`].
         optimizer_class (`type`), kwargs (`dict`): How the optimizer is made, without weight decay.
     """
 
-    def __init__(
-        self,
-        sparse_attention: "SparseAttention",
-        device: torch.device,
-        optimizer_class: Any,
-        kwargs: dict[str, Any],
-    ) -> None:
-        logits = _whole(sparse_attention.mask_logits).to(device, torch.float32)
-        if distributed.is_initialized():
-            distributed.broadcast(logits, 0)
+    def __init__(self, sparse_attention: "SparseAttention", optimizer_class: Any, kwargs: dict[str, Any]) -> None:
         self._attention = sparse_attention
-        self._logits = nn.Parameter(logits)
-        sparse_attention._parameters.pop("mask_logits", None)
-        vars(sparse_attention)["mask_logits"] = self._logits
+        self._logits: Any = sparse_attention.mask_logits
+        if distributed.is_initialized():
+            distributed.broadcast(self._logits.data, 0)
         self._optimizer = optimizer_class([self._logits], **kwargs | {"weight_decay": 0.0})
         self.learning_rate: float | torch.Tensor = kwargs["lr"]
 

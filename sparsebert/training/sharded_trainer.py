@@ -16,6 +16,7 @@ from .engines import (
     ReplicatedLogits,
     check_engine,
     check_weights_are_gathered,
+    keep_outside,
     record_engine,
     stored_state_type,
     warn_of_ignored_engine,
@@ -39,11 +40,14 @@ class ShardedTrainer(Trainer):
 
     _sparse_attention: Callable[[], Any]
     _restore_mask: Callable[[str], None]
+    _freezes_on_the_way: Callable[[], bool]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         warn_of_ignored_engine(self.args)
         self._replicated: ReplicatedLogits | None = None
+        if self._is_sharded() and self.model is not None:
+            self._fit_to_engine()
 
     def _is_sharded(self):
         return self.accelerator.distributed_type in SHARDING
@@ -59,14 +63,23 @@ class ShardedTrainer(Trainer):
     def _inner_training_loop(self, *args, **kwargs):
         if self._is_sharded():
             self._make_ready(kwargs.get("resume_from_checkpoint"))
+        elif self._freezes_on_the_way() and self.args.ddp_find_unused_parameters is None:
+            # By default it is false with activation checkpointing, and DDP would wait for the logits in vain.
+            self.args.ddp_find_unused_parameters = True
         return super()._inner_training_loop(*args, **kwargs)
 
-    def _make_ready(self, checkpoint):
-        """What must be done before the engine wraps the model."""
+    def _fit_to_engine(self):
+        """What must be done before the engine wraps the model, be it for training or evaluation."""
         model: Any = self.accelerator.unwrap_model(self.model)
         if self.accelerator.distributed_type == DistributedType.FSDP:
             share_bias(model)
             wrap_layers(self.accelerator.state.fsdp_plugin, model)
+        if (sparse_attention := self._sparse_attention()) is not None:
+            keep_outside(sparse_attention, self.args.device)
+
+    def _make_ready(self, checkpoint):
+        """What must be done before a training under an engine."""
+        self._fit_to_engine()  # again: the model may be a new one
         if checkpoint is not None:
             self._restore_mask(checkpoint)
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -80,8 +93,8 @@ class ShardedTrainer(Trainer):
             return
         if deepspeed and self.args.fp16:
             raise ValueError("fp16 must be false while DeepSpeed searches a mask: use bf16 (--bf16)")
-        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
-        self._replicated = ReplicatedLogits(sparse_attention, self.args.device, optimizer_class, kwargs)
+        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
+        self._replicated = ReplicatedLogits(sparse_attention, optimizer_class, kwargs)
         self.add_callback(self._replicated)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -113,6 +113,11 @@ class SparseBertTrainer(ShardedTrainer):
             mask = SparseMask.from_pretrained(resume_from_checkpoint)
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
 
+    def _freezes_on_the_way(self):
+        sparse_attention = self._sparse_attention()
+        searching = sparse_attention is not None and sparse_attention.searching
+        return searching and self._callback(SearchSchedule).end < 1
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.model_init is None:
             self._check_weights("the model to train")
