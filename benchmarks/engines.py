@@ -17,7 +17,7 @@ import torch
 from sparsebert import SparseBertForMaskedLM
 
 from ._engines import BATCH, EARLY, ENGINES, LATE, ONE, rows
-from ._report import argument_parser, hardware_line, prepare, print_table, write_json
+from ._report import RESULTS, argument_parser, hardware_line, prepare, print_table, write_json
 
 
 RESUMED = (f"resume {EARLY}", f"resume {LATE}")
@@ -96,6 +96,7 @@ def cell_of(engine, found, reference, folder):
 
 def main(arguments=None):
     parser = argument_parser("benchmarks.engines", "Two processes of the CPU under every engine.")
+    parser.set_defaults(output=RESULTS / "engines")
     options = prepare(parser, arguments)
     plan = {engine: list(OWN) for engine in ENGINES}
     with tempfile.TemporaryDirectory() as name:
@@ -121,18 +122,13 @@ def main(arguments=None):
             + [gaps["accumulate"], *(gaps[job] for job in RESUMED)]
         )
     print_table("Largest difference of a loss from one process", HEADER, table)
-    lines = [
-        [
-            cell["engine"],
-            *job.removeprefix("resume ").split(" of "),
-            value if isinstance(value, str) else f"{value:.0e}",
-        ]
-        for cell in cells
-        for job, value in cell["others"].items()
-    ]
-    print_table(
-        "Resumed from a checkpoint of another engine", ("engine", "step", "checkpoint of", "difference"), lines
-    )
+    lines = []
+    for cell in cells:
+        for job, value in cell["others"].items():
+            step, other = job.removeprefix("resume ").split(" of ")
+            lines.append([cell["engine"], other, step, value if isinstance(value, str) else f"{value:.0e}"])
+    header = ("engine", "checkpoint of", "step", "difference")
+    print_table("Resumed from a checkpoint of another engine", header, lines)
 
 
 if __name__ == "__main__":

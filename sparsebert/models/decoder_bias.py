@@ -19,24 +19,18 @@ class TiedDecoder(nn.Linear):
         """The bias of the head, as the head has it at this moment: whole, sharded or cast."""
         return vars(self)["head"].bias
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "bias":  # tying the weights again
-            vars(self)["head"].bias = value
-        else:
-            super().__setattr__(name, value)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.pop(f"{prefix}bias", None)  # that of a stock model, which holds it twice
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def share_bias(model: nn.Module) -> None:
+def share_bias(model: Any) -> None:
     """
     Let the decoder of a BERT head for masked tokens use the bias of the head, under the key that it has in files.
     Other models, and decoders with a bias of their own, stay as they are.
 
     Args:
-        model (`nn.Module`): The model with its head, changed in place.
+        model (`PreTrainedModel`): The model with its head, changed in place.
     """
     head: Any = getattr(getattr(model, "cls", None), "predictions", None)
     decoder = getattr(head, "decoder", None)
@@ -45,3 +39,6 @@ def share_bias(model: nn.Module) -> None:
     del decoder.bias
     vars(decoder)["head"] = head  # not through Module.__setattr__, which would register it within itself
     decoder.__class__ = TiedDecoder
+    ties = model._tied_weights_keys or {}
+    model._tied_weights_keys = {name: source for name, source in ties.items() if not name.endswith("decoder.bias")}
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -65,7 +65,8 @@ class ShardedTrainer(Trainer):
             self._make_ready(kwargs.get("resume_from_checkpoint"))
         elif self._freezes_on_the_way() and self.args.ddp_find_unused_parameters is None:
             # By default it is false with activation checkpointing, and DDP would wait for the logits in vain.
-            self.args.ddp_find_unused_parameters = True
+            if self.accelerator.ddp_handler is not None:
+                self.accelerator.ddp_handler.find_unused_parameters = True
         return super()._inner_training_loop(*args, **kwargs)
 
     def _fit_to_engine(self):
