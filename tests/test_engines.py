@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from conftest import TINY
 from transformers import BertForMaskedLM, TrainingArguments
 
 from benchmarks._engines import EARLY, ENGINES, LATE, ONE
@@ -19,8 +20,6 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.models.decoder_bias import TiedDecoder, share_bias
 from sparsebert.training import engines
 from sparsebert.training.engines import ReplicatedLogits, check_engine, engine_of_checkpoint, keep_outside
-
-from conftest import TINY
 
 
 ROOT = Path(__file__).parents[1]

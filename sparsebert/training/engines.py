@@ -218,7 +218,7 @@ class ReplicatedLogits(TrainerCallback):
         self.learning_rate: float | torch.Tensor = kwargs["lr"]
 
     @property
-    def logits(self) -> nn.Parameter | None:
+    def logits(self) -> Any:
         """The logits, or `None` once the mask is frozen."""
         return self._logits if self._attention.mask_logits is self._logits else None
 
