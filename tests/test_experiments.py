@@ -203,9 +203,13 @@ def test_a_cell_that_diverged_is_not_the_best(recipe):
     assert metrics["sweep"]["best"] == {"learning_rate": 1e-3} and not math.isnan(metrics["score"])
 
 
-def test_the_papers_grid(recipe):
+def test_the_papers_grid():
     """SparseBERT, Table 5."""
     assert PAPER_GRID == {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_papers_grid(recipe):
     folder = finetune(recipe({"max_steps": 1}, sweep=True, max_train_examples=4))
     cells = [cell["settings"] for cell in metrics_of(folder)["sweep"]["cells"]]
     assert cells == [{"learning_rate": r, "weight_decay": d} for r in PAPER_GRID["learning_rate"] for d in (0.1, 0.01)]
