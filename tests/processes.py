@@ -1,5 +1,6 @@
 """Processes of their own, forked from one that has imported everything, so that each costs little."""
 
+import json
 import multiprocessing
 import os
 import sys
@@ -43,6 +44,13 @@ def run_code(code, *arguments, folder, timeout=300):
     process.join(timeout)
     assert process.exitcode is not None, f"not done after {timeout} seconds"
     return CompletedProcess(code, process.exitcode, *(Path(path).read_text() for path in paths))
+
+
+def run_ranks(code, folder):
+    """What code that forks into two ranks has written, each to `RANK.json` in the folder that is its argument."""
+    done = run_code(code, folder, folder=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def _command(words, errors):
