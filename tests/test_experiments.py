@@ -186,6 +186,7 @@ def test_grid_goes_on_cell_by_cell(recipe, tmp_path):
     assert done.stat().st_mtime_ns == time and len(metrics_of(folder)["sweep"]["cells"]) == 3
 
 
+@pytest.mark.slow
 def test_a_grid_that_shrinks_trains_the_best_cell_again_for_its_weights(recipe):
     first = {"max_steps": 12}
     folder = finetune(recipe(first, sweep={"learning_rate": [5e-3, 0.0]}))
@@ -297,6 +298,7 @@ def test_all_of_glue(recipe, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == times
 
 
+@pytest.mark.slow
 def test_all_of_glue_with_a_grid_shows_the_grids(recipe, glue_folder, tmp_path):
     for task in ("RTE", "CoLA"):
         shutil.copytree(glue_folder / task, tmp_path / "data" / task)

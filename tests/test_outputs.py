@@ -200,7 +200,8 @@ def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp
     assert contents(folder) == {Path("metrics.json"): b"{}"}
 
 
-@pytest.mark.parametrize("overwrite", [pytest.param(False, marks=pytest.mark.slow), True], ids=["new", "over another"])
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "over another"])
 def test_a_signal_while_a_post_hoc_search_is_written(post_hoc_flags, tmp_path, monkeypatch, overwrite):
     """All files but the last are there by then."""
     folder = tmp_path / "run"

@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from sparsebert.commands import parse
 from sparsebert.data.tasks import TASKS
+from sparsebert.data.tasks.glue import GLUE
 from sparsebert.training.finetuning import SECTIONS
 from sparsebert.training.recipes import load_recipe
 
@@ -84,7 +85,12 @@ def test_finetuning_on_the_builtin_task(pretrained, tmp_path):
     assert list((tmp_path / "run").rglob("events.out.tfevents*")), "no TensorBoard log"
 
 
-@pytest.mark.parametrize("recipe", FINETUNE_RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    # The others are those of one task of GLUE each, with the settings of the paper.
+    [pytest.param(r, marks=[pytest.mark.slow] * (r.stem in GLUE and r.stem != "mrpc")) for r in FINETUNE_RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_finetuning_recipe(recipe, checkpoints, task_data, tmp_path):
     data = yaml.safe_load(recipe.read_text())["data"]
     arguments = [*ONE_RUN, "--model", checkpoints["window"], "--output_dir", tmp_path / "run"]
