@@ -37,6 +37,11 @@ TINY = {
 }
 
 
+LONG = (
+    *("test_triton", "test_experiments", "test_compile_triton", "test_export", "test_outputs", "test_packaging"),
+    *("test_clients", "test_remote_code", "test_hub", "test_sharing", "test_scripts", "test_benchmarks"),
+)
+
 # Flags of a search for `pretraining_flags`.
 SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
 
@@ -62,6 +67,8 @@ def growth(function):
 
 
 def pytest_collection_modifyitems(items):
+    # Files of few tests that take long come first, so that no worker is left with one of them in the end.
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -145,7 +145,7 @@ def test_finished_runs_are_not_run_again(recipe, tmp_path):
     "training, data, message",
     [
         ({"learning_rate": 1e-3}, {}, "training.learning_rate 'unset', not 0.001"),
-        ({}, {"max_length": 24}, "max_length"),
+        pytest.param({}, {"max_length": 24}, "max_length", marks=pytest.mark.slow),
     ],
     ids=["training", "data"],
 )
