@@ -38,7 +38,7 @@ HEADER = (
 )
 
 
-def train_all(folder, plan, quiet=True):
+def train_all(folder, plan):
     """
     Run jobs in processes of their own.
 
@@ -47,12 +47,15 @@ def train_all(folder, plan, quiet=True):
         plan (`dict[str, list]`): Engine to jobs, in this order.
 
     Returns:
-        `dict[str, list]`: Engine to what each of its processes found, by job.
+        `dict[str, list]`: See [`results_of`].
     """
     command = [sys.executable, "-m", "benchmarks._engines", str(folder), json.dumps(plan)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=quiet, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{(done.stderr or '')[-6000:]}")
+    subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
+    return results_of(folder, plan)
+
+
+def results_of(folder, plan):
+    """Engine to what each of its processes found, by job."""
     return {
         engine: [
             json.loads((folder / f"{engine}-{rank}.json").read_text()) for rank in range(1 if engine == ONE else 2)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import TINY
+from processes import run_code
 from transformers import BertForMaskedLM, TrainingArguments
 
 from benchmarks._engines import EARLY, ENGINES, LATE, ONE
-from benchmarks.engines import OTHERS, OWN, loaded_loss, train_all
+from benchmarks.engines import OTHERS, OWN, loaded_loss, results_of
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.models.decoder_bias import TiedDecoder, share_bias
 from sparsebert.training import engines
@@ -38,6 +39,13 @@ def installed(plan):
     from importlib.util import find_spec
 
     return {engine: jobs for engine, jobs in plan.items() if find_spec("deepspeed") or not engine.startswith("ZeRO")}
+
+
+def train_all(folder, plan):
+    code = "import sys; from benchmarks._engines import main; sys.exit(main())"
+    done = run_code(code, folder, json.dumps(plan), folder=folder, timeout=1200)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return results_of(folder, plan)
 
 
 @pytest.fixture(scope="module")
