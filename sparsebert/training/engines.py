@@ -211,7 +211,7 @@ class ReplicatedLogits(TrainerCallback):
 
     def __init__(self, sparse_attention: "SparseAttention", optimizer_class: Any, kwargs: dict[str, Any]) -> None:
         self._attention = sparse_attention
-        self._logits: Any = sparse_attention.mask_logits
+        self._logits: Any = vars(sparse_attention)["mask_logits"]
         if distributed.is_initialized():
             distributed.broadcast(self._logits.data, 0)
         self._optimizer = optimizer_class([self._logits], **kwargs | {"weight_decay": 0.0})
