@@ -13,6 +13,7 @@ from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..attention.backends import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from ..data.streams import RowStream, open_documents, stream_documents
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
 from ..hub import HubArguments, mask_arguments, read_tokenizer
@@ -35,6 +36,7 @@ from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, red
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import datasets
     from transformers import PreTrainedTokenizerBase
 
 
@@ -67,7 +69,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_training(recipe["training"])
     training = TrainingArguments(**recipe["training"])
     model = dict(recipe["model"])
-    check_pretraining(data, model)
+    check_pretraining(data, model, training.max_steps)
     if model.get("pattern") is not None:
         model.setdefault("mask_seed", training.seed)
     output = Path(str(training.output_dir))
@@ -134,28 +136,42 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         check_recipe(training.resume_from_checkpoint, record)
 
     def documents(split: str) -> "Iterator[list[str]]":
+        load = stream_documents if data.streaming else load_documents
         if data.validation is None:
-            return load_documents(data.text, split)
-        return load_documents(data.text if split == "train" else data.validation, "all")
+            return load(data.text, split)
+        return load(data.text if split == "train" else data.validation, "all")
 
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
         tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
     else:
-        tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
+        tokenizer = train_tokenizer(documents("train"), model.config.vocab_size, cache_dir=data.cache_dir)
         tokenizer.model_max_length = model.config.max_position_embeddings
     check_tokenizer(tokenizer, model.config.vocab_size)
-    train_set, validation_set = (
-        pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
-        for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
-    )
-    record["inputs"] |= rows_record(train_set)
-    if training.resume_from_checkpoint:
-        check_recipe(training.resume_from_checkpoint, record)
+
+    def rows(split: str, max_tokens: int | None) -> "datasets.Dataset":
+        settings = {"nsp": data.nsp, "seed": training.seed, "max_tokens": max_tokens, "cache_dir": data.cache_dir}
+        return pretraining_dataset(documents(split), tokenizer, data.max_length, **settings)
+
     collator: Callable = causal_collator
     if not causal:
         masking_seed = training.seed if training.data_seed is None else training.data_seed
         collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
+    train_set: RowStream | datasets.Dataset
+    if data.streaming:
+        text = open_documents(data.text)
+        record["inputs"]["shards"] = text.num_shards
+        train_set = RowStream(
+            text, tokenizer, data.max_length, training.train_batch_size, collator, data.nsp, training.seed,
+            data.shuffle_buffer, "train" if data.validation is None else "all", training.dataloader_drop_last,
+            training.process_index, training.world_size,
+        )  # fmt: skip
+    else:
+        train_set = rows("train", data.max_tokens)
+        record["inputs"] |= rows_record(train_set)
+    validation_set = rows("validation", data.max_validation_tokens)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
 
     trainer = SparseBertTrainer(
         model,
