@@ -298,7 +298,7 @@ class RowStream(IterableDataset):
         import pyarrow as pa
 
         text = TextInMemory(pieces)
-        generator = np.random.default_rng([self.seed, epoch, zlib.crc32(text.ids)])
+        generator = np.random.default_rng([self.seed, epoch, zlib.crc32(text.ids.tobytes())])
         special = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         tables: list[pa.Table] = []
         if self.nsp and len(text.document_offsets) > 2:

@@ -150,8 +150,10 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_tokenizer(tokenizer, model.config.vocab_size)
 
     def rows(split: str, max_tokens: int | None) -> "datasets.Dataset":
-        settings = {"nsp": data.nsp, "seed": training.seed, "max_tokens": max_tokens, "cache_dir": data.cache_dir}
-        return pretraining_dataset(documents(split), tokenizer, data.max_length, **settings)
+        text = documents(split)
+        return pretraining_dataset(
+            text, tokenizer, data.max_length, data.nsp, training.seed, max_tokens, cache_dir=data.cache_dir
+        )
 
     collator: Callable = causal_collator
     if not causal:
