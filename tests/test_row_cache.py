@@ -1,7 +1,6 @@
 """Text that is tokenized once: the rows, their cache, and the memory that it takes."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from processes import SERVER
 from transformers import BertTokenizerFast
 
 from sparsebert.data.documents import Documents, load_documents
@@ -18,10 +18,6 @@ from sparsebert.data.examples import pretraining_dataset
 from sparsebert.data.row_cache import cached_file
 from sparsebert.data.tokenization import train_tokenizer
 from sparsebert.training.pretraining import pretrain
-
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["sparsebert.data.examples", "datasets", "pytest"])
 
 
 def make_documents(number, seed=0):

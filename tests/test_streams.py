@@ -4,7 +4,6 @@ import gzip
 import itertools
 import json
 import lzma
-import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -12,6 +11,7 @@ from collections import Counter
 import datasets
 import pytest
 import torch
+from processes import SERVER
 from torch.utils.data import DataLoader
 from transformers import BertTokenizerFast, TrainingArguments
 
@@ -25,8 +25,6 @@ from sparsebert.training.trainer import SparseBertTrainer
 
 
 SHARDS, DOCUMENTS = 4, 30
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["sparsebert.training.pretraining", "datasets", "pytest"])
 
 
 def document(number):
