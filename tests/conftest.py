@@ -1,15 +1,23 @@
 """Shared by all tests: no network, a fixed seed, tiny models."""
 
+import atexit
 import ctypes
 import importlib.metadata
 import json
 import os
 import random
 import re
+import resource
+import shutil
+import signal
+import tempfile
 from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+# Read when datasets is imported. Nothing of the tests stays in the user's cache, or comes from it.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="sparsebert-tests-")
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # more threads than cores slow all down
     os.environ.setdefault("OMP_NUM_THREADS", str(max(os.cpu_count() // workers, 1)))
 
@@ -330,3 +338,13 @@ def said(capsys):
         return lines[0]
 
     return run
+
+
+@pytest.fixture
+def small_files():
+    """`small_files(size)`: from now on no file may grow beyond this, as on a disk that is full."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size or limit[0], limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    signal.signal(signal.SIGXFSZ, previous)

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -43,6 +42,7 @@ from sparsebert.attention import cpu
 from sparsebert.commands import main
 from sparsebert.data.documents import read_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
+from sparsebert.data.streams import RowStream, open_documents
 from sparsebert.data.tasks import TASKS
 from sparsebert.data.tokenization import train_tokenizer
 from sparsebert.files import UNFINISHED_NAME, locked_output
@@ -467,16 +467,6 @@ def killed_while_saving(tmp_path):
     assert found[0] == "old" and found[-1] == "new" and found.count("refused") <= 1
 
 
-@pytest.fixture
-def small_files():
-    """`small_files(size)`: from now on no file may grow beyond this, as on a disk that is full."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size or limit[0], limit[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    signal.signal(signal.SIGXFSZ, previous)
-
-
 @row(18, "disk full while saving")
 def full_disk(saved_run, pretraining_flags, said, small_files, tmp_path):
     """The run ends in any case: what it would do without its checkpoints could be lost, `--resume` loses nothing."""
@@ -555,7 +545,7 @@ class Ledger(SparseBertTrainer):
 
 @row(22, "resumed twice within an epoch")
 def resumed_twice(tmp_path):
-    """Of data in memory: there is no streaming of training data."""
+    """Of data in memory."""
     whole = trainer_of(tmp_path, Ledger)
     whole.train()
     assert len(whole.ledger) == 10 and sorted(sum(whole.ledger[:4], [])) == list(range(5, 37))
@@ -563,6 +553,30 @@ def resumed_twice(tmp_path):
     for step in (3, 6):  # the second goes on from a checkpoint of the first
         shutil.rmtree(tmp_path / f"checkpoint-{step + 3}")
         resumed = trainer_of(tmp_path, Ledger)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.ledger == whole.ledger[step:]
+
+
+@row(22, "resumed twice within a stream")
+def stream_resumed_twice(word_tokenizer, tmp_path):
+    """By its place in the text, within what is shuffled at once and over the end of an epoch."""
+    for shard in range(3):
+        texts = (" ".join(f"w{(31 * shard + 7 * index + word) % 94}" for word in range(20)) for index in range(9))
+        (tmp_path / f"{shard}.txt").write_text("\n\n".join(texts))
+
+    def trainer():
+        trainer = trainer_of(tmp_path, Ledger)
+        text = open_documents(f"{tmp_path}/*.txt")
+        collator = pretraining_collator(word_tokenizer, seed=0)
+        trainer.train_dataset = RowStream(text, word_tokenizer, 8, 8, collator, shuffle_buffer=30, split="all")
+        return trainer
+
+    whole = trainer()
+    whole.train()
+    assert len(whole.ledger) == 10 and whole.ledger[0] not in whole.ledger[1:]
+    for step in (3, 6):
+        shutil.rmtree(tmp_path / f"checkpoint-{step + 3}")
+        resumed = trainer()
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumed.ledger == whole.ledger[step:]
 

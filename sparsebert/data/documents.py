@@ -1,12 +1,15 @@
 """Text for pre-training: files, Hub datasets or the built-in corpus as a stream of documents."""
 
+import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
 
+from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
 from ..checks import check_choice, check_range
@@ -18,14 +21,35 @@ logger = logging.get_logger(__name__)
 SPLITS = ("train", "validation", "all")
 
 _WIKITEXT = (".tokens", ".raw")
-_FORMATS = (".txt", ".jsonl", *_WIKITEXT)
+FORMATS = (".txt", ".jsonl", *_WIKITEXT)
 # Title of a WikiText article. The titles of its sections have more signs.
 _TITLE = re.compile("= [^=].* =")
 
 
+class Documents(Iterator[list[str]]):
+    """
+    The documents of a corpus, to be read once, and what identifies their text.
+
+    Args:
+        documents (`Iterator[list[str]]`): The documents.
+        find_fingerprint (`Callable[[], str | None]`): Makes the fingerprint.
+    """
+
+    def __init__(self, documents: Iterator[list[str]], find_fingerprint: Callable[[], str | None]):
+        self._documents = documents
+        self._find_fingerprint = find_fingerprint
+
+    def __next__(self) -> list[str]:
+        return next(self._documents)
+
+    def fingerprint(self) -> str | None:
+        """A hash that changes with the text; `None` if it cannot be had without reading the text."""
+        return self._find_fingerprint()
+
+
 def load_documents(
     source: str | os.PathLike | Iterable[str | os.PathLike], split: str = "train", holdout_every: int = 100
-) -> Iterator[list[str]]:
+) -> Documents:
     """
     Stream the documents of a pre-training corpus.
 
@@ -44,7 +68,7 @@ def load_documents(
             Hold out one document in this many; at least 2.
 
     Returns:
-        `Iterator[list[str]]`: Documents as lists of one-line paragraphs.
+        `Iterator[list[str]]`: Documents as lists of one-line paragraphs. Its `fingerprint` is a hash of the text.
 
     Raises:
         FileNotFoundError: If a file does not exist.
@@ -54,17 +78,19 @@ def load_documents(
     check_choice("split", split, SPLITS)
     check_range("holdout_every", holdout_every, 2)
     if source == "builtin":
-        documents = _builtin_documents()
+        corpus = _builtin_documents()
+        documents: Iterator[list[str]] = iter(corpus)
+        text: Callable[[], str | None] = lambda: _hash(json.dumps(document).encode() for document in corpus)  # noqa: E731
     elif isinstance(source, str) and source.startswith("hub:"):
-        documents = _hub_documents(source)
+        documents, text = _hub_documents(source)
     else:
-        documents = read_documents(source)
+        files = _text_files(source)
+        documents, text = _read_files(files), lambda: _files_hash(files)
 
     def select() -> Iterator[list[str]]:
         selected = 0
         for document in documents:
-            held_out = split != "all" and zlib.crc32("\n".join(document).encode()) % holdout_every == 0
-            if split == "all" or held_out == (split == "validation"):
+            if in_split(document, split, holdout_every):
                 selected += 1
                 yield document
         if not selected:
@@ -73,7 +99,38 @@ def load_documents(
                 "holdout_every, or a separate corpus for validation"
             )
 
-    return select()
+    def fingerprint() -> str | None:
+        found = text()
+        return found if found is None or split == "all" else f"{found}-{split}-{holdout_every}"
+
+    return Documents(select(), fingerprint)
+
+
+def in_split(document: list[str], split: str, holdout_every: int = 100) -> bool:
+    """Whether a document belongs to a split, see [`load_documents`]."""
+    if split == "all":
+        return True
+    return (zlib.crc32("\n".join(document).encode()) % holdout_every == 0) == (split == "validation")
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _files_hash(files: list[Path]) -> str:
+    """A hash of the contents of files, as they are stored, and of how they are read."""
+
+    def parts() -> Iterator[bytes]:
+        for file in files:
+            yield f"\0{file.suffixes[-2:]}\0{file.stat().st_size}\0".encode()
+            with open(file, "rb") as stream:
+                while part := stream.read(2**20):
+                    yield part
+
+    return _hash(parts())
 
 
 def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[list[str]]:
@@ -97,6 +154,10 @@ def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> It
             the line: if text is not UTF-8, a row is not a JSON object with a string `text`, or a compressed file is
             corrupt; and if the files have no paragraph at all.
     """
+    return _read_files(_text_files(paths))
+
+
+def _text_files(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Path]:
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     if not files:
         raise ValueError("paths is empty: give at least one text file")
@@ -104,15 +165,15 @@ def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> It
         if not file.exists():
             raise FileNotFoundError(f"no such file: {str(file)!r}")
         _file_format(file)
-    return _read_files(files)
+    return files
 
 
 def _file_format(file: Path) -> str:
-    """The format of a file (one of `_FORMATS`), from its name."""
+    """The format of a file (one of `FORMATS`), from its name."""
     compression = file.suffix if file.suffix in COMPRESSIONS else ""
     kind = Path(file.name.removesuffix(compression)).suffix
-    if kind not in _FORMATS or file.is_dir():
-        allowed = ", ".join(kind + compression for kind in _FORMATS for compression in ("", *COMPRESSIONS))
+    if kind not in FORMATS or file.is_dir():
+        allowed = ", ".join(kind + compression for kind in FORMATS for compression in ("", *COMPRESSIONS))
         raise ValueError(f"{str(file)!r} is not a supported text file; its name must end in {allowed}")
     return kind
 
@@ -120,10 +181,25 @@ def _file_format(file: Path) -> str:
 def _read_files(files: list[Path]) -> Iterator[list[str]]:
     def read() -> Iterator[list[str]]:
         for file in files:
-            kind = _file_format(file)
-            yield from _jsonl_documents(file) if kind == ".jsonl" else _text_documents(file, kind in _WIKITEXT)
+            yield from file_documents(file, _file_format(file), open_binary)
 
     return _with_text(read(), ", ".join(repr(str(file)) for file in files))
+
+
+def file_documents(file: str | Path, kind: str, open_file: Callable[[Any], IO[bytes]]) -> Iterator[list[str]]:
+    """
+    The documents of one file, some of which may be empty.
+
+    Args:
+        file (`str` or `Path`): Its path or URL.
+        kind (`str`): Its format, one of `FORMATS`.
+        open_file (`Callable`): Opens it for reading, decompressed.
+
+    Raises:
+        ValueError: If it is malformed. The message names file and line.
+    """
+    lines = _decoded_lines(file, open_file)
+    return _jsonl_documents(file, lines) if kind == ".jsonl" else _text_documents(lines, kind in _WIKITEXT)
 
 
 def _with_text(documents: Iterable[list[str]], where: str) -> Iterator[list[str]]:
@@ -141,11 +217,11 @@ def _with_text(documents: Iterable[list[str]], where: str) -> Iterator[list[str]
         raise ValueError(f"no paragraph of text in {where}")
 
 
-def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
+def _decoded_lines(file: str | Path, open_file: Callable[[Any], IO[bytes]]) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file with their numbers, counted from 1."""
     number = 0
     try:
-        with open_binary(file) as stream:
+        with open_file(file) as stream:
             for number, line in enumerate(stream, start=1):
                 # Decoded line by line, so that an error can name the line.
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\0", "")
@@ -154,12 +230,12 @@ def _decoded_lines(file: Path) -> Iterator[tuple[int, str]]:
             f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
         ) from error
     except DECOMPRESSION_ERRORS as error:
-        raise ValueError(f"{file}: corrupt {file.suffix} file after line {number} ({error})") from error
+        raise ValueError(f"{file}: corrupt {Path(file).suffix} file after line {number} ({error})") from error
 
 
-def _text_documents(file: Path, wikitext: bool) -> Iterator[list[str]]:
+def _text_documents(lines: Iterable[tuple[int, str]], wikitext: bool) -> Iterator[list[str]]:
     document: list[str] = []
-    for _, line in _decoded_lines(file):
+    for _, line in lines:
         paragraph = " ".join(line.split())
         ends = _TITLE.fullmatch(paragraph) if wikitext else not paragraph
         if ends and document:
@@ -171,8 +247,8 @@ def _text_documents(file: Path, wikitext: bool) -> Iterator[list[str]]:
         yield document
 
 
-def _jsonl_documents(file: Path) -> Iterator[list[str]]:
-    for number, line in _decoded_lines(file):
+def _jsonl_documents(file: str | Path, lines: Iterable[tuple[int, str]]) -> Iterator[list[str]]:
+    for number, line in lines:
         if not line.strip():
             continue
         try:
@@ -194,18 +270,17 @@ def _paragraphs(text: str) -> list[str]:
     return [paragraph for paragraph in folded if paragraph]
 
 
-def _builtin_documents() -> Iterator[list[str]]:
+def _builtin_documents() -> list[list[str]]:
     from .builtin_corpus import builtin_documents
 
     # The corpus is sorted by package; a run that reads only its beginning should see all packages.
     documents = sorted(builtin_documents(), key=lambda document: zlib.crc32(document.module.encode()))
-    return (document.paragraphs for document in documents)
+    return [document.paragraphs for document in documents]
 
 
-def _hub_documents(source: str) -> Iterator[list[str]]:
-    _, name, *config = source.split(":")
-    if not name or len(config) > 1:
-        raise ValueError(f"source must be 'hub:owner/name' or 'hub:owner/name:config', got {source!r}")
+def _hub_documents(source: str) -> tuple[Iterator[list[str]], Callable[[], str | None]]:
+    """The documents of a dataset on the Hub, and what finds its commit."""
+    name, config = hub_source(source)
 
     import datasets
 
@@ -213,8 +288,30 @@ def _hub_documents(source: str) -> Iterator[list[str]]:
 
     def read() -> Iterator[list[str]]:
         for row in rows:
-            if not isinstance(row.get("text"), str):
-                raise ValueError(f"{source!r} has no text column 'text'; its columns are {sorted(row)}")
-            yield _paragraphs(row["text"])
+            yield document_of(row, source)
 
-    return _with_text(read(), repr(source))
+    def find_commit() -> str | None:
+        from huggingface_hub import HfApi
+
+        try:
+            commit = HfApi().dataset_info(name).sha
+        except (OSError, HTTPError):  # then nothing says whether it is the same text as before
+            return None
+        return None if commit is None else _hash([repr((name, config, commit)).encode()])
+
+    return _with_text(read(), repr(source)), find_commit
+
+
+def hub_source(source: str) -> tuple[str, list[str]]:
+    """Id and configuration, if there is one, of a source `hub:owner/name` or `hub:owner/name:config`."""
+    _, name, *config = source.split(":")
+    if not name or len(config) > 1:
+        raise ValueError(f"source must be 'hub:owner/name' or 'hub:owner/name:config', got {source!r}")
+    return name, config
+
+
+def document_of(row: Mapping[str, Any], source: str) -> list[str]:
+    """The document of a row of a dataset."""
+    if not isinstance(row.get("text"), str):
+        raise ValueError(f"{source!r} has no text column 'text'; its columns are {sorted(row)}")
+    return _paragraphs(row["text"])

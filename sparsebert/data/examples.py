@@ -1,36 +1,28 @@
 """Pre-training examples for masked-language modelling and next-sentence prediction, and their collators."""
 
 import copy
-import re
+import os
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
-from transformers.utils import logging
 
 from ..checks import check_range
+from .row_cache import cached_rows, fingerprint_of
+from .rows import StoredText, TokenizedText, packed_rows, pair_rows
 from .tokenization import check_tokenizer
 
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.get_logger(__name__)
-
-
-# A corpus with a larger share of repeated paragraphs than this is probably a mistake.
-_DUPLICATE_WARNING = 0.2
-# With a larger share of unknown tokens than this, the tokenizer is probably that of another language.
-_UNKNOWN_WARNING = 0.2
-_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]?[A-Z])")
 
 
 def pretraining_dataset(
@@ -41,6 +33,7 @@ def pretraining_dataset(
     seed: int = 0,
     max_tokens: int | None = None,
     short_seq_prob: float = 0.1,
+    cache_dir: str | os.PathLike | None = None,
 ) -> "datasets.Dataset":
     """
     Turn documents into pre-training examples. They are masked later, by [`pretraining_collator`].
@@ -50,6 +43,10 @@ def pretraining_dataset(
     is `[CLS] A [SEP] B [SEP]` with at most `max_length` tokens, as in the original BERT: A and B are whole sentences,
     cut at the target length. In half of the rows B follows A, where the document is long enough; in the others it
     comes from another document.
+
+    The text is read and tokenized one part at a time, and the rows are written to files that are mapped into memory:
+    the corpus can be larger than the memory. Of documents from [`load_documents`] the rows are kept, and the next call
+    with the same text, tokenizer and arguments finds them; of others they are deleted when the process ends.
 
     Args:
         documents (`Iterable[list[str]]`):
@@ -66,6 +63,8 @@ def pretraining_dataset(
             Maximum number of tokens in all rows, special tokens included. Reading stops once there is enough text.
         short_seq_prob (`float`, *optional*, defaults to 0.1):
             Fraction of pairs with a random, smaller target length. Only used with `nsp`.
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Folder for the rows; by default that of `datasets` (`HF_DATASETS_CACHE`).
 
     Returns:
         `datasets.Dataset`: Rows with `input_ids`, `token_type_ids` and `special_tokens_mask` and, with `nsp`,
@@ -73,210 +72,31 @@ def pretraining_dataset(
 
     Raises:
         ValueError: If an argument is out of range, the tokenizer lacks a special token, or there is too little text.
+        OSError: If the rows cannot be written, for example since the disk is full. Nothing half written stays.
     """
-    import datasets
-
     check_tokenizer(tokenizer, len(tokenizer))
     check_range("max_length", max_length, 8)
     if max_tokens is not None and max_tokens < max_length:
         raise ValueError(f"max_tokens must be at least max_length={max_length}, got {max_tokens}")
     check_range("short_seq_prob", short_seq_prob, 0, 1, (int, float))
 
-    text = _TokenizedText(documents, tokenizer, nsp, max_tokens)
-    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
-    labels = None
+    settings: dict[str, Any] = {"max_length": max_length, "nsp": nsp, "max_tokens": max_tokens}
     if nsp:
-        ids, lengths, first_lengths, labels = _next_sentence_rows(
-            text, cls, sep, max_length, max_tokens, short_seq_prob, np.random.default_rng(seed)
-        )
-    else:
-        ids, lengths = _packed_rows(text, cls, sep, max_length, max_tokens)
-        first_lengths = lengths
+        settings |= {"seed": seed, "short_seq_prob": short_seq_prob}
 
-    import pyarrow as pa
+    def tables(folder: Path) -> "Iterator[pa.Table]":
+        text = TokenizedText(documents, tokenizer, nsp, max_tokens)
+        special = tokenizer.cls_token_id, tokenizer.sep_token_id
+        if nsp:
+            generator = np.random.default_rng(seed)
+            stored = StoredText(text, folder)
+            text.check()
+            yield from pair_rows(stored, *special, max_length, max_tokens, short_seq_prob, generator)
+        else:
+            yield from packed_rows(text, *special, max_length, max_tokens)
+            text.check()
 
-    ends = np.cumsum(lengths, dtype=np.int64)
-    offsets = np.concatenate([[0], ends])
-    positions = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
-    columns = {
-        "input_ids": ids,
-        "token_type_ids": (positions >= np.repeat(first_lengths, lengths)).astype(np.int8),
-        "special_tokens_mask": ((ids == cls) | (ids == sep)).astype(np.int8),
-    }
-    # Large lists have 64-bit offsets, for corpora of 2**31 tokens and more.
-    columns = {name: pa.LargeListArray.from_arrays(offsets, values) for name, values in columns.items()}
-    if labels is not None:
-        columns["next_sentence_label"] = pa.array(labels)
-        logger.info(f"Next-sentence pairs: {np.mean(labels):.1%} of {len(labels)} are random.")
-    return datasets.Dataset(datasets.table.InMemoryTable.from_pydict(columns))
-
-
-class _TokenizedText:
-    """
-    Token ids of a corpus in flat arrays.
-
-    Attributes:
-        ids (`np.ndarray` of shape `(num_tokens,)`): The tokens.
-        unit_offsets (`np.ndarray` of shape `(num_units + 1,)`): Where each unit (a sentence or paragraph) starts in
-            `ids`.
-        document_offsets (`np.ndarray` of shape `(num_documents + 1,)`): Where each document starts among the units.
-    """
-
-    def __init__(
-        self,
-        documents: Iterable[list[str]],
-        tokenizer: "PreTrainedTokenizerBase",
-        sentences: bool,
-        max_tokens: int | None,
-    ):
-        ids, unit_offsets, document_offsets = array("i"), array("q", [0]), array("q", [0])
-        seen: set[int] = set()
-        paragraphs = duplicates = empty = 0
-
-        def units() -> Iterator[str | None]:
-            """Yield the units of the documents, and `None` at the end of each document."""
-            nonlocal paragraphs, duplicates
-            for document in documents:
-                for paragraph in document:
-                    digest = hash(paragraph)
-                    paragraphs += 1
-                    duplicates += digest in seen
-                    seen.add(digest)
-                    yield from _SENTENCE_END.split(paragraph) if sentences else (paragraph,)
-                yield None
-
-        stream = units()
-        progress = tqdm(desc="Tokenizing", total=max_tokens, unit="token", unit_scale=True, disable=None)
-        while batch := list(islice(stream, 2000)):
-            texts = [unit for unit in batch if unit is not None]
-            encoded = iter(
-                tokenizer(
-                    texts,
-                    add_special_tokens=False,
-                    return_attention_mask=False,
-                    return_token_type_ids=False,
-                    verbose=False,
-                )["input_ids"]
-                if texts
-                else ()
-            )
-            for unit in batch:
-                if unit is not None:
-                    tokens = next(encoded)
-                    if tokens:
-                        ids.extend(tokens)
-                        unit_offsets.append(len(ids))
-                    else:
-                        empty += 1
-                elif len(unit_offsets) - 1 > document_offsets[-1]:
-                    document_offsets.append(len(unit_offsets) - 1)
-            progress.update(len(ids) - progress.n)
-            if max_tokens is not None and len(ids) >= max_tokens:
-                break
-        progress.close()
-        if len(unit_offsets) - 1 > document_offsets[-1]:  # reading stopped inside a document
-            document_offsets.append(len(unit_offsets) - 1)
-
-        if empty:
-            logger.warning(f"Skipped {empty} pieces of text without any token in {paragraphs} paragraphs.")
-        if paragraphs and duplicates > _DUPLICATE_WARNING * paragraphs:
-            logger.warning(
-                f"{duplicates} of {paragraphs} paragraphs ({duplicates / paragraphs:.0%}) repeat an earlier one; "
-                "consider removing duplicates from the corpus."
-            )
-        self.ids = np.frombuffer(ids, dtype=np.int32)
-        unknown = np.count_nonzero(self.ids == tokenizer.unk_token_id) / max(len(self.ids), 1)
-        if unknown > _UNKNOWN_WARNING:
-            name = tokenizer.name_or_path or type(tokenizer).__name__
-            message = f"{unknown:.0%} of the tokens are {tokenizer.unk_token}"
-            if unknown == 1:
-                raise ValueError(f"{message}: tokenizer {name!r} is not one for this text")
-            logger.warning(f"{message}: tokenizer {name!r} may not be one for this text.")
-        self.unit_offsets = np.frombuffer(unit_offsets, dtype=np.int64)
-        self.document_offsets = np.frombuffer(document_offsets, dtype=np.int64)
-        logger.info(f"Read {len(self.document_offsets) - 1} documents, {paragraphs} paragraphs, {len(ids)} tokens.")
-
-
-def _packed_rows(
-    text: _TokenizedText, cls: int, sep: int, max_length: int, max_tokens: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The concatenated rows, and their lengths."""
-    boundaries = text.unit_offsets[text.document_offsets[1:-1]]
-    stream = np.insert(text.ids, boundaries, sep)
-    rows = len(stream) // (max_length - 2)
-    if not rows:
-        raise ValueError(f"the text has only {len(stream)} tokens, too few for one row of max_length={max_length}")
-    if max_tokens is not None:
-        rows = min(rows, max_tokens // max_length)
-    ids = np.empty((rows, max_length), dtype=np.int32)
-    ids[:, 0] = cls
-    ids[:, 1:-1] = stream[: rows * (max_length - 2)].reshape(rows, -1)
-    ids[:, -1] = sep
-    return ids.reshape(-1), np.full(rows, max_length)
-
-
-def _next_sentence_rows(
-    text: _TokenizedText,
-    cls: int,
-    sep: int,
-    max_length: int,
-    max_tokens: int | None,
-    short_seq_prob: float,
-    rng: np.random.Generator,
-) -> list[np.ndarray]:
-    """The concatenated rows, the lengths of the rows and of their first segments, and the labels."""
-    offsets, documents = text.unit_offsets.tolist(), text.document_offsets.tolist()
-    num_documents = len(documents) - 1
-    if num_documents < 2:
-        raise ValueError(f"next-sentence pairs need at least 2 documents, got {num_documents}")
-    room = max_length - 3
-    ids, lengths, first_lengths, labels = array("i"), array("i"), array("i"), array("b")
-
-    def run(start: int, end: int, target: int) -> int:
-        """End of the shortest run of units from `start` with at least `target` tokens, or `end`."""
-        stop = start + 1
-        while stop < end and offsets[stop] - offsets[start] < target:
-            stop += 1
-        return stop
-
-    def segment(start: int, stop: int, keep: int) -> list[int]:
-        """`keep` tokens of the units, the rest being cut off at the front and at the back at random."""
-        front = rng.binomial(offsets[stop] - offsets[start] - keep, 0.5)
-        return text.ids[offsets[start] + front : offsets[start] + front + keep].tolist()
-
-    for document in range(num_documents):
-        start, end = documents[document], documents[document + 1]
-        while start < end:
-            target = int(rng.integers(2, room + 1)) if rng.random() < short_seq_prob else room
-            stop = run(start, end, target)
-            middle = int(rng.integers(start + 1, stop)) if stop - start > 1 else stop
-            is_random = middle == stop or rng.random() < 0.5
-            if is_random:
-                other = int(rng.integers(num_documents - 1))
-                other += other >= document
-                b_start = int(rng.integers(documents[other], documents[other + 1]))
-                b_stop = run(b_start, documents[other + 1], target - (offsets[middle] - offsets[start]))
-            else:
-                b_start, b_stop = middle, stop
-            a_length = offsets[middle] - offsets[start]
-            b_length = offsets[b_stop] - offsets[b_start]
-            # As if the longer segment lost one token at a time until both fit.
-            a_keep = min(a_length, max((room + 1) // 2, room - b_length))
-            b_keep = min(b_length, room - a_keep)
-            if max_tokens is not None and len(ids) + a_keep + b_keep + 3 > max_tokens:
-                return _rows(ids, lengths, first_lengths, labels)
-            ids.extend([cls, *segment(start, middle, a_keep), sep, *segment(b_start, b_stop, b_keep), sep])
-            lengths.append(a_keep + b_keep + 3)
-            first_lengths.append(a_keep + 2)
-            labels.append(is_random)
-            # A random pair has not used the units after A: the next pair starts with them.
-            start = middle if is_random else stop
-    return _rows(ids, lengths, first_lengths, labels)
-
-
-def _rows(*columns: array) -> list[np.ndarray]:
-    """The columns as arrays that share their memory."""
-    return [np.frombuffer(column, dtype=np.dtype(column.typecode)) for column in columns]
+    return cached_rows(tables, fingerprint_of(documents), tokenizer, settings, cache_dir)
 
 
 class ReproducibleCollator(DataCollatorForLanguageModeling):
@@ -310,8 +130,12 @@ class ReproducibleCollator(DataCollatorForLanguageModeling):
 
     def for_evaluation(self) -> "ReproducibleCollator":
         """A collator that masks an example the same way in all epochs."""
+        return self.for_epoch(-1)
+
+    def for_epoch(self, epoch: int) -> "ReproducibleCollator":
+        """A collator that masks as in this epoch, whatever [`set_epoch`] says later."""
         other = copy.copy(self)
-        other._epoch = torch.tensor(-1)
+        other._epoch = torch.tensor(epoch)
         return other
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:

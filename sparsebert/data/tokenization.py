@@ -1,5 +1,6 @@
 """Train a WordPiece tokenizer, and check that a tokenizer fits a model."""
 
+import os
 import sys
 import unicodedata
 from collections import Counter
@@ -7,6 +8,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
+
+from .row_cache import cached_json, fingerprint_of
 
 
 if TYPE_CHECKING:
@@ -16,10 +19,15 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def train_tokenizer(
-    documents: Iterable[list[str]], vocab_size: int, lowercase: bool = True, max_characters: int = 20_000_000
+    documents: Iterable[list[str]],
+    vocab_size: int,
+    lowercase: bool = True,
+    max_characters: int = 20_000_000,
+    cache_dir: str | os.PathLike | None = None,
 ) -> "PreTrainedTokenizerBase":
     """
-    Train a BERT tokenizer (WordPiece) on the beginning of a corpus. The same text always gives the same tokenizer.
+    Train a BERT tokenizer (WordPiece) on the beginning of a corpus. The same text always gives the same tokenizer;
+    that of documents from [`load_documents`] is kept, and the next call with the same text and arguments finds it.
 
     Args:
         documents (`Iterable[list[str]]`):
@@ -31,6 +39,8 @@ def train_tokenizer(
             Whether to lowercase the text and strip accents, like uncased BERT.
         max_characters (`int`, *optional*, defaults to 20 million):
             Stop reading after this many characters. More would take time and memory and hardly change the vocabulary.
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Folder for the vocabulary; by default that of `datasets` (`HF_DATASETS_CACHE`).
 
     Returns:
         [`~transformers.BertTokenizer`]: The tokenizer. Its `model_max_length` is not set.
@@ -38,8 +48,20 @@ def train_tokenizer(
     Raises:
         ValueError: If `vocab_size` is too small for the characters of the text, or there is no text.
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import BertTokenizer
+
+    def make() -> dict[str, int]:
+        return _train_vocabulary(documents, vocab_size, lowercase, max_characters)
+
+    settings = (vocab_size, lowercase, max_characters)
+    vocabulary = cached_json(make, fingerprint_of(documents), settings, cache_dir)
+    return BertTokenizer(vocab=vocabulary, do_lower_case=lowercase)
+
+
+def _train_vocabulary(
+    documents: Iterable[list[str]], vocab_size: int, lowercase: bool, max_characters: int
+) -> dict[str, int]:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     paragraphs = []
@@ -78,7 +100,7 @@ def train_tokenizer(
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.train_from_iterator(paragraphs, trainer)
-    return BertTokenizer(vocab=tokenizer.get_vocab(), do_lower_case=lowercase)
+    return tokenizer.get_vocab()
 
 
 def _is_punctuation(character: str) -> bool:

@@ -14,6 +14,7 @@ from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..attention.backends import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from ..data.streams import RowStream, open_documents, stream_documents
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
 from ..hub import HubArguments, mask_arguments, read_tokenizer
@@ -37,6 +38,7 @@ from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, red
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import datasets
     from transformers import PreTrainedTokenizerBase
 
 
@@ -69,7 +71,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_training(recipe["training"])
     training = TrainingArguments(**recipe["training"])
     model = dict(recipe["model"])
-    check_pretraining(data, model)
+    check_pretraining(data, model, training.max_steps)
     if model.get("pattern") is not None:
         model.setdefault("mask_seed", training.seed)
     warn_of_ignored_engine(training)
@@ -139,30 +141,44 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         check_recipe(training.resume_from_checkpoint, record)
 
     def documents(split: str) -> "Iterator[list[str]]":
+        load = stream_documents if data.streaming else load_documents
         if data.validation is None:
-            return load_documents(data.text, split)
-        return load_documents(data.text if split == "train" else data.validation, "all")
+            return load(data.text, split)
+        return load(data.text if split == "train" else data.validation, "all")
 
     tokenizer: PreTrainedTokenizerBase
-    # The first process of a machine fills the caches, the others read them.
-    with training.main_process_first(desc="tokenization"):
-        if data.tokenizer:
-            tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
-        else:
-            tokenizer = train_tokenizer(documents("train"), model.config.vocab_size)
-            tokenizer.model_max_length = model.config.max_position_embeddings
-        check_tokenizer(tokenizer, model.config.vocab_size)
-        train_set, validation_set = (
-            pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
-            for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
+    if data.tokenizer:
+        tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
+    else:
+        tokenizer = train_tokenizer(documents("train"), model.config.vocab_size, cache_dir=data.cache_dir)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+    check_tokenizer(tokenizer, model.config.vocab_size)
+
+    def rows(split: str, max_tokens: int | None) -> "datasets.Dataset":
+        text = documents(split)
+        return pretraining_dataset(
+            text, tokenizer, data.max_length, data.nsp, training.seed, max_tokens, cache_dir=data.cache_dir
         )
-    record["inputs"] |= rows_record(train_set)
-    if training.resume_from_checkpoint:
-        check_recipe(training.resume_from_checkpoint, record)
+
     collator: Callable = causal_collator
     if not causal:
         masking_seed = training.seed if training.data_seed is None else training.data_seed
         collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
+    train_set: RowStream | datasets.Dataset
+    if data.streaming:
+        text = open_documents(data.text)
+        record["inputs"]["shards"] = text.num_shards
+        train_set = RowStream(
+            text, tokenizer, data.max_length, training.train_batch_size, collator, data.nsp, training.seed,
+            data.shuffle_buffer, "train" if data.validation is None else "all", training.dataloader_drop_last,
+            training.process_index, training.world_size,
+        )  # fmt: skip
+    else:
+        train_set = rows("train", data.max_tokens)
+        record["inputs"] |= rows_record(train_set)
+    validation_set = rows("validation", data.max_validation_tokens)
+    if training.resume_from_checkpoint:
+        check_recipe(training.resume_from_checkpoint, record)
 
     trainer = SparseBertTrainer(
         model,

@@ -12,6 +12,10 @@ class PretrainingArguments(HubArguments):
 
     Args:
         text (`str` or `list`): Training text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        streaming (`bool`): Read the training text while the model trains, instead of tokenizing all of it before: for
+            text of any size. `text` and `validation` are then files, URLs, patterns such as `"data/*.parquet"`, or
+            `"hub:owner/name"`, see [`open_documents`]; `training.max_steps` is needed.
+        shuffle_buffer (`int`): With `streaming`, number of examples that are shuffled at once.
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default a WordPiece tokenizer of
             `model.vocab_size` tokens is trained on the text.
@@ -24,6 +28,8 @@ class PretrainingArguments(HubArguments):
         max_length (`int`): Maximum number of tokens per example.
         max_tokens (`int`, *optional*): Maximum number of tokens of training text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        cache_dir (`str`, *optional*): Folder for the tokenized text, which is made once and found again by later runs
+            and by all processes of a machine; by default that of `datasets` (`HF_DATASETS_CACHE`).
         mlm_probability (`float`): Fraction of the tokens to predict.
         freeze_threshold (`float`, *optional*): Freeze by keeping entries with P above this; 0.5 if neither a
             threshold nor a sparsity is given.
@@ -41,6 +47,8 @@ class PretrainingArguments(HubArguments):
     """
 
     text: str | list = "builtin"
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
     validation: str | list | None = None
     tokenizer: str | None = None
     base_model: str | None = None
@@ -51,6 +59,7 @@ class PretrainingArguments(HubArguments):
     max_length: int = 128
     max_tokens: int | None = None
     max_validation_tokens: int = 200_000
+    cache_dir: str | None = None
     mlm_probability: float = 0.15
     freeze_threshold: float | None = None
     freeze_sparsity: float | None = None

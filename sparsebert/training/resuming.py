@@ -34,6 +34,7 @@ logger = logging.get_logger(__name__)
 MAY_CHANGE = {
     "data": (
         "max_validation_tokens", "attn_implementation", "pictures", "overwrite", "resume", "allow_partial_",
+        "cache_dir",
         # of translation
         "test", "max_test_pairs", "num_beams",
         # of fine-tuning: which runs there are, and how they are evaluated

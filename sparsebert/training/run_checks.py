@@ -22,6 +22,7 @@ from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
 from ..data.documents import load_documents
+from ..data.streams import find_shards
 from ..hub import HubArguments, check_available, mask_arguments, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS
@@ -166,18 +167,20 @@ def read_given_mask(name: str, **hub_arguments: Any) -> SparseMask:
         raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error
 
 
-def check_pretraining(data: Any, model: dict[str, Any]) -> None:
+def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> None:
     """
     Check a pre-training recipe.
 
     Args:
         data ([`PretrainingArguments`]): Section `data`.
         model (`dict`): Section `model`.
+        max_steps (`int`, *optional*, defaults to -1): Number of training steps, if it is given.
 
     Raises:
         ValueError: If a field is out of its range, or fields exclude each other.
         FileNotFoundError: If a file or folder does not exist.
     """
+    _check_streaming(data, max_steps)
     for name in ("text", "validation"):
         sources = getattr(data, name)
         if sources == []:
@@ -187,7 +190,10 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
                 if not isinstance(source, str):
                     raise ValueError(f"{name} must hold names of files, got {source!r}")
             if sources != "builtin" and not (isinstance(sources, str) and sources.startswith("hub:")):
-                load_documents(sources, "all")  # reads nothing yet
+                find_shards(sources) if data.streaming else load_documents(sources, "all")  # reads nothing yet
+    for folder in () if data.cache_dir is None else (Path(data.cache_dir), *Path(data.cache_dir).parents):
+        if folder.is_file():
+            raise NotADirectoryError(f"cache_dir {data.cache_dir} cannot be made: {folder} is a file")
     check_range("max_length", data.max_length, 8)
     for name in ("max_tokens", "max_validation_tokens"):
         if getattr(data, name) is not None and getattr(data, name) < data.max_length:
@@ -228,6 +234,21 @@ def check_pretraining(data: Any, model: dict[str, Any]) -> None:
             f"max_length must be at most the model's {positions} positions (max_position_embeddings), got "
             f"{data.max_length}"
         )
+
+
+def _check_streaming(data, max_steps):
+    check_range("shuffle_buffer", data.shuffle_buffer, 1)
+    if not data.streaming:
+        if data.shuffle_buffer != type(data).shuffle_buffer:
+            raise ValueError(f"shuffle_buffer {data.shuffle_buffer} has no meaning without streaming true")
+        return
+    if max_steps < 1:
+        raise ValueError(f"streaming true needs max_steps, since the text has no known length, got {max_steps}")
+    if data.max_tokens is not None:
+        raise ValueError(f"max_tokens {data.max_tokens} has no meaning with streaming true: set max_steps")
+    for name in ("text", "validation"):
+        if getattr(data, name) == "builtin":
+            raise ValueError(f"{name} 'builtin' cannot be streamed: set streaming to false, or name files")
 
 
 def check_sizes_of(what: str, config: "PreTrainedConfig", model: dict[str, Any]) -> None:

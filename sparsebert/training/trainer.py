@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from transformers.utils import logging
 
+from ..data.streams import RowStream
 from ..masks.mask_cards import CARD_NAME, own_card, save_card
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
@@ -24,6 +25,7 @@ from .checkpoint_manifests import whole_checkpoint
 from .divergence import check_weights, diverged, first_bad_weight
 from .resuming import check_checkpoint
 from .sharded_trainer import ShardedTrainer
+from .stream_loading import StreamLoader
 
 
 if TYPE_CHECKING:
@@ -52,6 +54,12 @@ class MaskingEpoch(TrainerCallback):
             collator.set_epoch(epoch)
         self._trainer.worker_seeds.manual_seed(seed + epoch)
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if isinstance(self._trainer.train_dataset, RowStream):  # the stock Trainer counts from where it resumed
+            state.epoch = state.global_step / state.max_steps
+
 
 class SparseBertTrainer(ShardedTrainer):
     """
@@ -67,6 +75,7 @@ class SparseBertTrainer(ShardedTrainer):
     - the loss is averaged over accumulated batches, whatever the model;
     - the number of workers that load the batches changes neither batches nor noise and dropout;
     - under DeepSpeed and FSDP every process has all mask logits, see [`ReplicatedLogits`];
+    - a [`RowStream`] is read by every process for itself, and resumed from its place in the text;
     - a run only resumes from a checkpoint of the same search, and of an engine that it can read;
     - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
     - a push to the Hub, of the end or of a checkpoint, contains the mask or the search, and deletes what contradicts
@@ -98,6 +107,7 @@ class SparseBertTrainer(ShardedTrainer):
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
         self.skipped_steps = self._skipped_in_a_row = 0
+        self._stream_loader: StreamLoader | None = None
 
     def _callback(self, kind):
         return next((callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)), None)
@@ -241,7 +251,21 @@ class SparseBertTrainer(ShardedTrainer):
         finally:
             self.data_collator = collator
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._stream_loader is not None:
+            self._stream_loader.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self._stream_loader is not None and checkpoint is not None:
+            self._stream_loader.load(checkpoint)
+
     def get_train_dataloader(self) -> Any:
+        if isinstance(self.train_dataset, RowStream):
+            self.args.ignore_data_skip = True  # resumed by its state, and not by skipping batches
+            self._stream_loader = StreamLoader(self.train_dataset, self.args, self.worker_seeds)
+            return self._stream_loader
         loader: Any = super().get_train_dataloader()
         rows, batch = self.train_dataset, self.args.train_batch_size * self.args.world_size
         if isinstance(rows, Sized) and len(rows) < batch:

@@ -1,0 +1,165 @@
+"""What is made of a text once and kept: rows of token ids and trained tokenizers, in files that processes share."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from filelock import FileLock, Timeout
+from transformers.utils import logging
+
+from ..files import make_folder
+
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.get_logger(__name__)
+
+# Part of every key: increase it whenever the same text and settings give other files.
+FORMAT = 1
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def fingerprint_of(documents: object) -> str | None:
+    """What identifies the text of documents from [`load_documents`]; `None` of others, whose text is not kept."""
+    find: Callable[[], str | None] | None = getattr(documents, "fingerprint", None)
+    return None if find is None else find()
+
+
+def key_of(*parts: Any) -> str:
+    """A hash of values that JSON can express."""
+    text = json.dumps([FORMAT, tokenizers.__version__, *parts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """
+    A file that is made once: by the first process that asks, while others on the machine wait for it. It is written
+    aside and takes its name when it is complete.
+
+    Args:
+        folder (`Path`): The folder of the cache. It is created.
+        name (`str`): Name of the file, which says all that its content depends on.
+        write (`Callable[[Path], None]`): Writes the content to a path, in a folder that it may use for other files.
+
+    Returns:
+        `Path`: The file.
+    Raises:
+        OSError: If it cannot be written. The message names the folder, and nothing of the file stays.
+    """
+    path = folder / name
+    if path.is_file():
+        return path
+    make_folder(folder, "cache_dir")
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info(f"Waiting for another process, which is making {path}.")
+        lock.acquire()
+    aside = folder / f"{name}.incomplete"
+    try:
+        if not path.is_file():
+            shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed: nobody else has the lock
+            aside.mkdir()
+            write(aside / name)
+            os.replace(aside / name, path)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise OSError(
+            error.errno,
+            f"cache_dir {folder} has no room for the tokenized text ({os.strerror(error.errno)}), and what there was "
+            "of it is removed: make room, or name another folder",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        lock.release()
+    return path
+
+
+def cache_folder(cache_dir: str | os.PathLike | None, kept: bool = True) -> Path:
+    """
+    Args:
+        cache_dir (`str` or `os.PathLike`, *optional*): Folder that a user named; by default that of `datasets`.
+        kept (`bool`, *optional*, defaults to `True`): Whether the files are for other processes too; otherwise it is a
+            folder that is deleted when this process ends.
+    """
+    import datasets
+    from datasets.fingerprint import get_temporary_cache_files_directory
+
+    if not kept:
+        return Path(get_temporary_cache_files_directory())
+    return Path(datasets.config.HF_DATASETS_CACHE if cache_dir is None else cache_dir).expanduser() / "sparsebert"
+
+
+def cached_rows(
+    tables: "Callable[[Path], Iterator[pa.Table]]",
+    fingerprint: str | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    settings: Mapping[str, Any],
+    cache_dir: str | os.PathLike | None = None,
+) -> "datasets.Dataset":
+    """
+    A dataset whose rows are written to one Arrow file the first time, and mapped into memory.
+
+    Args:
+        tables (`Callable[[Path], Iterator[pa.Table]]`): Makes the rows; the path is a folder for files that it needs
+            meanwhile.
+        fingerprint (`str`, *optional*): What identifies the text; without it, the rows are not kept.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the rows.
+        settings (`dict`): What else the rows depend on.
+        cache_dir (`str` or `os.PathLike`, *optional*): Folder of the cache.
+
+    Returns:
+        `datasets.Dataset`: The rows.
+    """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    kept = fingerprint is not None
+    key = key_of(fingerprint, _tokenizer_key(tokenizer), dict(settings)) if kept else os.urandom(16).hex()
+
+    def write(path: Path) -> None:
+        (path.parent / "text").mkdir()
+        with ArrowWriter(path=str(path), fingerprint=key) as writer:
+            for table in tables(path.parent / "text"):
+                writer.write_table(table)
+            writer.finalize()
+
+    return datasets.Dataset.from_file(str(cached_file(cache_folder(cache_dir, kept), f"rows-{key}.arrow", write)))
+
+
+def _tokenizer_key(tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
+    """What the ids of a tokenizer depend on."""
+    special = [tokenizer.cls_token_id, tokenizer.sep_token_id]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        from datasets.fingerprint import Hasher
+
+        return [*special, Hasher.hash(tokenizer)]
+    state = json.loads(backend.to_str())
+    # Every call of the tokenizer sets these two.
+    return [*special, {name: value for name, value in state.items() if name not in ("truncation", "padding")}]
+
+
+def cached_json(
+    make: Callable[[], Any], fingerprint: str | None, settings: Iterable[Any], cache_dir: str | os.PathLike | None
+) -> Any:
+    """What `make` returns, as JSON can express it: kept in a file if the text has a fingerprint."""
+    if fingerprint is None:
+        return make()
+
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(make()), encoding="utf-8")
+
+    name = f"vocabulary-{key_of(fingerprint, *settings)}.json"
+    return json.loads(cached_file(cache_folder(cache_dir), name, write).read_text(encoding="utf-8"))

@@ -1,0 +1,315 @@
+"""Text that is read while a model trains: documents of shards or of the Hub, and batches of rows made of them."""
+
+import copy
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from packaging.version import Version
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .documents import FORMATS, Documents, document_of, file_documents, hub_source, in_split
+from .row_cache import key_of
+from .rows import Piece, TextInMemory, TokenizedText, packed_rows, pair_rows
+
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+# Endings of compressed files, and what fsspec calls them.
+_COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
+# Earlier versions forget their place when they resume for the second time.
+_DATASETS = "5.2"
+# Documents that are read at once.
+_AT_ONCE = 16
+
+
+def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
+    """
+    The documents of shards, or of a dataset on the Hub, as a dataset with a column `text`. Only names are read yet.
+
+    Args:
+        source (`str` or a list of them):
+            Paths, URLs of any kind that fsspec opens, or patterns of them such as `"data/*.parquet"`; or
+            `"hub:owner/name"` or `"hub:owner/name:config"` for the `train` split of a dataset on the Hub. Files are
+            Parquet with a column `text`, or as [`read_documents`] reads them; all but Parquet may be compressed.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ImportError: If the installed version of `datasets` is too old.
+        ValueError: If a file is of another kind.
+    """
+    import datasets
+
+    if Version(datasets.__version__) < Version(_DATASETS):
+        raise ImportError(
+            f"streaming needs datasets {_DATASETS} or newer, found {datasets.__version__}: "
+            f"pip install 'datasets>={_DATASETS}'"
+        )
+    if isinstance(source, str) and source.startswith("hub:"):
+        name, config = hub_source(source)
+        return datasets.load_dataset(name, *config, split="train", streaming=True)
+    shards = find_shards(source)
+    if shard_format(shards[0]) == ".parquet":
+        return datasets.load_dataset("parquet", data_files={"train": shards}, split="train", streaming=True)
+    features = datasets.Features({"text": datasets.Value("string")})
+    return datasets.IterableDataset.from_generator(_read_shards, features, {"shards": shards})
+
+
+def find_shards(source: str | Iterable[str]) -> list[str]:
+    """The files that a source of [`open_documents`] names, sorted within a pattern."""
+    from fsspec.core import url_to_fs
+
+    shards: list[str] = []
+    for pattern in [source] if isinstance(source, str) else source:
+        filesystem, path = url_to_fs(pattern)
+        found = [pattern] if filesystem.isfile(path) else []
+        if not found and any(character in path for character in "*?["):
+            found = [filesystem.unstrip_protocol(name) for name in sorted(filesystem.glob(path))]
+        if not found:
+            raise FileNotFoundError(f"no such file: {pattern!r}")
+        shards += found
+    if not shards:
+        raise ValueError("text is empty: name at least one file")
+    kinds = {shard_format(shard) == ".parquet" for shard in shards}
+    if len(kinds) > 1:
+        raise ValueError(f"text must not mix Parquet with other files, got {shards[0]!r} and others")
+    return shards
+
+
+def shard_format(shard: str) -> str:
+    """
+    The format of a file, one of `FORMATS` or `".parquet"`.
+
+    Raises:
+        ImportError: If another package is needed to decompress it.
+        ValueError: If its name is not that of a file with text.
+    """
+    from fsspec.compression import compr
+
+    compression = Path(shard).suffix if Path(shard).suffix in _COMPRESSIONS else ""
+    kind = Path(shard.removesuffix(compression)).suffix
+    if kind not in FORMATS and (kind != ".parquet" or compression):
+        endings = ", ".join([*FORMATS, ".parquet"])
+        raise ValueError(
+            f"{shard!r} is not a supported text file; its name must end in {endings}, all but the last also with "
+            f"{', '.join(_COMPRESSIONS)}"
+        )
+    if compression and _COMPRESSIONS[compression] not in compr:
+        raise ImportError(f"{shard!r} needs a package that reads {compression}: pip install zstandard")
+    return kind
+
+
+def _open_shard(shard: str) -> IO[bytes]:
+    import fsspec
+
+    return fsspec.open(shard, "rb", compression=_COMPRESSIONS.get(Path(shard).suffix))
+
+
+def _read_shards(shards: list[str]) -> Iterator[dict[str, str]]:
+    for shard in shards:
+        for document in file_documents(shard, shard_format(shard), _open_shard):
+            yield {"text": "\n".join(document)}
+
+
+def stream_documents(source: str | Iterable[str], split: str = "train", holdout_every: int = 100) -> Documents:
+    """
+    [`load_documents`] for the sources of [`open_documents`]. Its `fingerprint` is made of the names, sizes and dates
+    of the files, whose content is not read for it.
+    """
+    rows = open_documents(source)
+
+    def read() -> Iterator[list[str]]:
+        selected = 0
+        for row in rows:
+            document = document_of(row, str(source))
+            if document and in_split(document, split, holdout_every):
+                selected += 1
+                yield document
+        if not selected:
+            raise ValueError(f"the split {split!r} of {source!r} is empty with holdout_every={holdout_every}")
+
+    def fingerprint() -> str | None:
+        if isinstance(source, str) and source.startswith("hub:"):
+            return None
+        from fsspec.core import url_to_fs
+
+        places = [url_to_fs(shard) for shard in find_shards(source)]
+        return key_of("stream", split, holdout_every, [str(filesystem.ukey(path)) for filesystem, path in places])
+
+    return Documents(read(), fingerprint)
+
+
+class RowStream(IterableDataset):
+    """
+    Batches of pre-training examples of a text that is read meanwhile, without end: after the last document, the next
+    epoch begins with the shards in another order.
+
+    Documents are read in parts of about `shuffle_buffer` rows. The rows of a part are made as by
+    [`pretraining_dataset`], with pairs of documents of the same part, and shuffled. While they are given out, the next
+    part is read. Text at the end of a part that does not fill a row is left out.
+
+    Every reader, that is a worker of a process, has documents of its own: the shards are dealt out if that is even,
+    and otherwise the documents. A batch comes with the place in the text where the next one begins. Going on from
+    there reads one part again and gives the same batches as without a stop; the shuffle buffer of `datasets` would
+    lose what is in it.
+
+    Args:
+        documents (`datasets.IterableDataset`): From [`open_documents`].
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
+        max_length (`int`): Length of a row in tokens.
+        batch_size (`int`): Rows of a batch.
+        collator (`Callable`): Makes a batch of rows, such as a [`ReproducibleCollator`].
+        nsp (`bool`, *optional*, defaults to `False`): Whether to make next-sentence pairs.
+        seed (`int`, *optional*, defaults to 0): Seed of the order and of the pairs.
+        shuffle_buffer (`int`, *optional*, defaults to 10000): Rows that are shuffled at once.
+        split (`str`, *optional*, defaults to `"train"`): `"train"`, or `"all"` for the held-out documents as well.
+        drop_last (`bool`, *optional*, defaults to `False`): Leave out the batch at the end of an epoch that is not
+            full.
+        process, processes (`int`, *optional*): Which process this is, and of how many.
+        short_seq_prob (`float`, *optional*, defaults to 0.1): See [`pretraining_dataset`].
+    """
+
+    def __init__(
+        self,
+        documents: "datasets.IterableDataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        max_length: int,
+        batch_size: int,
+        collator: Callable[[list[dict[str, Any]]], Any],
+        nsp: bool = False,
+        seed: int = 0,
+        shuffle_buffer: int = 10_000,
+        split: str = "train",
+        drop_last: bool = False,
+        process: int = 0,
+        processes: int = 1,
+        short_seq_prob: float = 0.1,
+    ):
+        super().__init__()
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self.collator = collator
+        self.nsp = nsp
+        self.seed = seed
+        self.shuffle_buffer = shuffle_buffer
+        self.split = split
+        self.drop_last = drop_last
+        self.process, self.processes = process, processes
+        self.short_seq_prob = short_seq_prob
+        self._places: dict[int, dict[str, Any]] = {}
+        self._given = 0
+
+    def start_from(self, given: int, places: Mapping[int, dict[str, Any]]) -> None:
+        """
+        Begin the next iteration at another place than the first document.
+
+        Args:
+            given (`int`): Number of batches that this process was given before.
+            places (`dict[int, dict]`): By worker, the place that came with its last batch.
+        """
+        self._given, self._places = given, dict(places)
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        """Yield the worker, the place where its next batch begins, and the batch."""
+        from datasets.distributed import split_dataset_by_node
+
+        info = get_worker_info()
+        index, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None:  # tokenizers would warn that it was used before the process was forked
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # A loader asks its first worker first: the one whose turn it was when the run stopped.
+        worker = (index + self._given) % workers
+        reader, readers = self.process * workers + worker, self.processes * workers
+        place = self._places.get(worker, {"epoch": 0, "state": None, "rows": 0})
+        documents = split_dataset_by_node(copy.deepcopy(self.documents), reader, readers)
+        while True:
+            epoch, found = place["epoch"], False
+            collator: Any = self.collator
+            collate = collator.for_epoch(epoch) if hasattr(collator, "for_epoch") else collator
+            for following, rows in self._batches(documents, **place):
+                found = True
+                yield worker, following, collate(rows)
+            if not found and place["state"] is None and not place["rows"]:
+                raise ValueError(
+                    f"there is too little text for reader {reader + 1} of {readers} (workers of all processes) to "
+                    "fill a batch: take fewer dataloader_num_workers, a smaller batch, or more text"
+                )
+            place = {"epoch": epoch + 1, "state": None, "rows": 0}
+
+    def _batches(
+        self, documents: "datasets.IterableDataset", epoch: int, state: dict[str, Any] | None, rows: int
+    ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Yield the rows of the batches of an epoch, from a place in it, and the place of the next one."""
+        parts = self._parts(documents, epoch, state)
+        part = _next_whole(parts)
+        batch: list[dict[str, Any]] = []
+        while part is not None:
+            (begin, table), part, read = part, None, 0.0
+            while rows < len(table):
+                more = table.slice(rows, self.batch_size - len(batch)).to_pylist()
+                batch += more
+                rows += len(more)
+                # The next part is read little by little, so that no batch has to wait for all of it.
+                while part is None and read < rows / len(table):
+                    item = next(parts, 1.0)
+                    if isinstance(item, float):
+                        read = item
+                    else:
+                        part = item
+                if len(batch) == self.batch_size:
+                    yield {"epoch": epoch, "state": begin, "rows": rows}, batch
+                    batch = []
+            rows = 0
+            part = part or _next_whole(parts)
+        if batch and not self.drop_last:
+            yield {"epoch": epoch + 1, "state": None, "rows": 0}, batch
+
+    def _parts(
+        self, documents: "datasets.IterableDataset", epoch: int, state: dict[str, Any] | None
+    ) -> Iterator["float | tuple[dict[str, Any] | None, pa.Table]"]:
+        """Yield how much of a part has been read and, once it has, the state at its beginning and its rows."""
+        documents.set_epoch(1 + zlib.crc32(f"{self.seed} {epoch}".encode()))  # the seed of the order of the shards
+        documents.load_state_dict(state)  # type: ignore[arg-type]  # None is the beginning
+        needed = self.shuffle_buffer * (self.max_length - 2)
+        begin, pieces = state, list[Piece]()
+        for batch in documents.iter(_AT_ONCE):
+            rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+            found = [document_of(row, "text") for row in rows]
+            used = [document for document in found if document and in_split(document, self.split)]
+            pieces += TokenizedText(used, self.tokenizer, self.nsp, quiet=True)
+            tokens, ends = (sum(len(piece[index]) for piece in pieces) for index in (0, 2))
+            if tokens >= needed and (ends > 1 or not self.nsp):
+                yield begin, self._rows(pieces, epoch)
+                begin, pieces = documents.state_dict(), []
+            else:
+                yield tokens / needed
+        yield begin, self._rows(pieces, epoch)
+
+    def _rows(self, pieces: list[Piece], epoch: int) -> "pa.Table":
+        """The rows of a part, shuffled."""
+        import pyarrow as pa
+
+        text = TextInMemory(pieces)
+        generator = np.random.default_rng([self.seed, epoch, zlib.crc32(text.ids.tobytes())])
+        special = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        tables: list[pa.Table] = []
+        if self.nsp and len(text.document_offsets) > 2:
+            tables += pair_rows(text, *special, self.max_length, None, self.short_seq_prob, generator)
+        elif not self.nsp and len(text.ids) >= self.max_length - 2:
+            tables += packed_rows(pieces, *special, self.max_length)
+        if not tables:
+            return pa.table({})
+        table = pa.concat_tables(tables).combine_chunks()
+        return table.take(pa.array(generator.permutation(len(table))))
+
+
+def _next_whole(parts):
+    return next((part for part in parts if not isinstance(part, float)), None)

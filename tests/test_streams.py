@@ -1,0 +1,318 @@
+"""Text that is streamed: who reads what, and runs that go on where they stopped."""
+
+import gzip
+import itertools
+import json
+import lzma
+import os
+import signal
+from collections import Counter
+
+import datasets
+import pytest
+import torch
+from processes import SERVER
+from torch.utils.data import DataLoader
+from transformers import BertTokenizerFast, TrainingArguments
+
+from sparsebert.data.documents import read_documents
+from sparsebert.data.examples import pretraining_collator
+from sparsebert.data.streams import RowStream, find_shards, open_documents, stream_documents
+from sparsebert.training import pretraining
+from sparsebert.training.pretraining import pretrain
+from sparsebert.training.stream_loading import StreamLoader
+from sparsebert.training.trainer import SparseBertTrainer
+
+
+SHARDS, DOCUMENTS = 4, 30
+
+
+def document(number):
+    """Four sentences; every word says which document it is from."""
+    length = 4 + number % 3
+    return [" ".join([f"d{number}"] * length) + ". " + " ".join([f"D{number}"] * length) + "." for _ in range(2)]
+
+
+def write_shards(folder, ending):
+    """120 documents in four files."""
+    folder.mkdir()
+    for shard in range(SHARDS):
+        texts = ["\n".join(document(shard * DOCUMENTS + index)) for index in range(DOCUMENTS)]
+        path = folder / f"part-{shard}{ending}"
+        if ending == ".parquet":
+            datasets.Dataset.from_dict({"other": range(DOCUMENTS), "text": texts}).to_parquet(path, batch_size=7)
+            continue
+        content = "\n\n".join(texts) if ".txt" in ending else "\n".join(json.dumps({"text": text}) for text in texts)
+        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+        with opener(path, "wt") as file:
+            file.write(content)
+    return f"{folder}/*{ending}"
+
+
+@pytest.fixture(scope="module")
+def text_shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("shards") / "text", ".txt")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"d{i}" for i in range(SHARDS * DOCUMENTS))]
+    return BertTokenizerFast(vocab={word: index for index, word in enumerate(words)})
+
+
+def unmasked(rows):
+    return rows
+
+
+def loader_of(source, tokenizer, workers=0, process=0, processes=1, nsp=False, **settings):
+    settings = {
+        "shuffle_buffer": 40,
+        "split": "all",
+        "collator": unmasked,
+        "batch_size": 4,
+        "max_length": 16,
+    } | settings
+    stream = RowStream(
+        open_documents(source), tokenizer, nsp=nsp, process=process, processes=processes, seed=1, **settings
+    )
+    arguments = TrainingArguments("unused", use_cpu=True, dataloader_num_workers=workers)
+    return StreamLoader(stream, arguments, torch.Generator())
+
+
+def take(loader, number):
+    """The tokens of the rows of the next batches."""
+    iterator = iter(loader)
+    return [[tuple(row["input_ids"]) for row in next(iterator)] for _ in range(number)]
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl.gz", ".txt.xz", ".parquet"])
+def test_documents_are_those_of_files_in_memory(tmp_path, ending):
+    pattern = write_shards(tmp_path / "text", ending)
+    expected = [document(number) for number in range(SHARDS * DOCUMENTS)]
+    assert list(stream_documents(pattern, "all")) == expected
+    urls = find_shards(pattern)
+    assert urls[0].startswith("file://") and list(stream_documents(urls, "all")) == expected
+    if ending != ".parquet":
+        assert list(read_documents(url.removeprefix("file://") for url in urls)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ending", "workers", "nsp", "stops"),
+    [
+        (".txt", 0, False, ((1, 2), (9, 10), (7, 31), (20, 33))),
+        (".txt", 0, True, ((5, 6), (17, 39))),
+        (".txt", 2, False, ((1, 2), (7, 30))),
+        (".txt", 2, True, ((9, 30),)),
+        (".jsonl.gz", 0, False, ((7, 31),)),
+        (".parquet", 0, False, ((1, 2), (9, 10), (7, 31), (20, 33))),
+        (".parquet", 2, True, ((9, 30),)),
+    ],
+)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_resumed_twice_the_ledger_is_that_of_an_uninterrupted_run(
+    tokenizer, tmp_path, ending, workers, nsp, stops, processes
+):
+    """Over the end of an epoch, on one of several processes, from anywhere in what is shuffled at once."""
+    source = write_shards(tmp_path / "text", ending)
+    whole = take(loader_of(source, tokenizer, workers, 1, processes, nsp), 40)
+    assert len(set(map(tuple, whole))) == 40
+    for each in stops:
+        found, given = [], 0
+        for stop in (*each, 40):
+            loader = loader_of(source, tokenizer, workers, 1, processes, nsp)
+            if given:
+                loader.load(tmp_path)
+            found += take(loader, stop - given)
+            loader.save(tmp_path)
+            given = stop
+        assert found == whole, each
+
+
+@pytest.mark.parametrize(
+    ("workers", "processes", "nsp"), [(0, 1, False), (2, 1, False), (0, 2, True), (2, 2, False), (0, 3, False)]
+)
+def test_readers_are_disjoint_and_complete(text_shards, tokenizer, workers, processes, nsp):
+    """In an epoch every document is read once, by one worker of one process."""
+    seen = Counter()
+    for process in range(processes):
+        settings = {"nsp": nsp, "batch_size": 1, "process": process, "processes": processes, "split": "all"}
+        stream = RowStream(open_documents(text_shards), tokenizer, 16, collator=unmasked, **settings)
+        owned = {worker: set() for worker in range(max(workers, 1))}
+        unfinished = set(owned)
+        for worker, place, rows in DataLoader(stream, batch_size=None, collate_fn=unmasked, num_workers=workers):
+            if place["epoch"]:
+                unfinished.discard(worker)
+            else:
+                owned[worker].update(token for token in rows[0]["input_ids"] if token > 5)
+            if not unfinished:
+                break
+        for words in owned.values():
+            seen.update(words)
+    assert set(seen.values()) == {1} and len(seen) > 0.95 * SHARDS * DOCUMENTS
+
+
+def test_epochs_have_other_orders(text_shards, tokenizer):
+    """Of shards, rows and masked tokens; nothing is masked anew by resuming."""
+    settings = {"batch_size": 10_000, "shuffle_buffer": 40, "split": "all"}
+    collator = pretraining_collator(tokenizer, seed=0)
+    stream = RowStream(open_documents(text_shards), tokenizer, 16, collator=collator, **settings)
+    (_, place, first), (_, _, second) = itertools.islice(stream, 2)
+    texts = [
+        torch.where(batch["labels"] < 0, batch["input_ids"], batch["labels"]).tolist() for batch in (first, second)
+    ]
+    assert texts[0] != texts[1] and abs(len(texts[0]) - len(texts[1])) < 5
+    words = [Counter(itertools.chain(*rows)) for rows in texts]
+    assert sum((words[0] - words[1]).values()) < 0.1 * words[0].total()
+    stream.start_from(1, {0: place})
+    _, _, again = next(iter(stream))
+    assert torch.equal(again["input_ids"], second["input_ids"]) and torch.equal(again["labels"], second["labels"])
+
+
+def test_pairs_are_those_of_the_dataset(tokenizer, tmp_path):
+    """Half of them random, from another document of the same part; the others follow."""
+    source = write_shards(tmp_path / "text", ".txt")
+    loader = loader_of(source, tokenizer, nsp=True, max_length=24, shuffle_buffer=60)
+    rows = [row for batch in itertools.islice(loader, 100) for row in batch]
+    words = []
+    for row in rows:
+        ids = row["input_ids"]
+        middle = row["token_type_ids"].index(1)
+        words.append([{token for token in part if token > 5} for part in (ids[:middle], ids[middle:])])
+    labels = [row["next_sentence_label"] for row in rows]
+    assert all((a == b) == (label == 0) for (a, b), label in zip(words, labels, strict=True))
+    assert 0.3 < sum(labels) / len(labels) < 0.75
+
+
+def test_held_out_documents_are_not_streamed(text_shards, tokenizer):
+    held_out = {text for document in stream_documents(text_shards, "validation", 100) for text in document}
+    assert held_out
+    loader = loader_of(text_shards, tokenizer, split="train", batch_size=1000)
+    ids = {token for batch in itertools.islice(loader, 2) for row in batch for token in row["input_ids"]}
+    words = {word.lower() for text in held_out for word in text.replace(".", "").split()}
+    assert len(ids) > 100 and not words & set(tokenizer.convert_ids_to_tokens(sorted(ids)))
+
+
+def test_too_little_text(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("d1 d2")
+    with pytest.raises(ValueError, match="too little text for reader 1 of 1 .* fewer dataloader_num_workers"):
+        next(iter(loader_of(str(tmp_path / "a.txt"), tokenizer)))
+
+
+@pytest.mark.parametrize(
+    ("names", "source", "error", "message"),
+    [
+        (["a.txt"], "*.jsonl", FileNotFoundError, r"no such file: '.*\*.jsonl'"),
+        (["a.txt"], "b.txt", FileNotFoundError, "no such file: '.*b.txt'"),
+        (["a.txt"], [], ValueError, "empty"),
+        (["a.pdf"], "*", ValueError, r"a.pdf' is not a supported text file; its name must end in .txt, .*.parquet"),
+        (["a.parquet.gz"], "*", ValueError, "a.parquet.gz' is not a supported"),
+        (["a.txt", "b.parquet"], "*", ValueError, "text must not mix Parquet with other files, got '.*a.txt'"),
+    ],
+)
+def test_names_are_checked_before_reading(tmp_path, names, source, error, message):
+    for name in names:
+        (tmp_path / name).write_text("x")
+    with pytest.raises(error, match=message):
+        open_documents(source and f"{tmp_path}/{source}")
+
+
+def test_column_text_is_needed(tokenizer, tmp_path):
+    datasets.Dataset.from_dict({"body": ["d1"]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"no text column 'text'; its columns are \['body'\]"):
+        next(iter(loader_of(f"{tmp_path}/a.parquet", tokenizer)))
+
+
+def recipe_of(source, folder, workers=0, **data):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = {"vocab_size": 200, "max_position_embeddings": 16, "search": "dam_s", "sparsity_weight": 1e-4, **sizes}
+    training = {
+        "output_dir": str(folder), "max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "gradient_accumulation_steps": 2, "logging_steps": 1, "save_steps": 3, "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True, "dataloader_num_workers": workers,
+    }  # fmt: skip
+    common = {"text": source, "streaming": True, "shuffle_buffer": 30, "max_length": 16, "pictures": False}
+    common |= {"validation": source, "max_validation_tokens": 500}
+    return {"data": common | data, "model": model, "training": training}
+
+
+class Ledger:
+    """Writes the rows of every batch that the model is trained on to a file, and may kill the process at a step."""
+
+    def __init__(self, path, kill_at=None):
+        class Trainer(SparseBertTrainer):
+            def training_step(self, model, inputs, *args, **kwargs):
+                if self.state.global_step == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with open(path, "a") as file:
+                    file.write(json.dumps([self.state.global_step, inputs["input_ids"].tolist()]) + "\n")
+                return super().training_step(model, inputs, *args, **kwargs)
+
+        self.trainer = Trainer
+
+
+def run_with_ledger(recipe, path, kill_at=None):
+    pretraining.SparseBertTrainer = Ledger(path, kill_at).trainer
+    try:
+        pretrain(recipe)
+    finally:
+        pretraining.SparseBertTrainer = SparseBertTrainer
+
+
+def ledger_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses_of(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [(entry["step"], entry["loss"], entry["grad_norm"], entry["epoch"]) for entry in history if "loss" in entry]
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_killed_and_resumed_equals_the_uninterrupted_run(text_shards, tmp_path, workers):
+    """Killed twice, the second time after it was resumed: ledger, losses and gradients."""
+    run_with_ledger(recipe_of(text_shards, tmp_path / "whole", workers), tmp_path / "ledger")
+    whole = ledger_of(tmp_path / "ledger")
+    recipe = recipe_of(text_shards, tmp_path / "killed", workers)
+    begun, found = 0, []
+    for kill_at in (4, 8):
+        path = tmp_path / f"ledger-{kill_at}"
+        process = SERVER.Process(target=run_with_ledger, args=(recipe, path, kill_at))
+        process.start()
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL
+        recipe["data"]["resume"] = True
+        assert [step for step, _ in ledger_of(path)] == [step for step in range(begun, kill_at) for _ in range(2)]
+        begun = kill_at // 3 * 3
+        found += [entry for entry in ledger_of(path) if entry[0] < begun]
+    run_with_ledger(recipe, tmp_path / "ledger-last")
+    assert found + ledger_of(tmp_path / "ledger-last") == whole and len(whole) == 24
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
+
+
+def test_resuming_with_other_readers_is_refused(text_shards, tmp_path):
+    recipe = recipe_of(text_shards, tmp_path / "run", nsp=False)
+    recipe["training"] |= {"max_steps": 3, "save_steps": 2}
+    pretrain(recipe)
+    training = {"resume_from_checkpoint": str(tmp_path / "run/checkpoint-2"), "output_dir": str(tmp_path / "new")}
+    training |= {"dataloader_num_workers": 2}
+    with pytest.raises(ValueError, match="read by dataloader_num_workers 1, now 2: .* resume with 1"):
+        pretrain(recipe | {"training": recipe["training"] | training})
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "message"),
+    [
+        ("training", {"max_steps": -1}, "streaming true needs max_steps, .* got -1"),
+        ("data", {"max_tokens": 1000}, "max_tokens 1000 has no meaning with streaming true"),
+        ("data", {"text": "builtin"}, "text 'builtin' cannot be streamed"),
+        ("data", {"shuffle_buffer": 0}, "shuffle_buffer must be an integer of at least 1, got 0"),
+        ("data", {"streaming": False, "text": "builtin"}, "shuffle_buffer 30 has no meaning without streaming"),
+        ("data", {"text": "nowhere/*.txt"}, r"no such file: 'nowhere/\*.txt'"),
+    ],
+)
+def test_wrong_fields_are_refused(text_shards, tmp_path, section, changed, message):
+    recipe = recipe_of(text_shards, tmp_path / "run")
+    recipe[section] |= changed
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        pretrain(recipe)
+    assert not (tmp_path / "run").exists()
