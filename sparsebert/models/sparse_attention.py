@@ -14,10 +14,11 @@ from torch import nn
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS, check_backend, choose_backend
+from ..attention.documents import Documents
 from ..attention.mask_inputs import MaskInputs
 from ..attention.probability_maps import ProbabilityMap
 from ..attention.windows import local_inputs
-from ..masks.compiled import windowed
+from ..masks.compiled import windowed, with_real_last
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
@@ -123,6 +124,17 @@ class SparseAttention(nn.Module):
         if self.search is None or self.mask_logits is None:
             return None
         return LearnedMask(self.search, self.mask_logits, self.progress)
+
+    @property
+    def weights_wanted(self) -> bool:
+        """Whether every forward returns attention probabilities, see [`~SparseAttention.return_weights`]."""
+        return self._weights_wanted
+
+    @property
+    def last_at_end(self) -> bool:
+        """Whether position n - 1 is special, be it padding or not."""
+        rules = self._frozen_mask() if self.search is None else self.search
+        return rules.special_tokens == "first_last" and rules.last_token == "position"
 
     @property
     def searching(self) -> bool:
@@ -321,6 +333,7 @@ class SparseAttention(nn.Module):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         needs: Collection[str] = (),
+        documents: Documents | None = None,
     ) -> MaskInputs:
         """
         Prepare one forward of the base model: sample the mask (searching, training), threshold it (searching,
@@ -337,6 +350,8 @@ class SparseAttention(nn.Module):
             dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Dtype of query, key and value.
             needs (`Collection[str]`, *optional*): `"weights"` if the probabilities are asked for, `"additive"` if the
                 caller adds a 4-D mask.
+            documents ([`Documents`], *optional*): Where the B sequences of n = m positions are in the batch. Each has
+                the mask of an input of its own length.
 
         Returns:
             [`MaskInputs`]
@@ -346,6 +361,11 @@ class SparseAttention(nn.Module):
         config, learned = self.config, self.learned
         sampling = learned is not None and self.training and not learned.search.pruning
         mask = self._frozen_mask() if learned is None else None
+        if documents is not None:
+            # Position n - 1 of a document is that of its last token.
+            mask = None if mask is None else with_real_last(mask)
+            if learned is not None and learned.search.last_token != "real":
+                learned = LearnedMask(replace(learned.search, last_token="real"), learned.logits, learned.progress)
         exported = exporting()
         if exported and learned is not None:
             raise ValueError(SEARCHING)
@@ -363,9 +383,10 @@ class SparseAttention(nn.Module):
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
+        inputs = inputs if documents is None else replace(inputs, documents=documents)
         self._sample = None
-        if learned is None:
-            prepared = BACKENDS[backend].prepare(self._frozen_mask(), inputs)
+        if mask is not None:
+            prepared = BACKENDS[backend].prepare(mask, inputs)
         elif sampling:
             prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")
         elif learned.search.pruning:
