@@ -5,11 +5,13 @@ Letters: B rows, n tokens per row.
 """
 
 import itertools
+import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, BertModel, DataCollatorWithFlattening
+from transformers import BertConfig, BertModel, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import sparsebert
 from sparsebert import PATTERNS, SEARCHES, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach
@@ -17,6 +19,14 @@ from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choice import refusal
 from sparsebert.attention.documents import packed_documents
+from sparsebert.commands import main
+from sparsebert.data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from sparsebert.data.packing import PackedCollator
+from sparsebert.data.tasks.classification import collator
+from sparsebert.training.finetuning import check_arguments
+from sparsebert.training.finetuning_arguments import FinetuningArguments
+from sparsebert.training.single_run import run_once
+from sparsebert.training.task_data import prepare
 
 
 HEADS, LENGTH = 2, 23
@@ -390,3 +400,149 @@ def test_packed_rows_in_a_compiled_model(tiny_config):
         want = model(IDS, **inputs).last_hidden_state
         got = torch.compile(model, backend="eager")(IDS, **inputs).last_hidden_state
     torch.testing.assert_close(got, want)
+
+
+# Rows of several documents
+
+# The words of document i are those of its own.
+DOCUMENTS = [[f"w{i} w{i} w{i}"] * (1 + 3 * i % 7) for i in range(60)]
+
+
+def rows_of(tokenizer, pack_documents):
+    return pretraining_dataset(DOCUMENTS, tokenizer, 16, pack_documents=pack_documents)
+
+
+def test_documents_within_rows_begin_with_cls(word_tokenizer):
+    ids, before = (np.array(rows_of(word_tokenizer, pack)["input_ids"]) for pack in (True, False))
+    special = word_tokenizer.all_special_ids
+    words, old = (each[~np.isin(each, special)] for each in (ids, before))
+    # The text is the same; what does not fill a row is left out.
+    assert ids.shape[1] == 16 and (words == old[: len(words)]).all() and len(words) > 0.8 * len(old)
+    documents = np.split(ids.ravel(), np.flatnonzero(ids.ravel() == word_tokenizer.cls_token_id))[1:]
+    assert all(len(set(document.tolist()) - set(special)) <= 1 for document in documents)
+    assert len(documents) > len(ids) > 0
+    assert (ids[:, -1] == word_tokenizer.sep_token_id).all()
+
+
+@pytest.mark.parametrize("kind", ["seeded", "unseeded", "causal"])
+def test_positions_restart_with_each_document(word_tokenizer, kind):
+    rows = rows_of(word_tokenizer, True)
+    made = {
+        "seeded": lambda: pretraining_collator(word_tokenizer, 0.9, seed=1),
+        "unseeded": lambda: pretraining_collator(word_tokenizer, 0.9),
+        "causal": lambda: causal_collator,
+    }
+    packed = PackedCollator(made[kind](), word_tokenizer.cls_token_id)
+    examples = [rows[i] for i in range(len(rows))]
+    torch.manual_seed(3)
+    batch = packed(examples)
+    ids = torch.tensor(rows["input_ids"])
+    starts = ids == word_tokenizer.cls_token_id
+    assert torch.equal(batch["position_ids"] == 0, starts)
+    follows = batch["position_ids"][:, 1:] == batch["position_ids"][:, :-1] + 1
+    assert (follows | starts[:, 1:]).all()
+    assert (batch["labels"][starts] == -100).all()
+    torch.manual_seed(3)
+    plain = made[kind]()(examples)
+    assert torch.equal(batch["input_ids"], plain["input_ids"])
+    assert torch.equal(batch["labels"], plain["labels"].masked_fill(starts, -100))
+
+
+def test_the_epoch_reaches_the_masking(word_tokenizer):
+    rows = [rows_of(word_tokenizer, True)[i] for i in range(8)]
+    packed = PackedCollator(pretraining_collator(word_tokenizer, seed=1), word_tokenizer.cls_token_id)
+    fixed = packed.for_evaluation()
+    first, evaluated = packed(rows)["labels"], fixed(rows)["labels"]
+    packed.set_epoch(1)
+    assert not torch.equal(packed(rows)["labels"], first) and torch.equal(fixed(rows)["labels"], evaluated)
+
+
+@pytest.mark.parametrize("flags", [("--pattern", "window"), ("--search", "dam_s"), ("--is_decoder", "true")])
+def test_pretraining_on_packed_documents(pretraining_flags, tmp_path, flags):
+    losses = []
+    for pack in ("true", "false"):
+        words = pretraining_flags(tmp_path / pack, *flags, "--pack_documents", pack, "--max_steps", "2")
+        assert main(words) == 0
+        metrics = json.loads((tmp_path / pack / "metrics.json").read_text())
+        losses.append(metrics["lm_loss" if "--is_decoder" in flags else "mlm_loss"])
+    assert all(np.isfinite(losses)) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--nsp", "true"), "pack_documents true has no meaning with nsp true"),
+        (("--token_mixers", '["average", "attention"]'), "pack_documents true needs attention in all layers"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(pretraining_flags, refused, tmp_path, flags, message):
+    assert message in refused([*pretraining_flags(tmp_path / "run", "--pack_documents", "true"), *flags])
+
+
+def test_pairs_cannot_be_packed(word_tokenizer):
+    with pytest.raises(ValueError, match="pack_documents true has no meaning with nsp true"):
+        pretraining_dataset(DOCUMENTS, word_tokenizer, 16, nsp=True, pack_documents=True)
+
+
+# Lengths of batches
+
+
+@pytest.fixture
+def task(checkpoints, glue_folder):
+    """`task(**fields)`: data of RTE."""
+
+    def make(**fields):
+        options = {"task": "rte", "model": checkpoints["window"], "data": str(glue_folder), "max_length": 32}
+        return FinetuningArguments(**options | fields)
+
+    return make
+
+
+TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+
+
+def test_finetuning_without_padding_gives_the_same_model(task, tmp_path):
+    weights = []
+    for name, fields in (("plain", {}), ("skipped", {"skip_padding": True})):
+        data = prepare(task(pad_to_multiple_of=8, max_train_examples=8))
+        settings = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        run_once(data, settings | fields, TRAINING, tmp_path / name)
+        model = sparsebert.SparseBertForSequenceClassification.from_pretrained(tmp_path / name)
+        assert model.config.skip_padding == bool(fields)
+        weights.append(model.state_dict())
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-4)
+
+
+def test_pad_to_multiple_of_is_checked(task):
+    for value, message in ((0, "must be at least 1, got 0"), (5, "must divide max_length 32, got 5")):
+        with pytest.raises(ValueError, match=f"pad_to_multiple_of {message}"):
+            check_arguments(task(pad_to_multiple_of=value), {})
+
+
+def test_a_few_lengths_are_compiled(tiny_config, word_tokenizer, tmp_path):
+    """By length and to a multiple, as the documentation says: a graph per length, and little padding."""
+    lengths = np.random.default_rng(0).integers(3, 33, 96)
+    rows = [{"input_ids": [5] * size, "attention_mask": [1] * size, "labels": size % 2} for size in lengths]
+    model = sparsebert.SparseBertForSequenceClassification(tiny_config(pattern="window", mask_length=32, num_hidden_layers=1))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    seen = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    settings = TRAINING | {"max_steps": -1, "num_train_epochs": 1.0, "per_device_train_batch_size": 8}
+    arguments = TrainingArguments(str(tmp_path), **settings, train_sampling_strategy="group_by_length")
+    Trainer(model, arguments, train_dataset=rows, data_collator=collator(word_tokenizer, 8)).train()
+    hook.remove()
+    shapes = {tuple(mask.shape) for mask in seen}
+    assert {length for _, length in shapes} <= {8, 16, 24, 32} and len(seen) == 12
+    assert sum(mask.sum() for mask in seen) > 0.75 * sum(mask.numel() for mask in seen)
+    compiled = torch.compile(model.eval(), backend=count, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for mask in seen:  # whole batches
+            compiled(input_ids=mask * 5, attention_mask=mask)
+    assert len(graphs) == len(shapes) <= 4

@@ -41,6 +41,7 @@ def pretraining_dataset(
     seed: int = 0,
     max_tokens: int | None = None,
     short_seq_prob: float = 0.1,
+    pack_documents: bool = False,
 ) -> "datasets.Dataset":
     """
     Turn documents into pre-training examples. They are masked later, by [`pretraining_collator`].
@@ -66,6 +67,8 @@ def pretraining_dataset(
             Maximum number of tokens in all rows, special tokens included. Reading stops once there is enough text.
         short_seq_prob (`float`, *optional*, defaults to 0.1):
             Fraction of pairs with a random, smaller target length. Only used with `nsp`.
+        pack_documents (`bool`, *optional*, defaults to `False`):
+            Whether a document that begins within a row begins with a `[CLS]`, for [`PackedCollator`]. Not with `nsp`.
 
     Returns:
         `datasets.Dataset`: Rows with `input_ids`, `token_type_ids` and `special_tokens_mask` and, with `nsp`,
@@ -81,6 +84,8 @@ def pretraining_dataset(
     if max_tokens is not None and max_tokens < max_length:
         raise ValueError(f"max_tokens must be at least max_length={max_length}, got {max_tokens}")
     check_range("short_seq_prob", short_seq_prob, 0, 1, (int, float))
+    if nsp and pack_documents:
+        raise ValueError("pack_documents true has no meaning with nsp true, whose rows are pairs of two documents")
 
     text = _TokenizedText(documents, tokenizer, nsp, max_tokens)
     cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
@@ -90,7 +95,7 @@ def pretraining_dataset(
             text, cls, sep, max_length, max_tokens, short_seq_prob, np.random.default_rng(seed)
         )
     else:
-        ids, lengths = _packed_rows(text, cls, sep, max_length, max_tokens)
+        ids, lengths = _packed_rows(text, cls, sep, max_length, max_tokens, pack_documents)
         first_lengths = lengths
 
     import pyarrow as pa
@@ -198,11 +203,12 @@ class _TokenizedText:
 
 
 def _packed_rows(
-    text: _TokenizedText, cls: int, sep: int, max_length: int, max_tokens: int | None
+    text: _TokenizedText, cls: int, sep: int, max_length: int, max_tokens: int | None, pack_documents: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """The concatenated rows, and their lengths."""
     boundaries = text.unit_offsets[text.document_offsets[1:-1]]
-    stream = np.insert(text.ids, boundaries, sep)
+    between = [sep, cls] if pack_documents else [sep]
+    stream = np.insert(text.ids, np.repeat(boundaries, len(between)), np.tile(between, len(boundaries)))
     rows = len(stream) // (max_length - 2)
     if not rows:
         raise ValueError(f"the text has only {len(stream)} tokens, too few for one row of max_length={max_length}")

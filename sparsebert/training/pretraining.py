@@ -13,6 +13,7 @@ from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..attention.backends import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from ..data.packing import PackedCollator
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
 from ..hub import HubArguments, mask_arguments, read_tokenizer
@@ -98,6 +99,10 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             "nsp true has no meaning with is_decoder true, which predicts the next token: set nsp to false"
         )
+    if data.pack_documents and data.nsp:
+        raise ValueError(
+            "pack_documents true has no meaning with nsp true, whose rows are pairs of two documents: set nsp to false"
+        )
     set_seed(training.seed)
 
     model_class: Any = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
@@ -118,6 +123,11 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
             f"the token mixer 'bproj', got {data.max_length}"
         )
     sparse_attention = model.sparse_attention
+    if data.pack_documents and sparse_attention.num_layers < model.config.num_hidden_layers:
+        raise ValueError(
+            "pack_documents true needs attention in all layers, since the other token_mixers mix neighbouring tokens, "
+            f"got {model.config.token_mixers!r}"
+        )
     if pruning is not None:
         pruning.check(model)
     check_served(model, training, data.max_length)
@@ -146,7 +156,15 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         tokenizer.model_max_length = model.config.max_position_embeddings
     check_tokenizer(tokenizer, model.config.vocab_size)
     train_set, validation_set = (
-        pretraining_dataset(documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens)
+        pretraining_dataset(
+            documents(split),
+            tokenizer,
+            data.max_length,
+            data.nsp,
+            training.seed,
+            max_tokens,
+            pack_documents=data.pack_documents,
+        )
         for split, max_tokens in (("train", data.max_tokens), ("validation", data.max_validation_tokens))
     )
     record["inputs"] |= rows_record(train_set)
@@ -156,6 +174,8 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if not causal:
         masking_seed = training.seed if training.data_seed is None else training.data_seed
         collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
+    if data.pack_documents:
+        collator = PackedCollator(collator, tokenizer.cls_token_id)
 
     trainer = SparseBertTrainer(
         model,
