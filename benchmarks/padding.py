@@ -5,8 +5,8 @@ Padded batches against the same batches without their padding, at the lengths of
     python -m benchmarks.padding --count TASK TOKENIZER FILE ...    # writes benchmarks/lengths.json anew for one task
 
 Tokens per second are real tokens, without padding, of inference and of a training step (classification, dropout,
-AdamW). The lengths are drawn from the histograms in `benchmarks/lengths.json`, which were counted on the training sets;
-`--count` reads .tsv of GLUE (the last two columns but the label) or .jsonl, gz or xz, in which `text` is the text.
+AdamW). The lengths are drawn from the histograms in `benchmarks/lengths.json`, which were counted on the training
+sets. `--count` reads .tsv files of GLUE, or .jsonl with the text as `text`, also as .gz or .xz.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ def measured(task, size_name, options):
         tokens = int(lengths.sum())
         places = {name: sum(b["input_ids"].numel() for b in orders[name == GROUPED]) for name in models}
         systems = {name: summary(each) for name, each in times.items()}
-        for name, entry in systems.items():
+        for entry in systems.values():
             entry["tokens_per_second"] = tokens / entry["median_ms"] * 1e3
         ratios = {
             f"{name} / {base}": speed_up(times[base], times[name])
@@ -222,7 +222,9 @@ def report(records):
 
 
 def command_line():
-    parser = argument_parser("benchmarks.padding", "Padded batches against batches without padding.", (FORWARD, DROPOUT))
+    parser = argument_parser(
+        "benchmarks.padding", "Padded batches against batches without padding.", (FORWARD, DROPOUT)
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["MiniLM"])
     parser.add_argument("--batches", type=int, default=4, help="batches of a round")

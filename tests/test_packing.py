@@ -18,7 +18,7 @@ from sparsebert import PATTERNS, SEARCHES, SparseBertForMaskedLM, SparseBertMode
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choice import refusal
-from sparsebert.attention.documents import packed_documents
+from sparsebert.attention.packed_batches import packed_documents
 from sparsebert.commands import main
 from sparsebert.data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from sparsebert.data.packing import PackedCollator
@@ -257,7 +257,8 @@ def rows_in_layers(model):
     shapes: list = []
     layer = next(module for module in model.modules() if "sparse_attention" in vars(module))
     layer.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(tuple((args or [kwargs["hidden_states"]])[0].shape[:2])), with_kwargs=True
+        lambda _, args, kwargs: shapes.append(tuple((args or [kwargs["hidden_states"]])[0].shape[:2])),
+        with_kwargs=True,
     )
     return shapes
 
@@ -319,7 +320,9 @@ def test_every_head_skips_padding(tiny_config, name, state):
         torch.manual_seed(5)
         out = model(**inputs, **LABELS[name])
         out.loss.backward()
-        results.append((out.loss.detach(), {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}))
+        results.append(
+            (out.loss.detach(), {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None})
+        )
     torch.testing.assert_close(*results, atol=2e-6, rtol=1e-4)
     assert shapes[0] == (1, int(SIZES.sum())) and (3, LENGTH) in shapes
 
@@ -523,7 +526,9 @@ def test_a_few_lengths_are_compiled(tiny_config, word_tokenizer, tmp_path):
     """By length and to a multiple, as the documentation says: a graph per length, and little padding."""
     lengths = np.random.default_rng(0).integers(3, 33, 96)
     rows = [{"input_ids": [5] * size, "attention_mask": [1] * size, "labels": size % 2} for size in lengths]
-    model = sparsebert.SparseBertForSequenceClassification(tiny_config(pattern="window", mask_length=32, num_hidden_layers=1))
+    model = sparsebert.SparseBertForSequenceClassification(
+        tiny_config(pattern="window", mask_length=32, num_hidden_layers=1)
+    )
     graphs = []
 
     def count(graph, inputs):

@@ -14,9 +14,9 @@ from transformers.utils import logging
 from ..masks.sparse_mask import SparseMask
 from . import choice, cpu, flex, triton
 from .capabilities import WANTED, Backend, Request
-from .documents import in_one_row
 from .eager import eager_attention
 from .mask_inputs import MaskInputs, prepare_bias
+from .packed_batches import in_one_row
 from .probability_maps import PROBABILITY_MAPS
 from .sdpa import sdpa_attention
 

@@ -17,7 +17,7 @@ import torch
 from ..masks.compiled import compiled
 from ..masks.exported import exported_structure, exporting
 from ..masks.sparse_mask import SparseMask, special_entries
-from .documents import Documents
+from .packed_batches import Documents
 
 
 # Upper limit of the constant c that a learned mask subtracts. It is far below what padding and causality subtract, so

@@ -23,8 +23,8 @@ def restarting_positions(input_ids: torch.Tensor, cls_token_id: int) -> torch.Te
 
 class PackedCollator:
     """
-    A collator whose batches say where the documents of their rows begin, by `position_ids` that restart. A model with a
-    mask then attends within documents only.
+    A collator whose batches say where the documents of their rows begin, by `position_ids` that restart. A model with
+    a mask then attends within documents only.
 
     Args:
         collator (`Callable`): Makes batches with `input_ids` and `labels`, which are -100 or the original token.

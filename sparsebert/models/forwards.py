@@ -18,7 +18,7 @@ from ..attention.backends import ATTENTION_NAMES, sparse_name
 from ..masks.exported import exporting
 from .architectures import input_shape
 from .derived import Derived
-from .packed_rows import check_documents, check_head, find_documents, removable, without_padding
+from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS, check_backend, choose_backend
-from ..attention.documents import Documents
 from ..attention.mask_inputs import MaskInputs
+from ..attention.packed_batches import Documents
 from ..attention.probability_maps import ProbabilityMap
 from ..attention.windows import local_inputs
 from ..masks.compiled import windowed, with_real_last
@@ -59,6 +59,8 @@ class SparseAttention(nn.Module):
         probability_map ([`ProbabilityMap`]): What turns scores into probabilities.
         head_size (`int`): Size of a head.
         num_layers (`int`): Number of layers with attention.
+        weights_wanted (`bool`): Whether every forward returns attention probabilities, see
+            [`~SparseAttention.return_weights`].
     """
 
     mask_logits: nn.Parameter | None
@@ -89,7 +91,7 @@ class SparseAttention(nn.Module):
         done = 1.0 if config.search_progress is None else config.search_progress
         self.progress = torch.tensor(float(done), device="cpu")
         self._mask: SparseMask | None = None
-        self._scheduled = self._weights_wanted = False
+        self._scheduled = self.weights_wanted = False
         self._sample: torch.Tensor | None = None
         self.register_parameter("mask_logits", None)
         if mask is not None:
@@ -124,17 +126,6 @@ class SparseAttention(nn.Module):
         if self.search is None or self.mask_logits is None:
             return None
         return LearnedMask(self.search, self.mask_logits, self.progress)
-
-    @property
-    def weights_wanted(self) -> bool:
-        """Whether every forward returns attention probabilities, see [`~SparseAttention.return_weights`]."""
-        return self._weights_wanted
-
-    @property
-    def last_at_end(self) -> bool:
-        """Whether position n - 1 is special, be it padding or not."""
-        rules = self._frozen_mask() if self.search is None else self.search
-        return rules.special_tokens == "first_last" and rules.last_token == "position"
 
     @property
     def searching(self) -> bool:
@@ -319,7 +310,7 @@ class SparseAttention(nn.Module):
         Args:
             wanted (`bool`, *optional*, defaults to `True`): `False` ends this.
         """
-        self._weights_wanted = wanted
+        self.weights_wanted = wanted
 
     def forward(
         self,
@@ -361,11 +352,9 @@ class SparseAttention(nn.Module):
         config, learned = self.config, self.learned
         sampling = learned is not None and self.training and not learned.search.pruning
         mask = self._frozen_mask() if learned is None else None
-        if documents is not None:
-            # Position n - 1 of a document is that of its last token.
-            mask = None if mask is None else with_real_last(mask)
-            if learned is not None and learned.search.last_token != "real":
-                learned = LearnedMask(replace(learned.search, last_token="real"), learned.logits, learned.progress)
+        if documents is not None:  # whose position n - 1 is that of their last token
+            learned = learned and learned.with_real_last()
+            mask = mask and with_real_last(mask)
         exported = exporting()
         if exported and learned is not None:
             raise ValueError(SEARCHING)
@@ -402,7 +391,7 @@ class SparseAttention(nn.Module):
     def _wanted(self, needs: Collection[str], sampling: bool) -> set[str]:
         """What the backend must be able to do: keys of `WANTED`."""
         wanted = set(needs)
-        if self._weights_wanted:
+        if self.weights_wanted:
             wanted.add("weights")
         if self.search is None:
             return wanted

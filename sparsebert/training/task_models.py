@@ -132,7 +132,10 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
             raise ValueError(
                 f"the mask of {options.model} is still being searched: freeze it first, or choose another with --mask"
             )
-        longest, multiple = max(int(lengths.max()) for lengths in data.lengths.values()), options.pad_to_multiple_of or 1
+        longest, multiple = (
+            max(int(lengths.max()) for lengths in data.lengths.values()),
+            options.pad_to_multiple_of or 1,
+        )
         mask.structure(-(-longest // multiple) * multiple)  # raises if the mask does not cover it
     if len(data.tokenizer) > model.config.vocab_size:
         raise ValueError(

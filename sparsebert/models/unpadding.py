@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.documents import Documents, packed_documents, row_documents
+from ..attention.packed_batches import Documents, packed_documents, row_documents
 from ..masks.exported import exporting
 from .architectures import MIXES_NEIGHBOURS
 from .positions import first_position
@@ -96,8 +96,9 @@ def removable(model: Any, padding: torch.Tensor, documents: Documents | None, ne
     sparse_attention = model.sparse_attention
     if needs or sparse_attention.weights_wanted or torch.compiler.is_compiling() or exporting():
         return None
-    if documents is None and sparse_attention.last_at_end:
-        return None  # whether it is padding depends on the length of the batch
+    rules = sparse_attention.search or sparse_attention.mask
+    if documents is None and rules and rules.special_tokens == "first_last" and rules.last_token == "position":
+        return None  # position n - 1, be it padding or not
     documents = documents or row_documents(padding)
     return documents if documents is not None and documents.contiguous else None
 

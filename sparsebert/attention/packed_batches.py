@@ -58,7 +58,9 @@ class Documents:
         """The same documents, which must be `contiguous`, in a single row that holds their tokens alone."""
         lengths = self.padding.sum(-1)
         return Documents.of_lengths(
-            lengths.cumsum(0) - lengths, lengths, torch.ones(1, len(self.tokens), dtype=torch.bool, device=lengths.device)
+            lengths.cumsum(0) - lengths,
+            lengths,
+            torch.ones(1, len(self.tokens), dtype=torch.bool, device=lengths.device),
         )
 
     def unpack(self, states: torch.Tensor) -> torch.Tensor:
