@@ -227,10 +227,10 @@ def command_line():
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["MiniLM"])
-    parser.add_argument("--batches", type=int, default=4, help="batches of a round")
+    parser.add_argument("--batches", type=int, default=2, help="batches of a round")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the output holds already")
     parser.add_argument("--count", nargs="+", metavar=("TASK TOKENIZER", "FILE"), help="count the lengths of a task")
-    parser.set_defaults(rounds=5, seconds=20.0)
+    parser.set_defaults(rounds=4, seconds=20.0)
     return parser
 
 
