@@ -191,7 +191,12 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         padding = torch.ones(1, keys, dtype=torch.bool, device=states.device)
         if attention_mask is not None and attention_mask.dim() == 2:
             padding, attention_mask = attention_mask.to(states.device).bool(), None
-        if position_ids is not None and keys == queries and attention_mask is None and is_packed(position_ids, padding):
+        if (
+            position_ids is not None
+            and keys == queries
+            and attention_mask is None
+            and is_packed(position_ids, padding)
+        ):
             raise ValueError(
                 "position_ids restart within a row: packed rows, whose documents attend to themselves only, need "
                 "sparsebert (pip install sparsebert)"

@@ -374,7 +374,8 @@ class SparseAttention(nn.Module):
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         inputs = inputs if documents is None else replace(inputs, documents=documents)
         self._sample = None
-        if mask is not None:
+        if learned is None:
+            assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
         elif sampling:
             prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")

@@ -61,7 +61,8 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
         for name, value in given.items()
         if name in ("position_ids", "attention_mask") and value is not None
     }
-    if find_documents(flat, *flat["position_ids"].shape, positions.device) is not None:
+    batch, length = flat["position_ids"].shape
+    if find_documents(flat, batch, length, positions.device) is not None:
         what = labels[0] if labels else f"{type(model).__name__}"
         raise ValueError(
             f"position_ids restart within a row, but {what} is about whole rows: pass one document per row, padded "
