@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from huggingface_hub import HfApi
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from transformers.utils import logging
 
@@ -158,8 +158,8 @@ class SparseBertTrainer(Trainer):
         # Then the model does not compute the loss, and does not add its penalty.
         outside = "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        sparse_attention = self._sparse_attention()
-        if outside and model.training and sparse_attention is not None and sparse_attention.searching:
+        sparse_attention = self._sparse_attention() if outside and model.training else None
+        if sparse_attention is not None and sparse_attention.searching:
             penalty = sparse_attention.sparsity_loss().to(loss.device)
             if self.compute_loss_func is not None:  # its loss is not divided any more
                 penalty = penalty / self.current_gradient_accumulation_steps
@@ -168,7 +168,10 @@ class SparseBertTrainer(Trainer):
 
     def _sparse_attention(self) -> Any:
         """The [`SparseAttention`] of the model; a dense stock model has none."""
-        return getattr(self.accelerator.unwrap_model(self.model).base_model, "sparse_attention", None)
+        model: Any = self.model
+        # Unwrapping goes through all modules of a model.
+        model = model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model)
+        return getattr(model.base_model, "sparse_attention", None)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         return self._clip_apart(model, self.args.max_grad_norm)
