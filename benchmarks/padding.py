@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from sparsebert import SparseBertConfig, SparseBertForSequenceClassification, build_pattern
 
 from ._masks import build_mask
-from ._measure import WrongResult, cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary
+from ._measure import WrongResult, cpu_seconds, cuda_wall_seconds, interleaved, process_seconds, speed_up, summary
 from ._report import DROPOUT, FORWARD, argument_parser, milliseconds, prepare, print_table, ratio_text, write_json
 
 
@@ -136,7 +136,7 @@ def check(models, batches):
 
 
 def measured(task, size_name, options):
-    """Records of one task and one model, a record per phase."""
+    """Yield the records of one task and one model, a record per phase."""
     most, size = TASKS[task]
     if options.quick:
         size = 4
@@ -148,7 +148,6 @@ def measured(task, size_name, options):
     check(models, orders[False])
     optimizer = torch.optim.AdamW(models[STOCK].parameters(), lr=0.0, fused=True)
     autocast = torch.autocast(options.device, options.dtype, enabled=options.dtype != torch.float32)
-    records = []
     for phase in options.phases:
         training = phase != FORWARD
 
@@ -166,6 +165,7 @@ def measured(task, size_name, options):
         for model in models.values():
             model.train(training)
         timer = cuda_wall_seconds if options.device == "cuda" else cpu_seconds
+        timer = process_seconds if options.cpu_time else timer
         functions = {name: lambda name=name, run=run: run(name) for name in models}
         times = interleaved(functions, timer, options.seconds, options.rounds)
         tokens = int(lengths.sum())
@@ -181,22 +181,21 @@ def measured(task, size_name, options):
             }.items()
             for base in bases
         }
-        records.append(
-            {
-                "task": task,
-                "model": size_name,
-                "phase": phase,
-                "dtype": str(options.dtype).removeprefix("torch."),
-                "sequences": len(lengths),
-                "batch": size,
-                "mean_length": float(lengths.mean()),
-                "padding": {"as drawn": 1 - tokens / places[STOCK], "by length": 1 - tokens / places[GROUPED]},
-                "systems": systems,
-                "speed_up": ratios,
-            }
-        )
         print(f"{task}, {size_name}, {phase}: done", flush=True)
-    return records
+        yield {
+            "task": task,
+            "model": size_name,
+            "phase": phase,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "threads": options.threads,
+            "timer": timer.__name__,
+            "sequences": len(lengths),
+            "batch": size,
+            "mean_length": float(lengths.mean()),
+            "padding": {"as drawn": 1 - tokens / places[STOCK], "by length": 1 - tokens / places[GROUPED]},
+            "systems": systems,
+            "speed_up": ratios,
+        }
 
 
 def report(records):
@@ -229,6 +228,7 @@ def command_line():
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["MiniLM"])
     parser.add_argument("--batches", type=int, default=2, help="batches of a round")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the output holds already")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time, on a machine that others use too")
     parser.add_argument("--count", nargs="+", metavar=("TASK TOKENIZER", "FILE"), help="count the lengths of a task")
     parser.set_defaults(rounds=4, seconds=20.0)
     return parser
@@ -250,8 +250,9 @@ def run(arguments=None):
             done = {tuple(record[key] for key in keys) for record in records}
             options.phases = [phase for phase in phases if (task, model, phase, dtype) not in done]
             if options.phases:
-                records += measured(task, model, options)
-                write_json(options, records)
+                for record in measured(task, model, options):
+                    records.append(record)
+                    write_json(options, records)
     report(records)
 
 
