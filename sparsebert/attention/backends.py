@@ -16,6 +16,7 @@ from . import choice, cpu, flex, triton
 from .capabilities import WANTED, Backend, Request
 from .eager import eager_attention
 from .mask_inputs import MaskInputs, prepare_bias
+from .packed_batches import in_one_row
 from .probability_maps import PROBABILITY_MAPS
 from .sdpa import sdpa_attention
 
@@ -33,7 +34,7 @@ BACKENDS: dict[str, Backend] = {
     "sparse_sdpa": Backend(
         sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "window"})
     ),
-    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse),
+    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, packed=True),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }
@@ -154,4 +155,14 @@ def run_backend(
         # PyTorch's operators cast their inputs under autocast, ours do not.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return BACKENDS[inputs.backend].function(query, key, value, inputs, scaling, dropout)
+    backend, documents = BACKENDS[inputs.backend], inputs.documents
+    if documents is None:
+        return backend.function(query, key, value, inputs, scaling, dropout)
+    rows = query.shape[0]
+    if backend.packed:
+        query, key, value = map(in_one_row, (query, key, value))
+        output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+        return output.view(rows, -1, *output.shape[2:]), weights
+    query, key, value = map(documents.unpack, (query, key, value))
+    output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+    return documents.pack(output, rows), None if weights is None else documents.pack_weights(weights, rows)

@@ -76,6 +76,8 @@ class Backend:
             `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a sliding window
             that differs by sequence).
         probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
+        packed (`bool`, *optional*, defaults to `False`): Whether `function` takes the documents of `inputs.documents`
+            as they lie, in tensors `(1, H, tokens, d)`. For other backends they become a padded batch.
     """
 
     function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -83,3 +85,4 @@ class Backend:
     refuse: Callable[[Request], str | None] = lambda request: None
     supports: frozenset[str] = frozenset()
     probability_maps: tuple[str, ...] = ("softmax",)
+    packed: bool = False

@@ -41,7 +41,7 @@ FLAGS = {
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
     "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor seed, bool first, "
-    "bool self_attention, bool causal, float dropout, float scale"
+    "bool self_attention, bool causal, float dropout, float scale, Tensor? starts=None, int longest=0"
 )
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
 library.define(
@@ -65,14 +65,15 @@ def _backward_shapes(grad, query, key, value, *mask):
 
 
 def _remember(ctx, inputs, output):
-    *tensors, first, self_attention, causal, dropout, scale = inputs
-    ctx.options = first, self_attention, causal, dropout, scale
-    ctx.save_for_backward(*tensors)
+    *tensors, first, self_attention, causal, dropout, scale, starts, longest = inputs
+    ctx.options, ctx.longest = (first, self_attention, causal, dropout, scale), longest
+    ctx.save_for_backward(*tensors, starts)
 
 
 def _differentiate(ctx, grad):
-    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return *gradients, *[None] * 11
+    *tensors, starts = ctx.saved_tensors
+    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, *ctx.options, starts, ctx.longest)
+    return *gradients, *[None] * 13
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -183,18 +184,21 @@ def csr_backend(
         if dropout
         else torch.zeros(1, dtype=torch.int64, device="cpu")
     )
+    documents = inputs.documents
     output = torch.ops.sparsebert.csr_attention(
         query,
         key,
         value,
         *inputs.compiled[0],
         None if inputs.padding is None else inputs.padding.contiguous(),
-        per_sequence(inputs.last_token, query.shape[0]),
+        per_sequence(inputs.last_token, query.shape[0] if documents is None else documents.shape[0]),
         seed,
         mask.special_tokens != "none",
         mask.diagonal is not False,
         inputs.causal,
         dropout,
         scaling,
+        None if documents is None else documents.starts,
+        inputs.num_keys,
     )
     return output.transpose(1, 2), None

@@ -3,7 +3,8 @@
 // The work is split into tasks by batch and head and, if there are few of them, by rows. A task first packs the keys
 // and values of its heads into contiguous float32 rows of D >= d numbers: in the host's layout, rows are H * d apart
 // and would compete for the same cache sets. It then processes one query at a time: the list of live keys, their
-// scores, the softmax, the sum of values. All arithmetic is in float32.
+// scores, the softmax, the sum of values. All arithmetic is in float32. Packed sequences lie one after the other in one
+// row of tokens; each is computed at its own length.
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
@@ -13,6 +14,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <numeric>
 #include <tuple>
 
 #include "csr_inputs.h"
@@ -134,14 +136,17 @@ struct Problem {
   int64_t group;           // heads per task, whose keys and values fit the second-level cache together
   int64_t rows;            // queries per task
   int64_t groups, chunks;  // groups of heads and chunks of queries per sequence; a task is one of each
+  const int64_t* starts;   // first token of each packed sequence; null if they are not packed
+  std::vector<int64_t> lengths;  // of the packed sequences
 
+  int64_t num_keys(int64_t b) const { return starts ? lengths[b] : m; }
   struct Task {
     int64_t b, first_head, end_head, chunk, first_row, end_row;
   };
   Task task(int64_t number) const {
-    const int64_t g = number / chunks % groups, chunk = number % chunks;
-    return {number / chunks / groups,  g * group, std::min(H, (g + 1) * group), chunk, chunk * rows,
-            std::min(n, (chunk + 1) * rows)};
+    const int64_t b = number / chunks / groups, g = number / chunks % groups, chunk = number % chunks;
+    return {b,     g * group,    std::min(H, (g + 1) * group),
+            chunk, chunk * rows, std::min(starts ? lengths[b] : n, (chunk + 1) * rows)};
   }
   template <class Function>
   void for_each_range(Function&& function) const {  // calls function(begin, end) for ranges of task numbers
@@ -183,11 +188,12 @@ void forward_kernel(const Problem& p, const Rows& output) {
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
       const auto task = p.task(number);
+      if (task.first_row >= task.end_row) continue;  // a chunk beyond the end of a packed sequence
       const auto sequence = p.mask.sequence(task.b);
       if (packed != number / p.chunks) {
         packed = number / p.chunks;
-        read_rows<D>(p.key, task, 0, p.m, keys.data(), p.m);
-        read_rows<D>(p.value, task, 0, p.m, values.data(), p.m);
+        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.m);
+        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.m);
       }
       for (int64_t first = task.first_row; first < task.end_row; first += BLOCK) {
         const int64_t rows = std::min(BLOCK, task.end_row - first);
@@ -236,11 +242,12 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
       const auto task = p.task(number);
+      if (task.first_row >= task.end_row) continue;  // a chunk beyond the end of a packed sequence
       const auto sequence = p.mask.sequence(task.b);
       if (packed != number / p.chunks) {
         packed = number / p.chunks;
-        read_rows<D>(p.key, task, 0, p.m, keys.data(), p.m);
-        read_rows<D>(p.value, task, 0, p.m, values.data(), p.m);
+        read_rows<D>(p.key, task, 0, p.num_keys(task.b), keys.data(), p.m);
+        read_rows<D>(p.value, task, 0, p.num_keys(task.b), values.data(), p.m);
       }
       float* const sum_k = p.chunks > 1 ? partial.data() + number * size * 2 : own.data();
       float* const sum_v = sum_k + size;
@@ -294,8 +301,8 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
         write_rows<D>(dq, task, first, first + rows, sums.data(), BLOCK);
       }
       if (p.chunks == 1) {
-        write_rows<D>(dk, task, 0, p.m, sum_k, p.m);
-        write_rows<D>(dv, task, 0, p.m, sum_v, p.m);
+        write_rows<D>(dk, task, 0, p.num_keys(task.b), sum_k, p.m);
+        write_rows<D>(dv, task, 0, p.num_keys(task.b), sum_v, p.m);
       }
     }
   });
@@ -303,6 +310,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
   at::parallel_for(0, p.B * p.H * p.m, 64, [&](int64_t from, int64_t to) {
     for (int64_t item = from; item < to; ++item) {
       const int64_t head = item / p.m, b = head / p.H, h = head % p.H, j = item % p.m;
+      if (j >= p.num_keys(b)) continue;
       float sums[2][D] = {};
       for (int64_t chunk = 0; chunk < p.chunks; ++chunk) {
         const int64_t number = (b * p.groups + h / p.group) * p.chunks + chunk;
@@ -329,19 +337,25 @@ void for_head_size(int64_t d, Function&& function) {
 
 at::Tensor rows_of(const at::Tensor& t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
 
-// A tensor (B, H, rows, d) in the memory order (B, rows, H, d), which the host's next layer reads.
-at::Tensor empty_rows(const at::Tensor& like) {
-  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options()).transpose(1, 2);
+// A tensor (B, H, rows, d) in the memory order (B, rows, H, d), which the host's next layer reads. Tokens that belong to
+// no packed sequence are 0.
+at::Tensor empty_rows(const at::Tensor& like, const Problem& p) {
+  auto made = at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options());
+  if (p.starts && std::accumulate(p.lengths.begin(), p.lengths.end(), int64_t{0}) < like.size(2)) made.zero_();
+  return made.transpose(1, 2);
 }
 
 Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& begin,
                 const at::Tensor& end, const at::Tensor& columns, const std::optional<at::Tensor>& padding,
                 const std::optional<at::Tensor>& last, const at::Tensor& seed, bool first, bool self, bool causal,
-                double dropout, double scale, int64_t buffers) {
-  const int64_t B = query.size(0), H = query.size(1), n = query.size(2), m = key.size(2);
+                double dropout, double scale, const std::optional<at::Tensor>& starts, int64_t longest,
+                int64_t buffers) {
+  const int64_t H = query.size(1), B = starts ? starts->numel() : query.size(0);
+  const int64_t n = starts ? longest : query.size(2), m = starts ? longest : key.size(2);
   TORCH_CHECK(B > 0 && n > 0 && n <= m, "expected sequences of at most as many queries as keys, got ", query.sizes(),
               " and ", key.sizes());
-  const std::vector<int64_t> expected{B, H, m, query.size(3)};
+  TORCH_CHECK(!starts || (query.size(0) == 1 && starts->is_contiguous()), "packed sequences must lie in one row");
+  const std::vector<int64_t> expected{query.size(0), H, starts ? query.size(2) : m, query.size(3)};
   for (const auto* t : {&key, &value})
     TORCH_CHECK(t->sizes() == expected && t->scalar_type() == query.scalar_type(), "query of ", query.sizes(),
                 " does not go with ", t->scalar_type(), " of ", t->sizes());
@@ -366,19 +380,28 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   const int64_t chunks = std::max<int64_t>(1, std::min({(wanted + groups - 1) / groups, n / 64, sums}));
   // A multiple of BLOCK, so that the random numbers do not depend on the number of threads.
   const int64_t rows = ((n + chunks - 1) / chunks + BLOCK - 1) / BLOCK * BLOCK;
-  return Problem{Rows(query), Rows(key), Rows(value), mask,
+  const int64_t* begins = starts ? starts->const_data_ptr<int64_t>() : nullptr;
+  std::vector<int64_t> lengths(starts ? B : 0);
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    lengths[b] = mask.sequence(b).end_key;
+    TORCH_CHECK(begins[b] >= 0 && begins[b] + lengths[b] <= query.size(2), "sequence ", b, " is not among the tokens");
+  }
+  return Problem{Rows(query, begins), Rows(key, begins), Rows(value, begins), mask,
                  Dropout{static_cast<float>(dropout), static_cast<uint64_t>(seed.const_data_ptr<int64_t>()[0])},
-                 static_cast<float>(scale), B, H, n, m, group, rows, groups, std::max<int64_t>(1, (n + rows - 1) / rows)};
+                 static_cast<float>(scale), B, H, n, m, group, rows, groups, std::max<int64_t>(1, (n + rows - 1) / rows),
+                 begins, std::move(lengths)};
 }
 
 at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const at::Tensor& begin, const at::Tensor& end, const at::Tensor& columns,
                          const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last,
-                         const at::Tensor& seed, bool first, bool self, bool causal, double dropout, double scale) {
+                         const at::Tensor& seed, bool first, bool self, bool causal, double dropout, double scale,
+                         const std::optional<at::Tensor>& starts, int64_t longest) {
   const auto q = rows_of(query), k = rows_of(key), v = rows_of(value);
-  auto output = empty_rows(query);
-  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale, 2);
-  for_head_size(query.size(3), [&](auto D) { forward_kernel<D>(p, Rows(output)); });
+  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale,
+                         starts, longest, 2);
+  auto output = empty_rows(query, p);
+  for_head_size(query.size(3), [&](auto D) { forward_kernel<D>(p, Rows(output, p.starts)); });
   return output;
 }
 
@@ -386,11 +409,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> csr_attention_backward(
     const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& begin, const at::Tensor& end, const at::Tensor& columns,
     const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last, const at::Tensor& seed, bool first,
-    bool self, bool causal, double dropout, double scale) {
+    bool self, bool causal, double dropout, double scale, const std::optional<at::Tensor>& starts, int64_t longest) {
   const auto g = rows_of(grad), q = rows_of(query), k = rows_of(key), v = rows_of(value);
-  auto dq = empty_rows(query), dk = empty_rows(key), dv = empty_rows(value);
-  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale, 4);
-  for_head_size(query.size(3), [&](auto D) { backward_kernel<D>(p, Rows(g), Rows(dq), Rows(dk), Rows(dv)); });
+  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale,
+                         starts, longest, 4);
+  auto dq = empty_rows(query, p), dk = empty_rows(key, p), dv = empty_rows(value, p);
+  for_head_size(query.size(3), [&](auto D) {
+    const auto rows = [&](const at::Tensor& t) { return Rows(t, p.starts); };
+    backward_kernel<D>(p, rows(g), rows(dq), rows(dk), rows(dv));
+  });
   return {dq, dk, dv};
 }
 

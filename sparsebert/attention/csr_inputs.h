@@ -12,17 +12,19 @@
 #include "vectors.h"
 
 struct Rows {
-  // A query, key, value, output or gradient: (B, H, rows, d), any strides but a contiguous last dimension.
+  // A query, key, value, output or gradient: (B, H, rows, d), any strides but a contiguous last dimension. With
+  // `starts` it is (1, H, tokens, d) instead, and sequence b begins at token starts[b].
   char* data;
   c10::ScalarType dtype;
   int64_t stride_b, stride_h, stride_n, itemsize, d;
+  const int64_t* starts;
 
-  explicit Rows(const at::Tensor& t)
+  explicit Rows(const at::Tensor& t, const int64_t* starts = nullptr)
       : data(static_cast<char*>(t.data_ptr())), dtype(t.scalar_type()), stride_b(t.stride(0)), stride_h(t.stride(1)),
-        stride_n(t.stride(2)), itemsize(t.element_size()), d(t.size(3)) {}
+        stride_n(t.stride(2)), itemsize(t.element_size()), d(t.size(3)), starts(starts) {}
 
   char* row(int64_t b, int64_t h, int64_t i) const {
-    return data + (b * stride_b + h * stride_h + i * stride_n) * itemsize;
+    return data + ((starts ? starts[b] * stride_n : b * stride_b) + h * stride_h + i * stride_n) * itemsize;
   }
   // Writes the row's d numbers times a factor to out, and zeros from d to D.
   template <int D>

@@ -57,9 +57,11 @@ def sparse_attention_forward(
             f"{type(module).__name__} carries a sparse mask but was called without its base model, which prepares it"
         )
     else:
-        if key.shape[2] != mask_inputs.num_keys:
+        documents = mask_inputs.documents
+        expected = mask_inputs.num_keys if documents is None else documents.num_tokens // key.shape[0]
+        if key.shape[2] != expected:
             raise ValueError(
-                f"sparse attention expects {mask_inputs.num_keys} keys, got {key.shape[2]}: static key/value caches "
+                f"sparse attention expects {expected} keys, got {key.shape[2]}: static key/value caches "
                 "are not supported, use a DynamicCache or use_cache=False"
             )
         layer: Any = module.mask_layer

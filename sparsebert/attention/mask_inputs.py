@@ -17,6 +17,7 @@ import torch
 from ..masks.compiled import compiled
 from ..masks.exported import exported_structure, exporting
 from ..masks.sparse_mask import SparseMask, special_entries
+from .packed_batches import Documents
 
 
 # Upper limit of the constant c that a learned mask subtracts. It is far below what padding and causality subtract, so
@@ -67,6 +68,8 @@ class MaskInputs:
         last_token (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
         learned_diagonal (`bool`): Whether these rows and columns contain their diagonal entries.
         probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
+        documents ([`Documents`], *optional*): Where the sequences are in a batch that is packed otherwise. All other
+            fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
     """
 
     backend: str
@@ -88,6 +91,7 @@ class MaskInputs:
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
+    documents: Documents | None = None
 
     @classmethod
     def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":
@@ -116,7 +120,7 @@ class MaskInputs:
             ValueError: If there is a 4-D mask and the backend runs on a compiled form.
         """
         if self.local is not None and layer in self.local_layers:
-            return self.local.for_layer(layer, attention_mask)
+            return replace(self.local, documents=self.documents).for_layer(layer, attention_mask)
 
         def own(values):
             return values if len(values) == 1 else (values[layer],)

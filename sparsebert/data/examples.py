@@ -34,6 +34,7 @@ def pretraining_dataset(
     max_tokens: int | None = None,
     short_seq_prob: float = 0.1,
     cache_dir: str | os.PathLike | None = None,
+    pack_documents: bool = False,
 ) -> "datasets.Dataset":
     """
     Turn documents into pre-training examples. They are masked later, by [`pretraining_collator`].
@@ -63,6 +64,8 @@ def pretraining_dataset(
             Maximum number of tokens in all rows, special tokens included. Reading stops once there is enough text.
         short_seq_prob (`float`, *optional*, defaults to 0.1):
             Fraction of pairs with a random, smaller target length. Only used with `nsp`.
+        pack_documents (`bool`, *optional*, defaults to `False`):
+            Whether a document that begins within a row begins with a `[CLS]`, for [`PackedCollator`]. Not with `nsp`.
         cache_dir (`str` or `os.PathLike`, *optional*):
             Folder for the rows; by default that of `datasets` (`HF_DATASETS_CACHE`).
 
@@ -79,10 +82,14 @@ def pretraining_dataset(
     if max_tokens is not None and max_tokens < max_length:
         raise ValueError(f"max_tokens must be at least max_length={max_length}, got {max_tokens}")
     check_range("short_seq_prob", short_seq_prob, 0, 1, (int, float))
+    if nsp and pack_documents:
+        raise ValueError("pack_documents true has no meaning with nsp true, whose rows are pairs of two documents")
 
     settings: dict[str, Any] = {"max_length": max_length, "nsp": nsp, "max_tokens": max_tokens}
     if nsp:
         settings |= {"seed": seed, "short_seq_prob": short_seq_prob}
+    if pack_documents:
+        settings["pack_documents"] = True
 
     def tables(folder: Path) -> "Iterator[pa.Table]":
         text = TokenizedText(documents, tokenizer, nsp, max_tokens)
@@ -93,7 +100,7 @@ def pretraining_dataset(
             text.check()
             yield from pair_rows(stored, *special, max_length, max_tokens, short_seq_prob, generator)
         else:
-            yield from packed_rows(text, *special, max_length, max_tokens)
+            yield from packed_rows(text, *special, max_length, max_tokens, pack_documents)
             text.check()
 
     return cached_rows(tables, fingerprint_of(documents), tokenizer, settings, cache_dir)

@@ -148,23 +148,30 @@ class TokenizedText:
 
 
 def packed_rows(
-    text: Iterable[Piece], cls: int, sep: int, max_length: int, max_tokens: int | None = None
+    text: Iterable[Piece],
+    cls: int,
+    sep: int,
+    max_length: int,
+    max_tokens: int | None = None,
+    pack_documents: bool = False,
 ) -> Iterator["pa.Table"]:
     """
-    Rows of exactly `max_length` tokens: contiguous text, with a `[SEP]` between documents.
+    Rows of exactly `max_length` tokens: contiguous text, with a `[SEP]` between documents, and with `pack_documents`
+    a `[CLS]` after it.
 
     Raises:
         ValueError: At the end, if there was too little text for one row.
     """
     room, most = max_length - 2, None if max_tokens is None else max_tokens // max_length
     left, between, count = np.empty(0, dtype=np.int32), False, 0
+    boundary = [sep, cls] if pack_documents else [sep]
     for ids, sizes, ends in text:
         # Where a document begins: before the token that follows the end of another one.
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)[ends].tolist()
         if len(ids):
             places = [0] * between + [start for start in starts if start < len(ids)]
             between = bool(starts) and starts[-1] == len(ids)
-            left = np.concatenate([left, np.insert(ids, places, sep)])
+            left = np.concatenate([left, np.insert(ids, np.repeat(places, len(boundary)), boundary * len(places))])
         else:
             between = between or bool(starts)
         rows = len(left) // room

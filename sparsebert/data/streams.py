@@ -173,6 +173,7 @@ class RowStream(IterableDataset):
             full.
         process, processes (`int`, *optional*): Which process this is, and of how many.
         short_seq_prob (`float`, *optional*, defaults to 0.1): See [`pretraining_dataset`].
+        pack_documents (`bool`, *optional*, defaults to `False`): See [`pretraining_dataset`].
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class RowStream(IterableDataset):
         process: int = 0,
         processes: int = 1,
         short_seq_prob: float = 0.1,
+        pack_documents: bool = False,
     ):
         super().__init__()
         self.documents = documents
@@ -204,6 +206,7 @@ class RowStream(IterableDataset):
         self.drop_last = drop_last
         self.process, self.processes = process, processes
         self.short_seq_prob = short_seq_prob
+        self.pack_documents = pack_documents
         self._places: dict[int, dict[str, Any]] = {}
         self._given = 0
 
@@ -304,7 +307,7 @@ class RowStream(IterableDataset):
         if self.nsp and len(text.document_offsets) > 2:
             tables += pair_rows(text, *special, self.max_length, None, self.short_seq_prob, generator)
         elif not self.nsp and len(text.ids) >= self.max_length - 2:
-            tables += packed_rows(pieces, *special, self.max_length)
+            tables += packed_rows(pieces, *special, self.max_length, pack_documents=self.pack_documents)
         if not tables:
             return pa.table({})
         table = pa.concat_tables(tables).combine_chunks()

@@ -128,6 +128,13 @@ def _windowed(handle, window, length):
     return remember(mask, ("window", window, length), cut)[0]
 
 
+def with_real_last(mask: SparseMask) -> SparseMask:
+    """The mask whose last special token is each sequence's last one that is not padding, see [`SparseMask`]."""
+    if mask.special_tokens != "first_last" or mask.last_token == "real":
+        return mask
+    return remember(mask, "real last token", lambda: (mask.replace(last_token="real"),))[0]
+
+
 def windowed(mask: SparseMask, window: int, length: int) -> SparseMask:
     """
     A mask without the entries that are farther than `window` from the diagonal.

@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "xlm-roberta": "XLMRobertaSelfAttention",
 }
 
+# Model types whose layers other than attention mix neighbouring tokens: the embeddings of MobileBERT are of trigrams.
+MIXES_NEIGHBOURS = ("mobilebert",)
+
 
 def check_architecture(model_type: str) -> None:
     """
@@ -60,6 +63,11 @@ def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
         fields: Fields of [`SparseBertConfig`] about the mask.
     """
     config = model.config
+    if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBOURS:
+        raise ValueError(
+            f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes neighbouring "
+            "tokens outside attention: set it to false"
+        )
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or getattr(config, "true_hidden_size", config.hidden_size) // heads
     dropout = "attention_dropout" if hasattr(config, "attention_dropout") else "attention_probs_dropout_prob"

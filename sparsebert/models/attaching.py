@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # Fields of the configuration: how far a search is; how a fixed mask is used; what defines one by its pattern; what a
 # stock model cannot have.
 STATE_FIELDS = ("frozen", "pruned", "search_progress")
-MASK_FIELDS = (*REQUESTS, "allow_empty_rows")
+MASK_FIELDS = (*REQUESTS, "allow_empty_rows", "skip_padding")
 PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
 MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
 
@@ -143,7 +143,7 @@ def attach(
         fields: `revision`, `subfolder` and `token` of a mask's folder or Hub id, see [`SparseMask.from_pretrained`].
             Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
             for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
-            `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`.
+            `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`; for any mask or search: `skip_padding`.
 
     Returns:
         `model`, changed in place: it has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that saves

@@ -132,6 +132,10 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
             `"dense"`, or `"error"` (default of tables). Unset once a mask is frozen.
+        skip_padding (`bool`, *optional*, defaults to `False`): Whether an encoder takes the padding out of a batch
+            before its layers and puts it back, as zeros, after them. The result is the same, without the time that
+            padding takes. Batches that begin with padding run with it, and so does a graph that is compiled or
+            exported and a forward that returns attentions.
         probability_map (`str`, *optional*, defaults to `"softmax"`): What turns scores into probabilities, a key of
             `PROBABILITY_MAPS`: `"softmax"`, `"topk"`, `"sparsegen_lin"`, `"sparsemax"`, `"entmax15"`, `"entmax"`.
             Cross-attention keeps softmax.
@@ -180,6 +184,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     search_progress: float | int | None = validated_field(_between(0, 1), default=None)
     mask_length: int | None = validated_field(_between(1, MAX_MASK_LENGTH), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
+    skip_padding: bool = False
     probability_map: str = validated_field(_choice(tuple(PROBABILITY_MAPS)), default="softmax")
     probability_map_kwargs: dict | None = None
     token_mixers: list | None = validated_field(_names(tuple(MIXERS)), default=None)
@@ -253,6 +258,13 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
                 "'additive' or 'log', which change the scores"
             )
         check_token_mixers(self)
+        if self.skip_padding and self.is_decoder:
+            raise ValueError("skip_padding true has no meaning with is_decoder true: set it to false")
+        if self.skip_padding and set(self.token_mixers or ()) - {"attention"}:
+            raise ValueError(
+                "skip_padding true needs attention in all layers, since the other token_mixers mix neighbouring "
+                f"tokens, got {self.token_mixers!r}: set it to false"
+            )
 
 
 def with_changes(

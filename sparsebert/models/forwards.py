@@ -18,6 +18,7 @@ from ..attention.backends import ATTENTION_NAMES, sparse_name
 from ..masks.exported import exporting
 from .architectures import input_shape
 from .derived import Derived
+from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
 
 if TYPE_CHECKING:
@@ -61,10 +62,13 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self, *args, **kwargs):
         # Of the classes that derive from each other, only that of the model itself does its part.
-        outermost = type(self) is cls
+        outermost, restore = type(self) is cls, None
         if outermost and "sparse_attention" in self._modules:
-            args, kwargs = _with_mask_inputs(self, names, args, kwargs)
+            args, kwargs, restore = _with_mask_inputs(self, names, args, kwargs)
+        elif outermost:
+            check_head(self, dict(zip(names, args, strict=False)) | kwargs)
         output = super(cls, self).forward(*args, **kwargs) if own is None else own(self, *args, **kwargs)
+        output = output if restore is None else restore(output)
         return _with_sparsity_loss(self, output) if outermost else output
 
     masked: Any = update_wrapper(forward, stock)
@@ -75,13 +79,16 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_mask_inputs(model, names, args, kwargs):
-    """The arguments of a base model with the [`MaskInputs`] that its attention layers need."""
+    """
+    The arguments of a base model with the [`MaskInputs`] that its attention layers need, and a function of its output
+    or `None`.
+    """
     sparse_attention = model.sparse_attention
     given = dict(zip(names, args, strict=False)) | kwargs
     config = model.config
     shape = input_shape(config, given)
     if shape is None:
-        return args, kwargs  # the model itself says what is missing
+        return args, kwargs, None  # the model itself says what is missing
     batch, length, device = shape
     past = given.get("past_key_values")
     num_queries = length
@@ -108,6 +115,17 @@ def _with_mask_inputs(model, names, args, kwargs):
         needs.add("weights")
     if config._attn_implementation not in ATTENTION_NAMES:
         config._attn_implementation = config._attn_implementation  # written past the setter, which knows the twins
+    documents, restore = find_documents(given, batch, length, device), None
+    if documents is not None:
+        check_documents(model)
+    if sparse_attention.config.skip_padding and padding is not None:
+        kept = removable(model, padding, documents, needs)
+        if kept is not None:
+            given, restore = without_padding(model, names, given, kept, padding)
+            args, kwargs, documents = (), given, kept.compact()
+    if documents is not None:
+        batch, num_queries = documents.shape
+        num_keys, padding = num_queries, None if documents.uniform else documents.padding
     autocast = torch.is_autocast_enabled(device.type)
     mask_inputs = sparse_attention(
         config._attn_implementation,
@@ -119,12 +137,13 @@ def _with_mask_inputs(model, names, args, kwargs):
         device=device,
         dtype=torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype,
         needs=needs,
+        documents=documents,
     )
     if sparse_attention.window is None:
-        return args, kwargs | {"mask_inputs": mask_inputs}
+        return args, kwargs | {"mask_inputs": mask_inputs}, restore
     # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
     masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)
-    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}
+    return (), given | {"attention_mask": masks, "mask_inputs": mask_inputs}, restore
 
 
 def _with_sparsity_loss(model, output):

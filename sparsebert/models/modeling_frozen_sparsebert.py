@@ -99,6 +99,16 @@ class FrozenSelfAttention(BertSelfAttention):
         return heads.flatten(-2), None if weights is None else weights * live
 
 
+def is_packed(position_ids, padding):
+    """Whether positions restart at 0 within a row, and count up by one otherwise. In a graph it depends on data."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    real = padding[:, 1:] & padding[:, :-1]
+    restarts = (position_ids[:, 1:] == 0) & real
+    counts = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    return bool(restarts.any() and (restarts | counts | ~real).all())
+
+
 class FrozenMask:
     """Mixin of the stock models: reads the mask from the folder or repository of the weights, and saves it again."""
 
@@ -181,6 +191,16 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         padding = torch.ones(1, keys, dtype=torch.bool, device=states.device)
         if attention_mask is not None and attention_mask.dim() == 2:
             padding, attention_mask = attention_mask.to(states.device).bool(), None
+        if (
+            position_ids is not None
+            and keys == queries
+            and attention_mask is None
+            and is_packed(position_ids, padding)
+        ):
+            raise ValueError(
+                "position_ids restart within a row: packed rows, whose documents attend to themselves only, need "
+                "sparsebert (pip install sparsebert)"
+            )
         position = torch.arange(keys, device=states.device)
         special = torch.zeros_like(padding)
         if self.mask["special_tokens"] != "none":

@@ -33,6 +33,13 @@ def _position_embeddings(model):
     return embeddings, table, 0 if table.padding_idx is None else table.padding_idx + 1
 
 
+def first_position(model: PreTrainedModel) -> int:
+    """Position of the first token: 0, or in a RoBERTa the one after that of its padding token."""
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    padding_idx = getattr(table, "padding_idx", None)
+    return 0 if padding_idx is None else padding_idx + 1
+
+
 def extend_positions(model: Model, length: int, method: str = "interpolate") -> Model:
     """
     Give a model position embeddings for longer inputs, made from those that it has. The model needs some training at

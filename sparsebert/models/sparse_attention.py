@@ -15,9 +15,10 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS, check_backend, choose_backend
 from ..attention.mask_inputs import MaskInputs
+from ..attention.packed_batches import Documents
 from ..attention.probability_maps import ProbabilityMap
 from ..attention.windows import local_inputs
-from ..masks.compiled import windowed
+from ..masks.compiled import windowed, with_real_last
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
@@ -58,6 +59,8 @@ class SparseAttention(nn.Module):
         probability_map ([`ProbabilityMap`]): What turns scores into probabilities.
         head_size (`int`): Size of a head.
         num_layers (`int`): Number of layers with attention.
+        weights_wanted (`bool`): Whether every forward returns attention probabilities, see
+            [`~SparseAttention.return_weights`].
     """
 
     mask_logits: nn.Parameter | None
@@ -88,7 +91,7 @@ class SparseAttention(nn.Module):
         done = 1.0 if config.search_progress is None else config.search_progress
         self.progress = torch.tensor(float(done), device="cpu")
         self._mask: SparseMask | None = None
-        self._scheduled = self._weights_wanted = False
+        self._scheduled = self.weights_wanted = False
         self._sample: torch.Tensor | None = None
         self.register_parameter("mask_logits", None)
         if mask is not None:
@@ -307,7 +310,7 @@ class SparseAttention(nn.Module):
         Args:
             wanted (`bool`, *optional*, defaults to `True`): `False` ends this.
         """
-        self._weights_wanted = wanted
+        self.weights_wanted = wanted
 
     def forward(
         self,
@@ -321,6 +324,7 @@ class SparseAttention(nn.Module):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         needs: Collection[str] = (),
+        documents: Documents | None = None,
     ) -> MaskInputs:
         """
         Prepare one forward of the base model: sample the mask (searching, training), threshold it (searching,
@@ -337,6 +341,8 @@ class SparseAttention(nn.Module):
             dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Dtype of query, key and value.
             needs (`Collection[str]`, *optional*): `"weights"` if the probabilities are asked for, `"additive"` if the
                 caller adds a 4-D mask.
+            documents ([`Documents`], *optional*): Where the B sequences of n = m positions are in the batch. Each has
+                the mask of an input of its own length.
 
         Returns:
             [`MaskInputs`]
@@ -346,6 +352,9 @@ class SparseAttention(nn.Module):
         config, learned = self.config, self.learned
         sampling = learned is not None and self.training and not learned.search.pruning
         mask = self._frozen_mask() if learned is None else None
+        if documents is not None:  # whose position n - 1 is that of their last token
+            learned = learned and learned.with_real_last()
+            mask = mask and with_real_last(mask)
         exported = exporting()
         if exported and learned is not None:
             raise ValueError(SEARCHING)
@@ -363,9 +372,11 @@ class SparseAttention(nn.Module):
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
+        inputs = inputs if documents is None else replace(inputs, documents=documents)
         self._sample = None
         if learned is None:
-            prepared = BACKENDS[backend].prepare(self._frozen_mask(), inputs)
+            assert mask is not None
+            prepared = BACKENDS[backend].prepare(mask, inputs)
         elif sampling:
             prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")
         elif learned.search.pruning:
@@ -381,7 +392,7 @@ class SparseAttention(nn.Module):
     def _wanted(self, needs: Collection[str], sampling: bool) -> set[str]:
         """What the backend must be able to do: keys of `WANTED`."""
         wanted = set(needs)
-        if self._weights_wanted:
+        if self.weights_wanted:
             wanted.add("weights")
         if self.search is None:
             return wanted

@@ -4,6 +4,7 @@ A mask while it is learned: how its logits become probabilities, a sample, and t
 Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, P the keep probability.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ class LearnedMask:
         self.search = search
         self.logits = logits
         self.progress = progress
+
+    def with_real_last(self) -> "LearnedMask":
+        """This mask with the last token of each sequence special, if position n - 1 is."""
+        if self.search.last_token == "real":
+            return self
+        return LearnedMask(replace(self.search, last_token="real"), self.logits, self.progress)
 
     def alpha(self) -> torch.Tensor:
         """Mask logits `(L, H, K)`, float32."""

@@ -49,6 +49,7 @@ PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_d
 _LOWEST = {
     "max_train_examples": 1,
     "max_length": 4,
+    "pad_to_multiple_of": 1,
     "doc_stride": 0,
     "max_question_length": 1,
     "n_best_size": 1,
@@ -151,6 +152,10 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
         value = getattr(options, name)
         if value is not None and value < low:
             raise ValueError(f"{name} must be at least {low}, got {value!r}")
+    tasks = list(GLUE) if options.task is None else [options.task]
+    for length in sorted({options.max_length or TASKS[name].max_length for name in tasks}):
+        if options.pad_to_multiple_of is not None and length % options.pad_to_multiple_of:
+            raise ValueError(f"pad_to_multiple_of must divide max_length {length}, got {options.pad_to_multiple_of}")
     if options.model is None:
         raise ValueError("--model must be the folder or Hub id of a pre-trained model")
     for name, arguments in zip(("model", "mask"), model_and_mask_arguments(options), strict=True):
@@ -161,7 +166,6 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
             "pruning during fine-tuning needs the score 'attention' and --mask dense, got score "
             f"{pruning.score!r} and mask {options.mask!r}"
         )
-    tasks = list(GLUE) if options.task is None else [options.task]
     try:
         check_model(options, model, options.max_length or max(TASKS[name].max_length for name in tasks))
     except HTTPError as error:

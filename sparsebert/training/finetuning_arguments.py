@@ -30,6 +30,9 @@ class FinetuningArguments(HubArguments):
         skip_bad (`bool`): Skip and count malformed rows instead of stopping at the first one.
         max_length (`int`, *optional*): Maximum number of tokens per input; by default the task's. Longer inputs are
             truncated, or for SQuAD split into windows.
+        pad_to_multiple_of (`int`, *optional*): Pad batches to a multiple of this length, so that there are at most
+            `max_length / pad_to_multiple_of` lengths, for each of which a compiled model makes a graph; by default to
+            their longest input.
         doc_stride (`int`): Tokens shared by neighbouring windows of a SQuAD context.
         max_question_length (`int`): Maximum number of tokens of a SQuAD question.
         n_best_size (`int`): Number of candidate answers kept per SQuAD question.
@@ -64,6 +67,7 @@ class FinetuningArguments(HubArguments):
     task_kwargs: dict | None = None
     skip_bad: bool = False
     max_length: int | None = None
+    pad_to_multiple_of: int | None = None
     doc_stride: int = 128
     max_question_length: int = 64
     n_best_size: int = 20

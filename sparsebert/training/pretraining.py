@@ -14,6 +14,7 @@ from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..attention.backends import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from ..data.packing import PackedCollator
 from ..data.streams import RowStream, open_documents, stream_documents
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..files import locked_output, write_metrics
@@ -105,6 +106,10 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         )
     if training.resume_from_checkpoint:
         check_engine(training.resume_from_checkpoint, training)
+    if data.pack_documents and data.nsp:
+        raise ValueError(
+            "pack_documents true has no meaning with nsp true, whose rows are pairs of two documents: set nsp to false"
+        )
     set_seed(training.seed)
 
     model_class: Any = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
@@ -125,6 +130,11 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
             f"the token mixer 'bproj', got {data.max_length}"
         )
     sparse_attention = model.sparse_attention
+    if data.pack_documents and sparse_attention.num_layers < model.config.num_hidden_layers:
+        raise ValueError(
+            "pack_documents true needs attention in all layers, since the other token_mixers mix neighbouring tokens, "
+            f"got {model.config.token_mixers!r}"
+        )
     if pruning is not None:
         pruning.check(model)
     check_served(model, training, data.max_length)
@@ -155,15 +165,17 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_tokenizer(tokenizer, model.config.vocab_size)
 
     def rows(split: str, max_tokens: int | None) -> "datasets.Dataset":
-        text = documents(split)
+        options = {"pack_documents": data.pack_documents, "cache_dir": data.cache_dir}
         return pretraining_dataset(
-            text, tokenizer, data.max_length, data.nsp, training.seed, max_tokens, cache_dir=data.cache_dir
+            documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens, **options
         )
 
     collator: Callable = causal_collator
     if not causal:
         masking_seed = training.seed if training.data_seed is None else training.data_seed
         collator = pretraining_collator(tokenizer, data.mlm_probability, data.max_length, masking_seed)
+    if data.pack_documents:
+        collator = PackedCollator(collator, tokenizer.cls_token_id)
     train_set: RowStream | datasets.Dataset
     if data.streaming:
         text = open_documents(data.text)
@@ -171,7 +183,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         train_set = RowStream(
             text, tokenizer, data.max_length, training.train_batch_size, collator, data.nsp, training.seed,
             data.shuffle_buffer, "train" if data.validation is None else "all", training.dataloader_drop_last,
-            training.process_index, training.world_size,
+            training.process_index, training.world_size, pack_documents=data.pack_documents,
         )  # fmt: skip
     else:
         train_set = rows("train", data.max_tokens)

@@ -25,6 +25,9 @@ class PretrainingArguments(HubArguments):
         mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         nsp (`bool`): Train on next-sentence pairs with MLM and NSP loss, like BERT; otherwise on packed text with MLM
             only, or with `model.is_decoder` to predict the next token.
+        pack_documents (`bool`): Whether the documents of a row of packed text attend to themselves only, with
+            positions that restart in each; otherwise a row is one text, with a `[SEP]` between documents. Not with
+            `nsp`.
         max_length (`int`): Maximum number of tokens per example.
         max_tokens (`int`, *optional*): Maximum number of tokens of training text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
@@ -56,6 +59,7 @@ class PretrainingArguments(HubArguments):
     mask_revision: str | None = None
     mask_subfolder: str | None = None
     nsp: bool = True
+    pack_documents: bool = False
     max_length: int = 128
     max_tokens: int | None = None
     max_validation_tokens: int = 200_000

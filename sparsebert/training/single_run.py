@@ -102,12 +102,15 @@ def _run(
     if arguments.resume_from_checkpoint:
         check_recipe(arguments.resume_from_checkpoint, record)
     pruning = ProgressivePruning.from_settings(options.pruning)
+    fixed, multiple = fixed_length(network.config), options.pad_to_multiple_of
+    if fixed is not None and multiple not in (None, fixed):
+        raise ValueError(f"pad_to_multiple_of must be {fixed}, which the token mixer 'bproj' needs, got {multiple}")
     trainer = SparseBertTrainer(
         network,
         arguments,
         train_dataset=data.features[data.train_split],
         eval_dataset=data.features[first],
-        data_collator=task.collator(data.tokenizer, fixed_length(network.config)),
+        data_collator=task.collator(data.tokenizer, fixed or multiple),
         processing_class=data.tokenizer,
         compute_metrics=lambda prediction: data.evaluate(first, prediction.predictions)[1],
         callbacks=[RecipeRecord(record), *([] if pruning is None else [pruning])],

@@ -132,8 +132,11 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
             raise ValueError(
                 f"the mask of {options.model} is still being searched: freeze it first, or choose another with --mask"
             )
-        longest = max(int(lengths.max()) for lengths in data.lengths.values())
-        mask.structure(longest)  # raises if the mask does not cover it
+        longest, multiple = (
+            max(int(lengths.max()) for lengths in data.lengths.values()),
+            options.pad_to_multiple_of or 1,
+        )
+        mask.structure(-(-longest // multiple) * multiple)  # raises if the mask does not cover it
     if len(data.tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -162,6 +165,8 @@ def _with_mask(
     if sparse:
         arguments |= {"pattern": "dense", "attn_implementation": backend}  # until the mask is set
         arguments["allow_empty_rows"] = fields.pop("allow_empty_rows", False)
+        if "skip_padding" in fields:
+            arguments["skip_padding"] = fields.pop("skip_padding")
     model = model_class.from_pretrained(options.model, **arguments)
     if isinstance(model, AttachedModel):
         detach(model)

@@ -1,0 +1,59 @@
+"""Batches of rows in which several documents lie one after the other, each beginning with its own `[CLS]`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def restarting_positions(input_ids: torch.Tensor, cls_token_id: int) -> torch.Tensor:
+    """
+    Positions that restart at every `[CLS]`.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(batch_size, sequence_length)`): Packed rows.
+        cls_token_id (`int`): Id of the token that documents begin with.
+
+    Returns:
+        `torch.Tensor` of shape `(batch_size, sequence_length)`: The `position_ids`, int64.
+    """
+    column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    return column - torch.where(input_ids == cls_token_id, column, 0).cummax(-1).values
+
+
+class PackedCollator:
+    """
+    A collator whose batches say where the documents of their rows begin, by `position_ids` that restart. A model with
+    a mask then attends within documents only.
+
+    Args:
+        collator (`Callable`): Makes batches with `input_ids` and `labels`, which are -100 or the original token.
+        cls_token_id (`int`): Id of the token that documents begin with.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], cls_token_id: int) -> None:
+        self.collator = collator
+        self.cls_token_id = cls_token_id
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        batch = self.collator(rows)
+        ids, labels = batch["input_ids"], batch["labels"]
+        # A token that was replaced at random may have become a [CLS].
+        positions = restarting_positions(torch.where(labels == -100, ids, labels), self.cls_token_id)
+        # Nothing before a document predicts its first token.
+        return {**batch, "position_ids": positions, "labels": labels.masked_fill(positions == 0, -100)}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the collator of [`ReproducibleCollator`] the epoch."""
+        if hasattr(self.collator, "set_epoch"):
+            self.collator.set_epoch(epoch)
+
+    def for_epoch(self, epoch: int) -> "PackedCollator":
+        """The same around a collator of one epoch."""
+        make = getattr(self.collator, "for_epoch", None)
+        return self if make is None else PackedCollator(make(epoch), self.cls_token_id)
+
+    def for_evaluation(self) -> "PackedCollator":
+        """The same around a collator that masks an example the same way in all epochs."""
+        make = getattr(self.collator, "for_evaluation", None)
+        return self if make is None else PackedCollator(make(), self.cls_token_id)

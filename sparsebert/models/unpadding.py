@@ -1,0 +1,168 @@
+"""
+Packed rows, whose documents attend to themselves only, and padded batches that run as one packed row.
+
+Letters: B rows, n tokens per row, T tokens in all documents, D hidden size.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.packed_batches import Documents, packed_documents, row_documents
+from ..masks.exported import exporting
+from .architectures import MIXES_NEIGHBOURS
+from .positions import first_position
+
+
+# Heads whose output is that of a row's first token, or is normalized over the row: they know no documents.
+HEADS_OF_ROWS = ("ForSequenceClassification", "ForNextSentencePrediction", "ForMultipleChoice", "ForQuestionAnswering")
+# Labels of a head on the first token beside one on all tokens.
+LABELS_OF_ROWS = ("next_sentence_label", "sentence_order_label")
+
+Restore = Callable[[Any], Any]
+
+
+def find_documents(given: Mapping[str, Any], batch: int, length: int, device: torch.device) -> Documents | None:
+    """
+    The documents of a batch whose `position_ids` restart within a row, see [`packed_documents`].
+
+    Args:
+        given (`Mapping`): Arguments of a forward. A 4-D `attention_mask` already says what attends to what, and in
+            an exported graph the question would depend on data.
+        batch (`int`): B.
+        length (`int`): n.
+        device (`torch.device`): Device of the input.
+    """
+    positions, mask, past = (given.get(name) for name in ("position_ids", "attention_mask", "past_key_values"))
+    if positions is None or exporting() or (mask is not None and mask.dim() > 2):
+        return None
+    if past is not None and past.get_seq_length():
+        return None
+    real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask.to(device).bool()
+    return packed_documents(positions.to(device).expand(batch, length), real)
+
+
+def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: If a head that knows no documents is given packed rows.
+    """
+    positions = given.get("position_ids")
+    if positions is None or torch.compiler.is_compiling():
+        return
+    names = [cls.__name__ for cls in type(model).__mro__]
+    labels = [name for name in LABELS_OF_ROWS if given.get(name) is not None]
+    if not labels and not any(name.endswith(HEADS_OF_ROWS) for name in names):
+        return
+    flat = {
+        name: value.flatten(0, -2) if name == "position_ids" or value.dim() == 3 else value
+        for name, value in given.items()
+        if name in ("position_ids", "attention_mask") and value is not None
+    }
+    batch, length = flat["position_ids"].shape
+    if find_documents(flat, batch, length, positions.device) is not None:
+        what = labels[0] if labels else f"{type(model).__name__}"
+        raise ValueError(
+            f"position_ids restart within a row, but {what} is about whole rows: pass one document per row, padded "
+            "(skip_padding leaves out what padding costs)"
+        )
+
+
+def check_documents(model: Any) -> None:
+    """
+    Raises:
+        ValueError: If a part of a base model other than attention mixes the tokens of a row.
+    """
+    mixers = set(getattr(model.config, "token_mixers", None) or ()) - {"attention"}
+    if mixers or model.config.model_type in MIXES_NEIGHBOURS:
+        part = f"the token mixer {min(mixers)!r}" if mixers else f"a model of type {model.config.model_type!r}"
+        raise ValueError(
+            f"position_ids restart within a row, but {part} mixes neighbouring tokens, also of different documents: "
+            "pass one document per row"
+        )
+
+
+def removable(model: Any, padding: torch.Tensor, documents: Documents | None, needs: set[str]) -> Documents | None:
+    """
+    The documents of a padded batch that a base model can run without its padding, or `None` if it cannot.
+
+    Args:
+        model (`PreTrainedModel`): The base model.
+        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
+        documents ([`Documents`], *optional*): Those of packed rows.
+        needs (`set`): See [`SparseAttention`]; attention probabilities are those of the padded batch.
+    """
+    sparse_attention = model.sparse_attention
+    if needs or sparse_attention.weights_wanted or torch.compiler.is_compiling() or exporting():
+        return None
+    rules = sparse_attention.search or sparse_attention.mask
+    if documents is None and rules and rules.special_tokens == "first_last" and rules.last_token == "position":
+        return None  # position n - 1, be it padding or not
+    documents = documents or row_documents(padding)
+    return documents if documents is not None and documents.contiguous else None
+
+
+def without_padding(
+    model: Any, names: list[str], given: Mapping[str, Any], documents: Documents, padding: torch.Tensor
+) -> tuple[dict[str, Any], Restore]:
+    """
+    The input of a base model as a single row that holds the tokens of its documents alone.
+
+    Args:
+        model (`PreTrainedModel`): The base model.
+        names (`list[str]`): Arguments of its forward.
+        given (`Mapping`): Those that it was called with.
+        documents ([`Documents`]): Documents of the batch.
+        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
+
+    Returns:
+        `tuple`: The arguments to call it with, and a function that makes of its output that of the padded batch. The
+        hidden states of padding are 0.
+    """
+    batch, length = padding.shape
+    packed = dict(given)
+    if "token_type_ids" in names and packed.get("token_type_ids") is None:
+        packed["token_type_ids"] = torch.zeros_like(padding, dtype=torch.long)
+    if packed.get("position_ids") is None:
+        packed["position_ids"] = _default_positions(model, packed.get("input_ids"), padding)
+    for name in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids"):
+        if (values := packed.get(name)) is not None:
+            values = values.expand(batch, length, *values.shape[2:])
+            packed[name] = values.flatten(0, 1)[documents.tokens.to(values.device)][None]
+    packed["attention_mask"] = None
+    packed["return_dict"] = True
+    wanted = given.get("return_dict")
+    as_dict = model.config.return_dict if wanted is None else wanted
+
+    def padded(states):
+        flat = states.new_zeros(batch * length, states.shape[-1])
+        return flat.index_copy(0, documents.tokens.to(states.device), states[0]).view(batch, length, -1)
+
+    def restore(output):
+        output["last_hidden_state"] = padded(output.last_hidden_state)
+        if output.get("hidden_states") is not None:
+            output["hidden_states"] = tuple(map(padded, output.hidden_states))
+        if output.get("pooler_output") is not None:
+            output["pooler_output"] = _pooled(model, output.last_hidden_state[:, :1])
+        return output if as_dict else output.to_tuple()
+
+    return packed, restore
+
+
+def _default_positions(model, input_ids, padding):
+    """The positions `(B, n)` that a base model gives the tokens of a padded batch itself."""
+    first = first_position(model)
+    if first and input_ids is not None:
+        # RoBERTa counts the tokens that are not its padding token, which all others have the position of.
+        words = (input_ids != first - 1).long()
+        return words.cumsum(-1) * words + first - 1
+    return (first + torch.arange(padding.shape[1], device=padding.device)).expand(padding.shape)
+
+
+def _pooled(model, first):
+    """What a base model makes of the first tokens `(B, 1, D)`."""
+    if isinstance(model.pooler, nn.Linear):  # ALBERT
+        return model.pooler_activation(model.pooler(first[:, 0]))
+    return model.pooler(first)
