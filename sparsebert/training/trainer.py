@@ -19,6 +19,8 @@ from transformers.utils import logging
 from ..masks.mask_cards import CARD_NAME, own_card, save_card
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
+from ..models.masked_predictions import skips_logits
+from ..models.saving import without_adapters
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
@@ -61,6 +63,8 @@ class SparseBertTrainer(Trainer):
 
     - the logits of the mask and of entmax's alpha get no weight decay;
     - the gradient of the mask logits is clipped apart from that of the weights, and the logged norm is of the latter;
+    - in training, the head of [`SparseBertForMaskedLM`] and [`SparseBertForPreTraining`] sees only the tokens that are
+      predicted, unless the loss is computed outside the model or the caller of `compute_loss` asks for the outputs;
     - the loss contains the penalty on the mask also with label smoothing or a loss function of one's own;
     - a loss, gradient or weight that is not finite stops the training before the next update, with an error;
     - under fp16, steps that overflow are skipped and counted in the logs as `skipped_steps`; too many in a row stop
@@ -157,6 +161,8 @@ class SparseBertTrainer(Trainer):
     ) -> Any:
         # Then the model does not compute the loss, and does not add its penalty.
         outside = "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None)
+        if model.training and not (outside or return_outputs) and skips_logits(self._inner_model(), inputs):
+            inputs = {**inputs, "skip_logits": True}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         sparse_attention = self._sparse_attention()
         if outside and model.training and sparse_attention is not None and sparse_attention.searching:
@@ -169,6 +175,10 @@ class SparseBertTrainer(Trainer):
     def _sparse_attention(self) -> Any:
         """The [`SparseAttention`] of the model; a dense stock model has none."""
         return getattr(self.accelerator.unwrap_model(self.model).base_model, "sparse_attention", None)
+
+    def _inner_model(self) -> Any:
+        """The model inside wrappers of processes, compilation and adapters."""
+        return without_adapters(self.accelerator.unwrap_model(self.model))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         return self._clip_apart(model, self.args.max_grad_norm)
