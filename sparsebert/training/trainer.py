@@ -26,6 +26,7 @@ from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
 from .divergence import check_weights, diverged, first_bad_weight
 from .resuming import check_checkpoint
+from .time_budget import POSITIONS, TimeBudget
 
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class SparseBertTrainer(Trainer):
             halves its factor after each of them: 20 of them turn its first, 65536, into 1/16.
         worker_seeds (`torch.Generator`): Seeds the workers of the training's loader.
         skipped_steps (`int`): Number of steps that were skipped since the process began to train.
+        updates_in_step (`int`): Number of updates of the weights in this step, set by [`BatchRamp`].
 
     Raises:
         FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
@@ -102,6 +104,7 @@ class SparseBertTrainer(Trainer):
         self.worker_seeds = torch.Generator()
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
+        self.updates_in_step = 1
         self.skipped_steps = self._skipped_in_a_row = 0
 
     def _callback(self, kind):
@@ -150,7 +153,15 @@ class SparseBertTrainer(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         self._step_losses.append(loss)
-        return loss
+        return loss / self.updates_in_step  # the sum over the batches of a step is logged
+
+    def update_within_step(self) -> None:
+        """Update the weights from the batches since the last update, before the step ends. For [`BatchRamp`]."""
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        self._clip_apart(self.model_wrapped, self.args.max_grad_norm or math.inf)
+        optimizer: Any = self.optimizer
+        optimizer.step()
+        self.model_wrapped.zero_grad()
 
     def compute_loss(
         self,
@@ -262,8 +273,16 @@ class SparseBertTrainer(Trainer):
         with self._evaluation_collator():
             return super().get_test_dataloader(*args, **kwargs)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        budget = self._callback(TimeBudget)
+        if budget is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(POSITIONS, optimizer)
+        budget.pace(scheduler, self.state)
+        return scheduler
+
     def _run_epoch(self, *args, **kwargs):
-        if self.state.global_step >= self.state.max_steps:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # resumed at the end: the stock Trainer would do one step more
         else:
             super()._run_epoch(*args, **kwargs)
