@@ -6,6 +6,7 @@ What a step of pre-training costs, counted: work, memory, communication and chec
 Letters: n length, D hidden size, F intermediate size, L layers, H heads, V vocabulary.
 """
 
+import argparse
 import json
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from ._report import DROPOUT, FORWARD, RESULTS, print_table
 FLOAT, HALF = 4, 2  # bytes
 # Backward multiplies by the weights and by the inputs.
 STEP = 3
+TOKENS, LIVE = 32768, 0.11
 MODELS = {
     "base": BertConfig(vocab_size=30522),
     "large": BertConfig(
@@ -164,7 +166,7 @@ def compared():
     return rows
 
 
-def tables(machine=Machine(), tokens=32768, live=0.11):
+def tables(machine=Machine(), tokens=TOKENS, live=LIVE):
     """Print what docs/scale.md shows."""
     rows = [
         [*(row[name] for name in ("report", "phase", "n", "system")), f"{1e3 * row['measured']:.0f}",
@@ -219,5 +221,13 @@ def tables(machine=Machine(), tokens=32768, live=0.11):
     print_table(f"Plan: {tokens} tokens per GPU and step, bfloat16, data parallel", header, rows)
 
 
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description="What pre-training costs.")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per GPU and step")
+    parser.add_argument("--live", type=float, default=LIVE, help="share of live tiles in the frozen mask")
+    options = parser.parse_args(arguments)
+    tables(tokens=options.tokens, live=options.live)
+
+
 if __name__ == "__main__":
-    tables()
+    main()
