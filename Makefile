@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/sparsebert report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

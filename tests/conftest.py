@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import time
 from pathlib import Path
 
 
@@ -16,11 +15,15 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # more threa
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch.utils.data import _utils as loader_workers  # noqa: E402
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast  # noqa: E402
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM  # noqa: E402
 from sparsebert.commands import main  # noqa: E402
 
+
+# A loader that is collected waits this long (seconds) for each of its workers before it ends them.
+loader_workers.MP_STATUS_CHECK_INTERVAL = 0.2
 
 TINY = {
     "vocab_size": 100,
@@ -34,6 +37,11 @@ TINY = {
 }
 
 
+LONG = (
+    *("test_triton", "test_experiments", "test_compile_triton", "test_export", "test_outputs", "test_packaging"),
+    *("test_clients", "test_remote_code", "test_hub", "test_sharing", "test_scripts", "test_benchmarks"),
+)
+
 # Flags of a search for `pretraining_flags`.
 SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
 
@@ -41,13 +49,6 @@ SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
 def contents(folder):
     """Every file of a folder, by its path in it."""
     return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def most_memory():
@@ -66,6 +67,8 @@ def growth(function):
 
 
 def pytest_collection_modifyitems(items):
+    # Files of few tests that take long come first, so that no worker is left with one of them in the end.
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -327,6 +327,7 @@ def test_interval_of_a_ratio_holds_it_and_grows_with_noise():
     assert shaky["high"] - shaky["low"] > 5 * (steady["high"] - steady["low"])
 
 
+@pytest.mark.slow
 def test_queue_goes_on_after_failures_and_keeps_reports(tmp_path):
     entry = queue.Entry(
         "three commands",

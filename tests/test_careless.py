@@ -377,7 +377,7 @@ MISTAKES = {
     "config search": (lambda m: SparseBertConfig(serach="dam_u"), "unknown field 'serach'; did you mean 'search'?"),
     "load nothing": (lambda m: load("runs/nothing/here"), "there is no folder 'runs/nothing/here'"),
     "load file": (lambda m: (saved(), load("mask/mask_config.json")), "is a file, expected a folder or Hub id"),
-    "load mask": (lambda m: (saved(), load("mask")), "there is no config.json in the folder 'mask'"),
+    "load mask": (lambda m: (saved(), load("mask")), "mask holds a mask without a model: give it to"),
     "load name of class": (lambda m: load("x", "BertModel"), "model_class must be a class of transformers"),
     "mask of numpy": (lambda m: SparseMask(np.ones((4, 8, 8), bool), 8), "keep must be a bool tensor, got ndarray"),
     "mask without data": (lambda m: SparseMask(torch.ones(4, 8, 8, dtype=torch.bool, device="meta"), 8), "on meta"),

@@ -187,7 +187,11 @@ def test_failure_on_the_way_exits_1(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "program",
-    [["-m", "sparsebert", "pretrain"], ["-m", "sparsebert", "finetune"], ["pretrain.py"], ["finetune.py"]],
+    [
+        ["pretrain.py"],
+        pytest.param(["finetune.py"], marks=pytest.mark.slow),
+        pytest.param(["-m", "sparsebert", "pretrain"], marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
 def test_programs_refuse_in_one_line(program):

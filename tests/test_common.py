@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
 from transformers import AutoModelForMaskedLM, BertConfig
@@ -23,23 +24,7 @@ from sparsebert import (
 )
 
 
-LENGTH, LAYERS = 12, 2
-IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-SIZES = (12, 9, 5)
-PADDING = (torch.arange(LENGTH) < torch.tensor(SIZES)[:, None]).long()
-CLASSES = torch.tensor([0, 1, 0])
-# Labels of each head.
-HEADS = {
-    "Model": {},
-    "ForPreTraining": {"labels": IDS, "next_sentence_label": CLASSES},
-    "ForMaskedLM": {"labels": IDS},
-    "LMHeadModel": {"labels": IDS},
-    "ForNextSentencePrediction": {"labels": CLASSES},
-    "ForSequenceClassification": {"labels": CLASSES},
-    "ForTokenClassification": {"labels": IDS % 2},
-    "ForQuestionAnswering": {"start_positions": CLASSES, "end_positions": CLASSES + 1},
-    "ForMultipleChoice": {"labels": torch.tensor([2])},
-}
+LAYERS = 2
 # Fields of the configuration in each state of the mask.
 STATES = {
     "frozen": {"pattern": "window", "pattern_kwargs": {"window_size": 2}},

@@ -173,7 +173,7 @@ def step(model, function, ids, attention_mask):
     return [states.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "padded"])
 def test_compiled_model(tiny_config, padded):
     torch._dynamo.reset()
     config = tiny_config(pattern="bigbird", num_hidden_layers=1, attn_implementation="sparse_cpu")

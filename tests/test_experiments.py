@@ -145,7 +145,7 @@ def test_finished_runs_are_not_run_again(recipe, tmp_path):
     "training, data, message",
     [
         ({"learning_rate": 1e-3}, {}, "training.learning_rate 'unset', not 0.001"),
-        ({}, {"max_length": 24}, "max_length"),
+        pytest.param({}, {"max_length": 24}, "max_length", marks=pytest.mark.slow),
     ],
     ids=["training", "data"],
 )
@@ -186,6 +186,7 @@ def test_grid_goes_on_cell_by_cell(recipe, tmp_path):
     assert done.stat().st_mtime_ns == time and len(metrics_of(folder)["sweep"]["cells"]) == 3
 
 
+@pytest.mark.slow
 def test_a_grid_that_shrinks_trains_the_best_cell_again_for_its_weights(recipe):
     first = {"max_steps": 12}
     folder = finetune(recipe(first, sweep={"learning_rate": [5e-3, 0.0]}))
@@ -203,9 +204,13 @@ def test_a_cell_that_diverged_is_not_the_best(recipe):
     assert metrics["sweep"]["best"] == {"learning_rate": 1e-3} and not math.isnan(metrics["score"])
 
 
-def test_the_papers_grid(recipe):
+def test_the_papers_grid():
     """SparseBERT, Table 5."""
     assert PAPER_GRID == {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_papers_grid(recipe):
     folder = finetune(recipe({"max_steps": 1}, sweep=True, max_train_examples=4))
     cells = [cell["settings"] for cell in metrics_of(folder)["sweep"]["cells"]]
     assert cells == [{"learning_rate": r, "weight_decay": d} for r in PAPER_GRID["learning_rate"] for d in (0.1, 0.01)]
@@ -293,6 +298,7 @@ def test_all_of_glue(recipe, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")} == times
 
 
+@pytest.mark.slow
 def test_all_of_glue_with_a_grid_shows_the_grids(recipe, glue_folder, tmp_path):
     for task in ("RTE", "CoLA"):
         shutil.copytree(glue_folder / task, tmp_path / "data" / task)

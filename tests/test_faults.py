@@ -9,7 +9,6 @@ import copy
 import inspect
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -22,7 +21,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SEARCH, TINY, WORDS, contents, growth, wait_for
+from conftest import SEARCH, TINY, WORDS, contents, growth
+from processes import SERVER, start, start_command, wait_for
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
@@ -66,24 +66,6 @@ def row(number, fault, *marks):
         return function
 
     return add
-
-
-# Processes of their own: forked from one that has imported everything, so that each costs little.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["sparsebert.training.pretraining", "sparsebert.commands.pretrain", "pytest"])
-
-
-def start(function, *arguments):
-    process = SERVER.Process(target=function, args=arguments, daemon=True)
-    process.start()
-    return process
-
-
-def run_command(words, errors):
-    """A command as a process, its error stream in a file."""
-    torch.set_num_threads(1)
-    sys.stderr = open(errors, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
-    sys.exit(main(list(map(str, words))))
 
 
 def save_mask(folder, **fields):
@@ -589,8 +571,8 @@ def resumed_twice(tmp_path):
 def sigterm(pretraining_flags, said, tmp_path):
     folder = tmp_path / "run"
     words = pretraining_flags(folder, *SEARCH, "--max_steps", "100000", "--save_steps", "2")
-    process = start(run_command, words, tmp_path / "errors")
-    wait_for(lambda: not process.is_alive() or (folder / "checkpoint-2" / MANIFEST_NAME).exists())
+    process = start_command(words, tmp_path / "errors")
+    wait_for(process, (folder / "checkpoint-2" / MANIFEST_NAME).exists)
     process.terminate()
     process.join(60)
     assert process.exitcode == 143, (tmp_path / "errors").read_text()
@@ -604,10 +586,10 @@ def second_sigterm(pretraining_flags, tmp_path):
     """In the first step, which is a whole epoch and lasts many seconds."""
     (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7\n" * 8_000)
     flags = ("--text", tmp_path / "text.txt", "--gradient_accumulation_steps", "100000")
-    (errors := tmp_path / "errors").touch()
-    process = start(run_command, pretraining_flags(tmp_path / "run", *SEARCH, *flags), errors)
+    errors = tmp_path / "errors"
+    process = start_command(pretraining_flags(tmp_path / "run", *SEARCH, *flags), errors)
     for said in ("sparse_auto runs", "a second signal ends"):  # the first is said in the first batch
-        wait_for(lambda said=said: not process.is_alive() or said in errors.read_text())
+        wait_for(process, lambda said=said: said in errors.read_text())
         process.terminate()
     process.join(20)
     assert process.exitcode == -signal.SIGTERM

@@ -278,6 +278,7 @@ def assert_follows_eager(model, function, padding):
     torch.testing.assert_close(output, want, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_projections_inside_torch_compile():
     """Queries and keys are views of a linear layer's output, as in a model."""

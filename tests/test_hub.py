@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_client import Client
 from hub_server import HubServer
 
 
@@ -173,7 +174,7 @@ def train(kind, name, strategy, end=1.0):
     return trainer
 
 for kind in ("own", "attached"):
-    for name in ("window", "dam_s", "bigbird", "dam_s"):
+    for name in ("window", "dam_s", "bigbird")[kind == "attached" :]:
         trainer = train(kind, name, "none")
         trainer.push_to_hub()
         loaded = load(f"user/trained_{kind}").sparse_attention
@@ -230,20 +231,12 @@ def hub():
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run_client(hub, tmp_path_factory):
-    """Runs code in a new process with an empty cache of its own and returns what it printed."""
-
-    def run(code, *arguments):
-        environment = hub.environment(tmp_path_factory.mktemp("hf_home"))
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        # The repository root, for a checkout that is not installed.
-        root = Path(__file__).parents[1]
-        result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    return run
+    """Runs code in another process and returns what it printed."""
+    client = Client(hub, tmp_path_factory.mktemp("hf_home"))
+    yield lambda code, *arguments: client.run(f"import sys\nsys.argv[1:] = {[*map(str, arguments)]}\n{code}")
+    client.close()
 
 
 def test_mask_round_trip(hub, run_client):
@@ -296,23 +289,33 @@ def run_without_connection(code, offline, home, *arguments):
     return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
 
 
-def test_verbs_without_a_connection(tmp_path):
+@pytest.fixture(scope="module")
+def without_connection(tmp_path_factory):
+    """A process without a connection, and one in offline mode: functions, and in the first one also verbs."""
+    folder = tmp_path_factory.mktemp("unreachable")
+    (folder / "a.txt").write_text("Some words.\n")
+    (folder / "a.tsv").write_text("a\tb\n")
+    results = {
+        "no connection": run_without_connection(UNREACHABLE + UNREACHABLE_VERBS, "0", folder / "home", folder),
+        "offline mode": run_without_connection(UNREACHABLE, "1", folder / "home"),
+    }
+    for result in results.values():
+        assert result.returncode == 0, result.stderr
+    assert not (folder / "run").exists()
+    return results
+
+
+def test_verbs_without_a_connection(without_connection):
     """Every field that names a model or tokenizer is refused at once."""
-    (tmp_path / "a.txt").write_text("Some words.\n")
-    (tmp_path / "a.tsv").write_text("a\tb\n")
-    result = run_without_connection(UNREACHABLE_VERBS, "0", tmp_path / "home", tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = without_connection["no connection"]
     lines = [line for line in result.stderr.splitlines() if line.startswith("sparsebert ")]
     assert len(lines) == 5 and all("user/absent: " in line and "hf download user/absent" in line for line in lines)
-    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("offline", ["0", "1"], ids=["no connection", "offline mode"])
-def test_without_a_connection(tmp_path, offline):
+@pytest.mark.parametrize("state", ["no connection", "offline mode"])
+def test_without_a_connection(without_connection, state):
     """At once, with the name of the file and what would fetch it."""
-    result = run_without_connection(UNREACHABLE, offline, tmp_path)
-    assert result.returncode == 0, result.stderr
-    mask, *models = result.stdout.splitlines()
+    mask, *models = without_connection[state].stdout.splitlines()
     assert "user/absent: mask_config.json is not in the cache" in mask
     assert mask.endswith("hf download user/absent mask_config.json mask.safetensors")
     assert len(models) == 3

@@ -347,7 +347,7 @@ def text(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("names", ["[bproj, bproj]", "[sepconv, average]"])
+@pytest.mark.parametrize("names", ["[sepconv, average]", pytest.param("[bproj, bproj]", marks=pytest.mark.slow)])
 def test_pretraining_and_finetuning(names, text, tmp_path):
     arguments = [str(ROOT / "recipes/mixers.yaml"), "--text", text, "--validation", text, *TINY_RUN]
     run("pretrain", *arguments, "--token_mixers", names, "--output_dir", str(tmp_path / "model"))

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES
 from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
@@ -29,25 +30,7 @@ from sparsebert import (
 )
 
 
-LENGTH = 12
-IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-SIZES = torch.tensor([12, 9, 5])
-PADDING = (torch.arange(LENGTH) < SIZES[:, None]).long()
 REAL = PADDING.bool()
-CLASSES = torch.tensor([0, 1, 0])
-
-# Inputs and labels of each head.
-HEADS = {
-    "Model": {},
-    "ForPreTraining": {"labels": IDS, "next_sentence_label": CLASSES},
-    "ForMaskedLM": {"labels": IDS},
-    "LMHeadModel": {"labels": IDS},
-    "ForNextSentencePrediction": {"labels": CLASSES},
-    "ForSequenceClassification": {"labels": CLASSES},
-    "ForTokenClassification": {"labels": IDS % 2},
-    "ForQuestionAnswering": {"start_positions": CLASSES, "end_positions": CLASSES + 1},
-    "ForMultipleChoice": {"labels": torch.tensor([2])},
-}
 
 
 def head_class(name):
@@ -268,7 +251,7 @@ def test_a_sequence_does_not_depend_on_its_batch_mates(tiny_config, backend, pha
         model.freeze()
     with torch.no_grad():
         batch = model(IDS, attention_mask=PADDING).last_hidden_state
-        for row, size in enumerate(SIZES.tolist()):
+        for row, size in enumerate(SIZES):
             alone = model(IDS[row : row + 1, :size]).last_hidden_state
             torch.testing.assert_close(batch[row, :size], alone[0])
 
@@ -468,14 +451,15 @@ def assert_compiles(tiny_config, backend, padded, **fields):
             torch.testing.assert_close(grads[name], grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("pattern", ["window", "bigbird", "strided_cycle"])
+@pytest.mark.parametrize("pattern, padded", [("bigbird", False), ("strided_cycle", True)])
 def test_frozen_model_compiles_once_as_one_graph(tiny_config, pattern, padded):
     assert_compiles(tiny_config, "aot_eager", padded, pattern=pattern)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("sparse_eager", marks=pytest.mark.slow), "sparse_sdpa", "sparse_cpu"]
+)
 def test_backends_compile_as_one_graph(tiny_config, backend, padded):
     assert_compiles(tiny_config, "aot_eager", padded, pattern="bigbird", attn_implementation=backend)
 

@@ -1,11 +1,8 @@
 """Gumbel noise under data parallelism: every process draws its own, or all share that of the first."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
+from processes import run_ranks
 
 
 # The seeds of the processes are alike, as a Trainer sets them, or not.
@@ -54,10 +51,7 @@ if rank == 0:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes had after three steps, by `share_noise` and whether their seeds differ."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run([sys.executable, "-c", CHILD, str(folder)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(CHILD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("seeds_differ", [False, True], ids=["same seeds", "other seeds"])

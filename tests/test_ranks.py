@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from processes import run_ranks
 
 from sparsebert.files import UNFINISHED_NAME
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME, newest_whole
@@ -76,10 +77,7 @@ if rank == 0:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes found, by the name of the training."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run([sys.executable, "-c", CHILD, str(folder)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(CHILD, tmp_path_factory.mktemp("ranks"))
 
 
 def test_logits_are_bit_equal_after_every_step(ranks):

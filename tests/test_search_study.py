@@ -95,6 +95,7 @@ def test_sparsity_against_the_penalty(tmp_path, arguments, capsys):
     assert "| log " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_failed_runs_say_where_to_look(tmp_path, arguments):
     (tmp_path / "text.txt").unlink()
     with pytest.raises(RuntimeError, match="a run failed, see .*no_penalty.log"):

@@ -1,33 +1,14 @@
 """Masks and models shared by name: commands and functions in a process with the real client, against a local Hub."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from hub_client import Client
 from hub_server import Fault, HubServer
 
 
 ROOT = Path(__file__).parents[1]
-
-# Runs what it is told, a line of JSON each: a command line of sparsebert, or code. Commands are told by their lists.
-CLIENT = """
-import contextlib, io, json, sys, time, traceback
-time.sleep = lambda seconds: None  # the client's pauses before it tries again
-import torch, transformers, sparsebert
-from sparsebert.commands import main
-answers, names = sys.stdout, {"torch": torch, "transformers": transformers, "sparsebert": sparsebert}
-for line in sys.stdin:
-    task = json.loads(line)
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(task) if isinstance(task, list) else exec(task, names)
-        except BaseException:
-            code = traceback.format_exc()
-    print(json.dumps([code, out.getvalue(), err.getvalue()]), file=answers, flush=True)
-"""
 
 SETUP = """
 def mask_of(name, **metadata):
@@ -56,55 +37,12 @@ def sound(hub):
     hub.faults.clear()
 
 
-class Client:
-    def __init__(self, process):
-        self.process = process
-
-    def __call__(self, task):
-        """Exit code, output and error output of a command line."""
-        words = [str(word) for word in task] if isinstance(task, list) else task
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def run(self, code):
-        """Run code; what it prints."""
-        failed, out, _ = self(code)
-        assert not failed, failed
-        return out
-
-    def done(self, *words):
-        """What a command prints that succeeds."""
-        code, out, err = self(list(words))
-        assert code == 0, err
-        return out
-
-    def refused(self, *words):
-        """The one line of a command that fails on the way."""
-        code, out, err = self(list(words))
-        said = [line for line in err.splitlines() if line.startswith("sparsebert ")]
-        assert code == 1 and out == "" and len(said) == 1, (code, out, err)
-        assert err.splitlines()[-1] == said[0]
-        return said[0]
-
-
 @pytest.fixture(scope="module")
 def client(hub, tmp_path_factory):
-    environment = hub.environment(tmp_path_factory.mktemp("hf_home")) | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLIENT],
-        env=environment,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    client = Client(process)
+    client = Client(hub, tmp_path_factory.mktemp("hf_home"))
     client.run(SETUP)
     yield client
-    process.stdin.close()
-    process.wait(timeout=60)
+    client.close()
 
 
 @pytest.fixture(scope="module")

@@ -247,6 +247,7 @@ def test_kernels_on_lists(fields, monkeypatch):
 
 
 @runs_kernels
+@pytest.mark.slow
 def test_a_long_input():
     case = Case(330, mask="blocks", padding="ragged", heads=1)
     assert_right(case, case.run())
@@ -311,6 +312,7 @@ def test_dropout_is_the_same_in_all_kernels(monkeypatch):
 
 
 @runs_kernels
+@pytest.mark.slow
 def test_dropout_keeps_the_mean_and_the_rate():
     """With one-hot values the output is the probabilities themselves."""
     length, dropout = 32, 0.1
@@ -332,7 +334,7 @@ def test_dropout_keeps_the_mean_and_the_rate():
 
 
 @runs_kernels
-@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("lists", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradient_under_dropout_agrees_with_finite_differences(lists, monkeypatch):
     if lists:
         monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
@@ -352,6 +354,7 @@ def test_gradient_under_dropout_agrees_with_finite_differences(lists, monkeypatc
 
 
 @runs_kernels
+@pytest.mark.slow
 def test_compiles_around():
     """A compiled graph around the operator has no break and gives the same result."""
     case = Case(70, padding="ragged", dropout=0.1, heads=1)

@@ -1,8 +1,5 @@
 """Pictures are written without a display."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -82,10 +79,3 @@ def test_charts(tmp_path, published):
     curves = {"learned": ([0.5, 0.9], [0.8, 0.7], [None, 0.01]), "random": ([0.5], [0.6], [None])}
     plot_scores(curves, tmp_path / "scores.png", "accuracy", "Title", dense=published)
     assert is_picture(tmp_path / "lines.png") and is_picture(tmp_path / "scores.png")
-
-
-def test_import_does_not_load_matplotlib():
-    code = (
-        "import sys, sparsebert.analysis.charts, sparsebert.analysis.pictures; sys.exit('matplotlib' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from huggingface_hub import HfApi
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
 from transformers.utils import logging
 
@@ -175,8 +175,8 @@ class SparseBertTrainer(Trainer):
         if model.training and not (outside or return_outputs) and skips_logits(self._inner_model(), inputs):
             inputs = {**inputs, "skip_logits": True}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        sparse_attention = self._sparse_attention()
-        if outside and model.training and sparse_attention is not None and sparse_attention.searching:
+        sparse_attention = self._sparse_attention() if outside and model.training else None
+        if sparse_attention is not None and sparse_attention.searching:
             penalty = sparse_attention.sparsity_loss().to(loss.device)
             if self.compute_loss_func is not None:  # its loss is not divided any more
                 penalty = penalty / self.current_gradient_accumulation_steps
@@ -185,7 +185,10 @@ class SparseBertTrainer(Trainer):
 
     def _sparse_attention(self) -> Any:
         """The [`SparseAttention`] of the model; a dense stock model has none."""
-        return getattr(self.accelerator.unwrap_model(self.model).base_model, "sparse_attention", None)
+        model: Any = self.model
+        # Unwrapping goes through all modules of a model.
+        model = model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model)
+        return getattr(model.base_model, "sparse_attention", None)
 
     def _inner_model(self) -> Any:
         """The model inside wrappers of processes, compilation and adapters."""
