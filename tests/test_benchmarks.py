@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from benchmarks import attention, layer, model, search
+from benchmarks import attention, layer, model, pretrain, search
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
+from benchmarks._training_steps import OPTIONS, make_step
 from benchmarks.gpu import run as queue
 from sparsebert import SparseBertConfig
 from sparsebert.attention import sdpa
@@ -106,6 +107,60 @@ def test_search_reports_time_and_memory(tmp_path, capsys):
         assert all(entry["median_ms"] > 0 and entry["peak_bytes"] > 0 for entry in systems.values())
         assert systems["sparse_auto"]["error"] < 1e-3
     assert "Peak memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "system", [*pretrain.SYSTEMS, *(f"dense+{option}" for option in OPTIONS if option != "compile")]
+)
+def test_steps_of_pretraining_learn(system):
+    spec = {"size": "tiny", "n": 64, "batch": 2, "dropout": 0.1, "device": "cpu", "dtype": "float32", "seed": 0}
+    step, loss = make_step(spec | {"system": system})
+    expected = make_step(spec | {"system": "stock"})[1]
+    if system.startswith("dense"):
+        assert loss == pytest.approx(expected, rel=1e-2 if "bf16" in system else 1e-5)
+    for _ in range(3):
+        step()
+
+
+def test_a_wrong_loss_is_not_timed():
+    pretrain.check(
+        {"stock": 10.0, "dense": 10.0001, "dam_s": 3.0, "dense+bf16": 10.1, "frozen+compile": 4.0}, "float32"
+    )
+    with pytest.raises(WrongResult, match="dense has the loss 10.2, stock 10.0"):
+        pretrain.check({"stock": 10.0, "dense": 10.2}, "float32")
+    with pytest.raises(WrongResult, match="frozen.compile has the loss 4.1, frozen 4.0"):
+        pretrain.check({"frozen": 4.0, "frozen+compile": 4.1}, "float32")
+
+
+@pytest.mark.slow
+def test_pretraining_steps_are_timed_once(tmp_path, capsys):
+    output = tmp_path / "pretrain"
+    command = ["--quick", "--threads", "1", "--device", "cpu", "--output", str(output), "--systems", "stock", "dense"]
+    pretrain.run([*command, "dam_s"])
+    report = json.loads((tmp_path / "pretrain.json").read_text())
+    (cell,) = report["cells"]
+    for entry in cell["results"].values():
+        assert entry["peak_bytes"] > 12 * 30522 * 32 and entry["rounds"] == 2  # the embeddings and their moments
+        assert entry["tokens_per_second"] == pytest.approx(64 / entry["median_ms"] * 1e3)
+    assert set(cell["speed_up"]) == {"stock", "dense"} and set(cell["speed_up"]["dense"]) == {"stock", "dam_s"}
+    pretrain.run([*command, "dam_s"])
+    assert json.loads((tmp_path / "pretrain.json").read_text()) == report
+    pretrain.run([*command])
+    assert len(json.loads((tmp_path / "pretrain.json").read_text())["cells"]) == 2
+    assert "Peak memory" in capsys.readouterr().out
+
+
+def test_goals_that_are_missed_are_named():
+    slow = {"ratio": 1.0, "low": 0.9, "high": 1.1}
+    cell = {
+        "size": "base",
+        "n": 2048,
+        "speed_up": {"stock": {"dense": slow}, "dense": {"dam_s": slow, "frozen": slow}},
+    }
+    assert list(pretrain.missed([cell])) == [
+        "base, n = 2048: dense is 1.00x stock, the goal is 1.1x",
+        "base, n = 2048: frozen is 1.00x dense, the goal is 2.0x",
+    ]
 
 
 def wrong_mask_gradient(query, key, value, bias, *rest):
@@ -293,10 +348,10 @@ def test_queue_goes_on_after_failures_and_keeps_reports(tmp_path):
 def test_queue_lists_and_refuses(capsys):
     assert queue.main(["--list"]) == 0
     listed = capsys.readouterr().out
-    assert len(queue.ENTRIES) == 9 and all(f"{number}. " in listed for number in queue.ENTRIES)
+    assert len(queue.ENTRIES) == 11 and all(f"{number}. " in listed for number in queue.ENTRIES)
     with pytest.raises(SystemExit):
         queue.main(["12"])
-    assert "entries must be from 1 to 9, got 12" in capsys.readouterr().err
+    assert "entries must be from 1 to 11, got 12" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", queue.ENTRIES)
@@ -315,10 +370,12 @@ def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
         elif words[0] == "-c":
             compile(words[1], "command", "exec")
         else:
-            module = {"attention": attention, "layer": layer, "model": model}[words[1].removeprefix("benchmarks.")]
-            options = module.command_line().parse_args(words[2:])
+            modules = {"attention": attention, "layer": layer, "model": model, "pretrain": pretrain}
+            options = modules[words[1].removeprefix("benchmarks.")].command_line().parse_args(words[2:])
             assert options.device == "cuda" and options.output == tmp_path
-            assert all(name.startswith("learned:") or build_mask(name, 128, 12) for name in options.masks)
+            assert modules[words[1].removeprefix("benchmarks.")] is pretrain or all(
+                name.startswith("learned:") or build_mask(name, 128, 12) for name in options.masks
+            )
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 
 from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.attention import bias_attention as module
+from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.attention.mask_inputs import MaskInputs, merged_bias
 
@@ -359,3 +360,32 @@ def test_operator_is_registered_as_pytorch_asks():
     inputs = [tensor.requires_grad_() for tensor in inputs]
     rest = (ragged(2, 6), torch.tensor([0, 1]), torch.tensor([5, 3]), torch.tensor([1]), True, False, 0.25, 0.3, 1)
     torch.library.opcheck(torch.ops.sparsebert.bias_attention.default, (*inputs, *rest))
+
+
+@pytest.mark.parametrize("pattern", ["dense", "window"])
+def test_dropout_on_cpus_keeps_no_scores(pattern, tiny_config):
+    """Nothing of the size of all scores is kept for backward, and the probabilities that are dropped are the same."""
+    length, batch = 40, 6
+    fields = {"pattern": pattern, "attention_probs_dropout_prob": 0.5, "mask_length": length}
+    model = SparseBertModel(tiny_config(**fields, attn_implementation="sparse_sdpa")).train()
+    ids, sizes = torch.randint(5, 100, (batch, length)), []
+
+    def keep(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(ids).last_hidden_state
+    scores = batch * model.config.num_attention_heads * length**2
+    assert sizes and max(sizes) < scores / 2
+    output.sum().backward()
+    query, key, value = (torch.randn(batch, 4, length, 8, requires_grad=True) for _ in range(3))
+    inputs = model.sparse_attention("sparse_sdpa", batch, length, length, dropout=0.5, device=ids.device)
+    attention = BACKENDS["sparse_sdpa"].function
+    result = attention(query, key, value, inputs, 1.0, 0.5)[0]
+    grads = torch.autograd.grad(result, (query, key, value), grad := torch.randn_like(result))
+    # The output is linear in the values, and scores are products: both hold for one dropout mask in both directions.
+    torch.testing.assert_close((result * grad).sum(), (value * grads[2]).sum(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((query * grads[0]).sum(), (key * grads[1]).sum(), rtol=1e-3, atol=1e-3)
+    kept = attention(query, key, torch.ones_like(value), inputs, 1.0, 0.5)[0]
+    assert kept.std() > 0.05 and kept.mean().item() == pytest.approx(1.0, abs=0.15)

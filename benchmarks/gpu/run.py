@@ -111,6 +111,14 @@ ENTRIES = {
         "search on tiles at 1024 tokens",
         _search(1024, "--max_steps 1000 --per_device_train_batch_size 16 --freeze_sparsity 0.81"),
     ),
+    10: Entry(
+        "a step of pre-training: stock, dense, searches, frozen",
+        ("-m benchmarks.pretrain --device cuda --output {output} --sizes mini base",),
+    ),
+    11: Entry(
+        "what bf16, torch.compile, ... do for that step",
+        ("-m benchmarks.pretrain --device cuda --output {output} --options --sizes base --lengths 128 2048",),
+    ),
 }
 
 

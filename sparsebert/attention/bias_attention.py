@@ -155,7 +155,9 @@ def _differentiate(ctx, grad):
 
 
 def _no_second_derivatives(ctx, *grads):
-    raise RuntimeError("a mask being learned has no second derivatives in sparse_sdpa: use sparse_eager")
+    raise RuntimeError(
+        "a mask being learned and dropout on CPUs have no second derivatives in sparse_sdpa: use sparse_eager"
+    )
 
 
 torch.library.register_autograd("sparsebert::bias_attention_backward", _no_second_derivatives, lib=library)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..masks.exported import exporting
 from .bias_attention import bias_attention
 from .mask_inputs import MaskInputs
 
@@ -34,7 +35,14 @@ def sdpa_attention(
             scaling,
         )
         return output.transpose(1, 2), None
-    bias = inputs.bias[0]
+    bias, live = inputs.bias[0], inputs.live[0]
+    if dropout and query.device.type == "cpu" and (bias is None or len(bias) == 1) and not exporting():
+        # PyTorch has no fused attention with dropout on CPUs, and would keep the scores of all sequences and heads.
+        fixed = torch.zeros(1) if bias is None else bias[0]
+        fixed = fixed.to(torch.promote_types(query.dtype, torch.float32))
+        shape = (query.shape[1], query.shape[2], key.shape[2])
+        output = bias_attention(query, key, value, fixed.expand(shape), dropout=dropout, scale=scaling)
+        return (output if live is None else output * live).transpose(1, 2).contiguous(), None
     if bias is not None:
         device = query.device.type
         # Under autocast the operator casts its inputs, the bias included.
@@ -46,6 +54,6 @@ def sdpa_attention(
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )
-    if inputs.live[0] is not None:
-        output = output * inputs.live[0]
+    if live is not None:
+        output = output * live
     return output.transpose(1, 2).contiguous(), None

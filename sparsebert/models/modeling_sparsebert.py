@@ -22,6 +22,7 @@ from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder
 from ..masks.sparse_mask import SparseMask
 from .attaching import make_sparse_attention, register
 from .configuration_sparsebert import SparseBertConfig
+from .masked_predictions import with_skip_logits
 from .remote_code import saved_with_code
 from .saving import SparseModelMixin
 from .token_mixers import put_mixers
@@ -82,11 +83,21 @@ class SparseBertModel(SparseBertPreTrainedModel, BertModel):
 
 
 class SparseBertForPreTraining(SparseBertPreTrainedModel, BertForPreTraining):
-    """[`BertForPreTraining`] (MLM and NSP) with a sparse attention mask."""
+    """
+    [`BertForPreTraining`] (MLM and NSP) with a sparse attention mask. With `skip_logits=True` its `forward` computes
+    the loss alone, see [`SparseBertForMaskedLM`].
+    """
+
+    forward = with_skip_logits(BertForPreTraining.forward)
 
 
 class SparseBertForMaskedLM(SparseBertPreTrainedModel, BertForMaskedLM):
-    """[`BertForMaskedLM`] with a sparse attention mask."""
+    """
+    [`BertForMaskedLM`] with a sparse attention mask. With `skip_logits=True` its `forward` computes the loss from the
+    labelled tokens alone, and the logits of its output are `None`; [`SparseBertTrainer`] trains it this way.
+    """
+
+    forward = with_skip_logits(BertForMaskedLM.forward)
 
 
 class SparseBertLMHeadModel(SparseBertPreTrainedModel, BertLMHeadModel):

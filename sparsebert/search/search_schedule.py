@@ -1,5 +1,6 @@
 """The Trainer callback that advances a search and ends it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class SearchSchedule(TrainerCallback):
         threshold (`float`, *optional*): See [`SparseAttention.freeze`].
         sparsity (`float`, *optional*): See [`SparseAttention.freeze`].
         metadata (`dict`, *optional*): Provenance to store with the frozen mask.
+        position (`Callable`, *optional*): How far the training is and where it ends, from its `TrainerState`; by
+            default the steps. [`TimeBudget`] has another.
 
     Attributes:
         probs (`torch.Tensor` of shape `(L, H, n, n)`): P when the mask was frozen, `None` before.
@@ -43,6 +46,7 @@ class SearchSchedule(TrainerCallback):
         threshold: float | None = None,
         sparsity: float | None = None,
         metadata: dict[str, Any] | None = None,
+        position: Callable[[TrainerState], tuple[float, int]] | None = None,
     ) -> None:
         check_range("search_end", end, 0, 1, (int, float))
         if end == 0:
@@ -50,6 +54,7 @@ class SearchSchedule(TrainerCallback):
         check_selection(threshold, sparsity)
         self.end = end
         self._freezing = (threshold, sparsity, metadata)
+        self._position = position
         self._refused = False
         self.probs: torch.Tensor | None = None
         self.outcome: dict[str, Any] | None = None
@@ -80,7 +85,8 @@ class SearchSchedule(TrainerCallback):
             return
         if self.end < 1 and sparse_attention.search.pruning:
             raise ValueError(f"search_end {self.end} has no meaning with pruning, which freezes the mask itself")
-        done = state.global_step / max(self.end * state.max_steps, 1)
+        step, last = (state.global_step, state.max_steps) if self._position is None else self._position(state)
+        done = step / max(self.end * last, 1)
         sparse_attention.set_progress(min(done, 1.0))
         if self.end < 1 and done >= 1 and not self._refused:
             try:

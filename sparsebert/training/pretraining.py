@@ -25,6 +25,7 @@ from ..models.token_mixers import fixed_length
 from ..search.learned_mask import MASK_PROBS_NAME
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
+from .batch_ramp import BatchRamp, check_batch_ramp
 from .divergence import check_weights
 from .engines import check_engine, warn_of_ignored_engine
 from .pretraining_arguments import PretrainingArguments
@@ -33,6 +34,7 @@ from .run_cards import add_pretraining, hardware
 from .run_checks import check_pretraining, check_served, check_training, read_given_mask
 from .run_folders import resume_from, run_folder
 from .stopping import StopOnSignal
+from .time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
 from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 
 
@@ -73,6 +75,8 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     training = TrainingArguments(**recipe["training"])
     model = dict(recipe["model"])
     check_pretraining(data, model, training.max_steps)
+    check_batch_ramp(data.batch_ramp, training.gradient_accumulation_steps)
+    check_time_budget(data.max_minutes, data.pruning, recipe["training"])
     if model.get("pattern") is not None:
         model.setdefault("mask_seed", training.seed)
     warn_of_ignored_engine(training)
@@ -83,7 +87,13 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished, _WRITTEN) as place,
     ):
         # Whatever the recipe says of signals, they save a checkpoint.
-        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], "enable_jit_checkpoint": False}
+        changed: dict[str, Any] = {
+            "output_dir": str(place[0]),
+            "resume_from_checkpoint": place[1],
+            "enable_jit_checkpoint": False,
+        }
+        if data.max_minutes is not None and not counts_steps(recipe["training"]):
+            changed["max_steps"] = ENDLESS
         return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})
 
 
@@ -98,7 +108,11 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
             raise ValueError(
                 f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask itself"
             )
-    schedule = SearchSchedule(data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.name})
+    budget = None if data.max_minutes is None else TimeBudget(data.max_minutes)
+    schedule = SearchSchedule(
+        data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.name},
+        position=None if budget is None else budget.position,
+    )  # fmt: skip
     causal = bool(recipe["model"].get("is_decoder"))
     if causal and data.nsp:
         raise ValueError(
@@ -201,8 +215,14 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         processing_class=tokenizer,
         compute_metrics=causal_metrics if causal else pretraining_metrics,
         preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
-        callbacks=[RecipeRecord(record), schedule, *([] if pruning is None else [pruning])],
+        callbacks=[
+            RecipeRecord(record),
+            schedule,
+            *(callback for callback in (pruning, budget) if callback is not None),
+        ],
     )
+    if data.batch_ramp:
+        BatchRamp(trainer, data.batch_ramp, None if budget is None else budget.position)
     with StopOnSignal(trainer):
         trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
 
@@ -233,6 +253,11 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     metrics["num_parameters"] = get_model_param_count(model)
     metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
     metrics["train_seconds"] = trained["train_runtime"]
+    if budget is not None:
+        # The Trainer counts the steps that it was allowed.
+        rows = budget.steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+        metrics["tokens_per_second"] = rows * data.max_length / trained["train_runtime"]
+        metrics["minutes"] = budget.elapsed / 60
     metrics["seconds"] = time.perf_counter() - start
     metrics["hardware"] = hardware()
     if data.pictures and main_process and find_spec("matplotlib"):

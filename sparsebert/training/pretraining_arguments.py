@@ -42,6 +42,11 @@ class PretrainingArguments(HubArguments):
             mask.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`, to prune
             the mask by a schedule during training.
+        max_minutes (`float`, *optional*): Train for this long, saving and evaluation on the way included. The learning
+            rate and the search follow the clock, `warmup_steps` is a fraction, and `max_steps` and `num_train_epochs`
+            may end the training sooner.
+        batch_ramp (`float`): Fraction of the training in which the batch grows to its size; the weights are updated
+            several times in each step before. Needs `gradient_accumulation_steps`.
         attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
         pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
         resume (`bool`): Go on from the newest complete checkpoint in the output folder, if there is one.
@@ -69,6 +74,8 @@ class PretrainingArguments(HubArguments):
     freeze_sparsity: float | None = None
     search_end: float = 1.0
     pruning: dict | None = None
+    max_minutes: float | None = None
+    batch_ramp: float = 0.0
     attn_implementation: str = "sparse_auto"
     pictures: bool = True
     resume: bool = False

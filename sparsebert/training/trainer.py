@@ -19,6 +19,8 @@ from ..data.streams import RowStream
 from ..masks.mask_cards import CARD_NAME, own_card, save_card
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
+from ..models.masked_predictions import skips_logits
+from ..models.saving import without_adapters
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
@@ -26,6 +28,7 @@ from .divergence import check_weights, diverged, first_bad_weight
 from .resuming import check_checkpoint
 from .sharded_trainer import ShardedTrainer
 from .stream_loading import StreamLoader
+from .time_budget import POSITIONS, TimeBudget
 
 
 if TYPE_CHECKING:
@@ -67,6 +70,8 @@ class SparseBertTrainer(ShardedTrainer):
 
     - the logits of the mask and of entmax's alpha get no weight decay;
     - the gradient of the mask logits is clipped apart from that of the weights, and the logged norm is of the latter;
+    - in training, the head of [`SparseBertForMaskedLM`] and [`SparseBertForPreTraining`] sees only the tokens that are
+      predicted, unless the loss is computed outside the model or the caller of `compute_loss` asks for the outputs;
     - the loss contains the penalty on the mask also with label smoothing or a loss function of one's own;
     - a loss, gradient or weight that is not finite stops the training before the next update, with an error;
     - under fp16, steps that overflow are skipped and counted in the logs as `skipped_steps`; too many in a row stop
@@ -88,6 +93,7 @@ class SparseBertTrainer(ShardedTrainer):
             halves its factor after each of them: 20 of them turn its first, 65536, into 1/16.
         worker_seeds (`torch.Generator`): Seeds the workers of the training's loader.
         skipped_steps (`int`): Number of steps that were skipped since the process began to train.
+        updates_in_step (`int`): Number of updates of the weights in this step, set by [`BatchRamp`].
 
     Raises:
         FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
@@ -106,6 +112,7 @@ class SparseBertTrainer(ShardedTrainer):
         self.worker_seeds = torch.Generator()
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
+        self.updates_in_step = 1
         self.skipped_steps = self._skipped_in_a_row = 0
         self._stream_loader: StreamLoader | None = None
 
@@ -159,7 +166,15 @@ class SparseBertTrainer(ShardedTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         self._step_losses.append(loss)
-        return loss
+        return loss / self.updates_in_step  # the sum over the batches of a step is logged
+
+    def update_within_step(self) -> None:
+        """Update the weights from the batches since the last update, before the step ends. For [`BatchRamp`]."""
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        self._clip_apart(self.model_wrapped, self.args.max_grad_norm or math.inf)
+        optimizer: Any = self.optimizer
+        optimizer.step()
+        self.model_wrapped.zero_grad()
 
     def compute_loss(
         self,
@@ -170,6 +185,8 @@ class SparseBertTrainer(ShardedTrainer):
     ) -> Any:
         # Then the model does not compute the loss, and does not add its penalty.
         outside = "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None)
+        if model.training and not (outside or return_outputs) and skips_logits(self._inner_model(), inputs):
+            inputs = {**inputs, "skip_logits": True}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         sparse_attention = self._sparse_attention() if outside and model.training else None
         if sparse_attention is not None and sparse_attention.searching:
@@ -185,6 +202,10 @@ class SparseBertTrainer(ShardedTrainer):
         # Unwrapping goes through all modules of a model.
         model = model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model)
         return getattr(model.base_model, "sparse_attention", None)
+
+    def _inner_model(self) -> Any:
+        """The model inside wrappers of processes, compilation and adapters."""
+        return without_adapters(self.accelerator.unwrap_model(self.model))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         return self._clip_apart(model, self.args.max_grad_norm)
@@ -285,8 +306,16 @@ class SparseBertTrainer(ShardedTrainer):
         with self._evaluation_collator():
             return super().get_test_dataloader(*args, **kwargs)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        budget = self._callback(TimeBudget)
+        if budget is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(POSITIONS, optimizer)
+        budget.pace(scheduler, self.state)
+        return scheduler
+
     def _run_epoch(self, *args, **kwargs):
-        if self.state.global_step >= self.state.max_steps:
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # resumed at the end: the stock Trainer would do one step more
         else:
             super()._run_epoch(*args, **kwargs)
