@@ -179,10 +179,10 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_tokenizer(tokenizer, model.config.vocab_size)
 
     def rows(split: str, max_tokens: int | None) -> "datasets.Dataset":
-        options = {"pack_documents": data.pack_documents, "cache_dir": data.cache_dir}
         return pretraining_dataset(
-            documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens, **options
-        )
+            documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens,
+            cache_dir=data.cache_dir, pack_documents=data.pack_documents,
+        )  # fmt: skip
 
     collator: Callable = causal_collator
     if not causal:
@@ -255,8 +255,10 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     metrics["train_seconds"] = trained["train_runtime"]
     if budget is not None:
         # The Trainer counts the steps that it was allowed.
-        rows = budget.steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-        metrics["tokens_per_second"] = rows * data.max_length / trained["train_runtime"]
+        examples = (
+            budget.steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+        )
+        metrics["tokens_per_second"] = examples * data.max_length / trained["train_runtime"]
         metrics["minutes"] = budget.elapsed / 60
     metrics["seconds"] = time.perf_counter() - start
     metrics["hardware"] = hardware()
