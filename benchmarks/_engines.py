@@ -53,7 +53,7 @@ SIZES = {
 # Without noise, so that the processes draw the mask of one process.
 PENALTY = {"search": "dam_s", "mask_form": "log", "sparsity_weight": 1e-6, "noise_scale": 0.0, "hard": False}
 TARGET = {"search": "dam_s", "target_sparsity": 0.7, "noise_scale": 1.0}
-BATCH, STEPS, FREEZE, EARLY, LATE = 8, 8, 0.5, 3, 6
+BATCH, STEPS, FREEZE, SPARSITY, EARLY, LATE = 8, 8, 0.5, 0.6, 3, 6
 
 
 def rows(kind):
@@ -146,7 +146,7 @@ def train(engine, folder, model, data, callbacks=(), resume=None, **fields):
 def search(engine, folder, resume=None, output="search", **fields):
     set_seed(0)
     model = SparseBertForMaskedLM(SparseBertConfig(**SIZES, **PENALTY))
-    callbacks = [SearchSchedule(FREEZE)]
+    callbacks = [SearchSchedule(FREEZE, sparsity=SPARSITY)]
     if output == "search":
         fields |= {"save_strategy": "steps", "save_steps": EARLY}
     return train(engine, folder / output, model, rows("tokens"), callbacks, resume, **fields)
