@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from sparsebert import PATTERNS, SparseBertLMHeadModel
 from sparsebert.data.examples import causal_collator, pretraining_dataset
 from sparsebert.masks.patterns import CYCLES, HEAD_CONFIGURATIONS
+from sparsebert.training.evaluation_metrics import causal_metrics, reduce_causal_logits
 from sparsebert.training.pretraining import pretrain
-from sparsebert.training.trainer import causal_metrics, reduce_causal_logits
 
 
 SETTINGS = [(name, None) for name in PATTERNS if name not in CYCLES]

@@ -11,7 +11,7 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertTrainer
-from sparsebert.training.trainer import pretraining_metrics, reduce_logits
+from sparsebert.training.evaluation_metrics import pretraining_metrics, reduce_logits
 
 
 LENGTH, ROWS = 12, 4

@@ -16,7 +16,8 @@ from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity
 from sparsebert.commands import main
 from sparsebert.files import check_output_dir, write_metrics
 from sparsebert.search.search_schedule import SearchSchedule
-from sparsebert.training.trainer import SparseBertTrainer, pretraining_metrics, reduce_logits
+from sparsebert.training.evaluation_metrics import pretraining_metrics, reduce_logits
+from sparsebert.training.trainer import SparseBertTrainer
 
 
 LENGTH = 12

@@ -28,6 +28,7 @@ from ..search.search_schedule import SearchSchedule
 from .batch_ramp import BatchRamp, check_batch_ramp
 from .divergence import check_weights
 from .engines import check_engine, warn_of_ignored_engine
+from .evaluation_metrics import causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
 from .pretraining_arguments import PretrainingArguments
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record, rows_record
 from .run_cards import add_pretraining, hardware
@@ -35,7 +36,7 @@ from .run_checks import check_pretraining, check_served, check_training, read_gi
 from .run_folders import resume_from, run_folder
 from .stopping import StopOnSignal
 from .time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
-from .trainer import SparseBertTrainer, causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
+from .trainer import SparseBertTrainer
 
 
 if TYPE_CHECKING:
