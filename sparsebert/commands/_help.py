@@ -41,7 +41,7 @@ CHOICES = {
 COMMON_TRAINING = (
     "output_dir", "seed", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size",
     "gradient_accumulation_steps", "warmup_steps", "weight_decay", "bf16", "eval_strategy", "logging_steps",
-    "save_strategy", "save_steps", "resume_from_checkpoint", "report_to", "torch_compile", "deepspeed", "fsdp",
+    "save_strategy", "torch_compile", "deepspeed", "fsdp",
 )  # fmt: skip
 # Fields of `BertConfig` that the short help shows.
 COMMON_MODEL = (
