@@ -1,5 +1,6 @@
 """Clients that know nothing of masks: what they load, train and save keeps its mask."""
 
+import copy
 import json
 import os
 import re
@@ -549,7 +550,8 @@ def embeddings_of(model, tokenizer, side):
     """The means of the states of the stock model with the same weights, under the mask as an additive one."""
     stock = BertModel(BertConfig(**TINY), add_pooling_layer=True).eval()
     stock.load_state_dict(model.state_dict())
-    batch = tokenizer(TEXTS, padding=True, return_tensors="pt", padding_side=side)
+    # A copy: the tokenizer keeps the side.
+    batch = copy.deepcopy(tokenizer)(TEXTS, padding=True, return_tensors="pt", padding_side=side)
     real = batch.attention_mask.bool()
     keep = model.sparse_attention.mask.to_table(real.shape[1]) & real[:, None, None]
     additive = torch.zeros(keep.shape).masked_fill(~keep, -1e9)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
@@ -240,11 +241,13 @@ def test_models_that_accelerate_wraps_and_unwraps(make):
     for attached in (False, True):
         model = make("ForMaskedLM", "frozen", attached)
         expected = model(IDS).logits
+        AcceleratorState._reset_state()  # a process has one precision
         accelerator = Accelerator(mixed_precision="bf16", cpu=True)
         prepared = accelerator.prepare(model)
         assert prepared(IDS).logits.dtype == torch.float32 and not torch.equal(prepared(IDS).logits, expected)
         torch.testing.assert_close(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)(IDS).logits, expected)
         accelerator.free_memory()
+    AcceleratorState._reset_state()
 
 
 # Names of attention

@@ -86,12 +86,16 @@ class Terminated(KeyboardInterrupt):
 
     exit_code = 128 + signal.SIGTERM
 
+    # Codecs reword exceptions that come while they work, but for those with an `__init__` of their own.
+    def __init__(self, message: str = "stopped by SIGTERM") -> None:
+        super().__init__(message)
+
 
 @contextmanager
 def _termination() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-        raise Terminated("stopped by SIGTERM")
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -171,7 +171,8 @@ def packed_rows(
         if len(ids):
             places = [0] * between + [start for start in starts if start < len(ids)]
             between = bool(starts) and starts[-1] == len(ids)
-            left = np.concatenate([left, np.insert(ids, np.repeat(np.array(places, dtype=np.int64), len(boundary)), boundary * len(places))])
+            where = np.repeat(np.array(places, dtype=np.int64), len(boundary))
+            left = np.concatenate([left, np.insert(ids, where, boundary * len(places))])
         else:
             between = between or bool(starts)
         rows = len(left) // room
