@@ -26,7 +26,9 @@ from sparsebert.training.engines import ReplicatedLogits, check_engine, engine_o
 ROOT = Path(__file__).parents[1]
 SHARDED = [engine for engine in ENGINES if engine not in (ONE, "DDP")]
 FAST = ["search", f"resume {LATE}"]
-RESUMED = ("ZeRO-2", "FSDP2 sharded")  # in the fast tests
+# In the fast tests: all of them, and those that also resume.
+DAILY = ["ZeRO-2", "ZeRO-3", "FSDP2 sharded"]
+RESUMED = ("ZeRO-2", "FSDP2 sharded")
 
 
 def needs(engine):
@@ -52,7 +54,7 @@ def train_all(folder, plan):
 def trained(tmp_path_factory):
     """Folder, and what the processes of each engine found."""
     folder = tmp_path_factory.mktemp("engines")
-    plan = {ONE: ["search"], "DDP": ["search", "checkpointed", "ignored"]} | dict.fromkeys(SHARDED, ["search"])
+    plan = {ONE: ["search"], "DDP": ["search", "checkpointed", "ignored"]} | dict.fromkeys(DAILY, ["search"])
     plan |= dict.fromkeys(RESUMED, FAST)
     return folder, train_all(folder, installed(plan))
 
@@ -86,7 +88,7 @@ def check_like_one_process(found, engine, job, of=None):
         assert mine["hashes"] == found[engine][0][job]["hashes"]  # of the logits after every step
 
 
-@pytest.mark.parametrize("engine", ["DDP", *SHARDED])
+@pytest.mark.parametrize("engine", ["DDP", *DAILY])
 def test_a_search_and_its_freeze_are_those_of_one_process(trained, engine):
     _, found = trained
     check_like_one_process(found, engine, "search")
@@ -101,7 +103,7 @@ def test_a_run_goes_on_after_the_freeze(trained, engine):
     check_like_one_process(found, engine, FAST[1], of="search")
 
 
-@pytest.mark.parametrize("engine", ["DDP", *SHARDED])
+@pytest.mark.parametrize("engine", ["DDP", *DAILY])
 def test_what_is_saved_loads_in_one_process(trained, engine):
     needs(engine)
     folder, found = trained
@@ -137,9 +139,12 @@ def test_processes_that_accelerate_does_not_start_are_warned_of(tmp_path, monkey
 @pytest.mark.parametrize("job", OWN)
 @pytest.mark.parametrize("engine", ["DDP", *SHARDED])
 def test_every_job_is_that_of_one_process(trained_at_length, engine, job):
-    _, found = trained_at_length
+    folder, found = trained_at_length
     if job not in ("target", "continued"):
         check_like_one_process(found, engine, job)
+        if job == "search":
+            loss = loaded_loss(folder / engine / job)
+            assert loss == pytest.approx(found[ONE][0][job]["eval_loss"], abs=1e-5)
         return
     needs(engine)
     # Here each process draws its own noise: compared with DDP.

@@ -267,7 +267,7 @@ def losses_of(folder):
     return [(entry["step"], entry["loss"], entry["grad_norm"], entry["epoch"]) for entry in history if "loss" in entry]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_and_resumed_equals_the_uninterrupted_run(text_shards, tmp_path, workers):
     """Killed twice, the second time after it was resumed: ledger, losses and gradients."""
     run_with_ledger(recipe_of(text_shards, tmp_path / "whole", workers), tmp_path / "ledger")
