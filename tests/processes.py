@@ -17,6 +17,24 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["sparsebert.training.pretraining", "sparsebert.commands.pretrain", "pytest"])
 
 
+# Begin and end of what two ranks run.
+_RANKS = """
+import json, os, sys
+from torch import distributed
+
+child, folder = os.fork(), sys.argv[1]
+rank, found = int(child == 0), {}
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+"""
+_FOUND = """
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump(found, file)
+if rank == 0:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
 def start(function, *arguments):
     process = SERVER.Process(target=function, args=arguments, daemon=True)
     process.start()
@@ -47,8 +65,8 @@ def run_code(code, *arguments, folder, timeout=300):
 
 
 def run_ranks(code, folder):
-    """What code that forks into two ranks has written, each to `RANK.json` in the folder that is its argument."""
-    done = run_code(code, folder, folder=folder)
+    """What code leaves in the dictionary `found`, in each of two processes; it knows its `rank` and `folder`."""
+    done = run_code(_RANKS + code + _FOUND, folder, folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 
