@@ -24,13 +24,16 @@ from ..data.examples import pretraining_dataset
 from ..files import check_output_dir, locked_output, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer
 from ..masks.matched import matched_patterns
+from ..masks.sparse_mask import SparseMask
 from ..models.architectures import attention_modules, check_architecture, num_positions
 from ..models.attaching import allowed_fields, attach
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import carries_mask, model_class_of
-from ..search.learned_mask import MASK_PROBS_NAME
+from ..search.budget import scheduled
+from ..search.learned_mask import MASK_PROBS_NAME, LearnedMask
 from ..search.searches import SEARCHES
 from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
+from .objectives import OBJECTIVES, predicts_tokens
 from .run_cards import add_search, hardware
 from .run_checks import check_source
 from .run_folders import run_folder
@@ -39,6 +42,8 @@ from .run_folders import run_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+# Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
+GROWTH, GROWTH_STAGES = 0.5, 8
 LEARNED, STARTED_FROM, RECOVERED = "learned", "dense model's attention", "learned, recovered"
 # Number of batches over which the attention probabilities that the search starts from are averaged.
 START_BATCHES = 8
@@ -80,6 +85,10 @@ class PostHocArguments(HubArguments):
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
         recover (`int`): Steps of training the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
+        objective (`str`): What the search compares of the masked and the dense model, a key of `OBJECTIVES`.
+        recover_objective (`str`): What the recovery compares.
+        recover_from (`float`, *optional*): Sparsity at which the recovery begins; the mask then becomes sparser in
+            its first half. By default it has its final sparsity all along.
         patterns (`bool`): Compare with random and manual masks.
         seed (`int`): Random seed.
         overwrite (`bool`): Replace what is in the output folder, once the search is finished.
@@ -99,6 +108,9 @@ class PostHocArguments(HubArguments):
     train: str | None = None
     recover: int = 0
     recover_learning_rate: float = 1e-4
+    objective: str = "layers"
+    recover_objective: str = "pooled"
+    recover_from: float | None = None
     patterns: bool = True
     seed: int = 0
     overwrite: bool = False
@@ -163,14 +175,14 @@ def _search(
     start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
     batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
-    learn_mask(model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log)
-    outcome, probs = sparse_attention.outcome(), sparse_attention.mask_probs()
+    learn_mask(
+        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log, options.objective
+    )
+    outcome, probs, learned = sparse_attention.outcome(), sparse_attention.mask_probs(), sparse_attention.learned
     mask = model.freeze(metadata={"run": output.name})
     seconds["search"] = time.perf_counter() - begin
 
-    # ELECTRA is not pre-trained to predict tokens.
-    heads = ("ForMaskedLM",) if config.model_type == "electra" else ("ForMaskedLM", "ForPreTraining")
-    mlm_tokenizer = tokenizer if type(model).__name__.endswith(heads) else None
+    mlm_tokenizer = tokenizer if predicts_tokens(model) else None
     masks = {LEARNED: mask, STARTED_FROM: started_from}
     if options.patterns:
         masks |= matched_patterns(
@@ -184,7 +196,13 @@ def _search(
         begin = time.perf_counter()
         model.set_attn_implementation("sparse_auto")
         batches = random_batches(rows, options.batch_size, options.recover, options.seed + 1, options.shortest)
-        recover(model, teacher, batches, options.recover, options.recover_learning_rate, log)
+        growing = None
+        if options.recover_from is not None:
+            growing = _growing_masks(learned, mask, options.recover_from, options.recover)
+        recover(
+            model, teacher, batches, options.recover, options.recover_learning_rate, log, options.recover_objective,
+            growing,
+        )  # fmt: skip
         seconds["recover"] = time.perf_counter() - begin
         report |= agreement(model, {RECOVERED: mask}, held_out, teacher, mlm_tokenizer, seed=options.seed)
         masks[RECOVERED] = mask
@@ -203,6 +221,7 @@ def _search(
         "share_layers": fields["share_layers"],
         "steps": options.steps,
         "recover": options.recover,
+        "objectives": [options.objective, options.recover_objective],
         "search_outcome": outcome,
         "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
         "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
@@ -212,6 +231,17 @@ def _search(
     metrics["hardware"] = hardware()
     add_search(output, metrics, model, options.data or "", [agreement_table(metrics)])
     return write_metrics(output / "metrics.json", metrics)
+
+
+def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps: int) -> dict[int, SparseMask]:
+    """The masks of a recovery that begins with `initial` sparsity, by the step that they begin with."""
+    ends = steps * GROWTH
+    masks = {}
+    for stage in range(GROWTH_STAGES):
+        done = stage / GROWTH_STAGES
+        sparsity = scheduled(done, 0.0, 1.0, initial, last.sparsity).item()
+        masks[round(done * ends)] = learned.thresholded_mask(sparsity=sparsity)
+    return masks | {round(ends): last}
 
 
 def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
@@ -239,6 +269,13 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
         raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its own configuration")
     check_choice("train", options.train, (None, "norms"))
+    for name in ("objective", "recover_objective"):
+        check_choice(name, getattr(options, name), tuple(OBJECTIVES))
+    if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
+        raise ValueError(
+            f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "
+            f"{options.recover_from!r}"
+        )
     for name in ("learning_rate", "recover_learning_rate"):
         check_range(name, getattr(options, name), 0, 1e6, (int, float))
     check_range("seed", options.seed, 0, 2**32 - 1)
@@ -261,6 +298,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     # Rejects wrong fields, such as a target out of reach, without loading weights.
     with torch.device("meta"):
         model = model_class_of(config)(copy.deepcopy(config))
+    for name in ("objective", "recover_objective"):
+        if reason := OBJECTIVES[getattr(options, name)].refuse(model):
+            raise ValueError(f"{name} {getattr(options, name)!r} has no meaning here: {reason}")
     if len(attention_modules(model)) < config.num_hidden_layers:
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
     _attach(model, options, fields)
