@@ -218,6 +218,20 @@ def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folde
     assert mask.metadata["search"] == "dam_s" and metrics["objectives"] == ["attention", "tokens"]
 
 
+def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
+    metrics = search(model_folder, text, tmp_path / "window", mask="window", recover=3, patterns=False)
+    assert list(metrics["agreement"]) == ["dense", "given", "given, recovered"]
+    model = load(tmp_path / "window")
+    mask = model.sparse_attention.mask
+    assert mask.metadata["pattern"] == "window" and mask.sparsity == pytest.approx(0.7, abs=0.03)
+    assert not (tmp_path / "window/mask_probs.safetensors").exists() and metrics["search_outcome"] is None
+    fields = {"mask": str(tmp_path / "window"), "target_sparsity": None, "patterns": False}
+    search(model_folder, text, tmp_path / "again", recover=3, **fields)
+    again = load(tmp_path / "again")
+    assert again.sparse_attention.mask == mask
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
     base_model("albert").save_pretrained(tmp_path / "model")
     word_tokenizer.save_pretrained(tmp_path / "model")
@@ -250,6 +264,10 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"batch_size": 100_000}, "too few for a batch of 100000"),
         ({"steps": -1}, "steps must be an integer of at least 0"),
         ({"shortest": 64}, "shortest must be from 8 to max_length"),
+        ({"mask": "window"}, "recover must be at least 1 with mask"),
+        ({"mask": "window", "recover": 2, "search": "dam_s"}, "model.search has no meaning here: the mask is given"),
+        ({"mask": "window", "recover": 2, "recover_from": 0.5}, "recover_from has no meaning with mask"),
+        ({"mask": "no_such", "recover": 2}, "mask: .*no_such"),
         ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),
         ({"recover_from": 0.7}, "recover_from must be at least 0 and below target_sparsity .0.7., got 0.7"),
     ],

@@ -2,9 +2,10 @@
 Learn the mask of a model that is trained already, from text without labels, and nothing else of the model.
 
 The mask is learned by matching the hidden states of the dense model; `--recover STEPS` trains the weights through the
-frozen mask after that, and with `--mask` through a given one, without a search. The result is compared with random and manual masks at the same sparsity. Writes to
-`output_dir` the model with its mask (stock files, read back by `sparsebert.load`), the tokenizer, `metrics.json`,
-`mask_probs.safetensors` and pictures (with the extra `viz`).
+frozen mask after that, and with `--mask` through a given mask, without a search. The result is compared with random
+and manual masks at the same sparsity. Writes to `output_dir` the model with its mask (stock files, read back by
+`sparsebert.load`), the tokenizer, `metrics.json`, and of a search `mask_probs.safetensors` and pictures (with the
+extra `viz`).
 """
 
 import dataclasses

@@ -242,10 +242,8 @@ def _given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreT
     if options.mask is None:
         return None
     if options.mask in VARIED:
-        heads, layers = config.num_attention_heads, config.num_hidden_layers
-        return matched_pattern(
-            options.mask, fields["target_sparsity"], options.max_length, heads, layers, options.seed
-        )
+        sizes = options.max_length, config.num_attention_heads, config.num_hidden_layers
+        return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
     return read_given_mask(options.mask)
 
 
