@@ -252,7 +252,8 @@ SMALLEST = {
     "source_length": 7, "num_symbols": 8, "vocab_size": 150, "max_length": 16, "max_validation_tokens": 1000,
     "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
-    "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1],
+    "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
+    "steps": 2, "recover": 2, "batch_tokens": 64,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -263,9 +264,10 @@ def known_fields(name, values):
 
 
 @pytest.fixture
-def inputs(text, pairs):
-    """`inputs(name)`: settings that name the data of an experiment."""
-    return lambda name: known_fields(name, {"text": text, "validation": text, "train": pairs, "test": pairs})
+def inputs(text, pairs, checkpoints):
+    """`inputs(name)`: settings that name the data of an experiment, and the model that it starts from."""
+    values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
+    return lambda name: known_fields(name, values)
 
 
 @EVERY
@@ -312,6 +314,26 @@ def test_smallest_run(name, inputs, tmp_path):
     # A finished cell is reused.
     run_experiment(name, options, settings)
     assert read(files[0])[cell] == made
+
+
+def test_masks_of_a_trained_model_are_compared_over_seeds(text, checkpoints, glue_folder, tmp_path):
+    settings = known_fields("minilm", SMALLEST) | {"text": text, "validation": text, "model": checkpoints["stock"]}
+    settings |= {"stsb": str(glue_folder), "masks": ["dam_s", "attention", "window", "dense"], "seeds": [0, 1]}
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    summary, cells = run_experiment("minilm", options, settings | {"lengths": [16, 48]})[1:]
+    assert len(cells.rows) == 16
+    rows = {row["mask"]: row for row in summary.as_json()["rows"]}
+    assert summary.title == "48 tokens, 50% to remove" and {"dam_s", "attention", "window"} == rows.keys()
+    assert all(row["seeds"] == "2" and float(row["STS-B Spearman"]) <= 100 for row in rows.values())
+    assert rows["dam_s"].get("p (Holm)", "") == "" and rows["window"]["p (Holm)"]
+    found = read(tmp_path / "results/minilm_tiny.json")
+    assert found["dense_16_0_seed_0"]["metrics"]["removed"] == 0
+    pairs = zip(
+        *([found[f"{name}_48_0.5_seed_{i}"]["metrics"]["cosine"] for i in (0, 1)] for name in ("dam_s", "window")),
+        strict=True,
+    )
+    mean = sum(ours - theirs for ours, theirs in pairs) / 2
+    assert rows["window"]["dam_s minus this"].startswith(f"{mean:+.4f} [")
 
 
 # What the papers' tables and figures hold.

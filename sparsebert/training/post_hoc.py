@@ -24,6 +24,7 @@ from ..data.examples import pretraining_dataset
 from ..files import check_output_dir, locked_output, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer
 from ..masks.matched import VARIED, matched_pattern, matched_patterns
+from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import attention_modules, check_architecture, num_positions
 from ..models.attaching import MASK_FIELDS, allowed_fields, attach
@@ -75,7 +76,7 @@ class PostHocArguments(HubArguments):
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         output_dir (`str`): Output folder.
         mask (`str`, *optional*): Instead of a search: a mask to recover through, as a folder or Hub id, or the name of
-            a pattern, which gets the parameters that come nearest to `target_sparsity`.
+            a pattern, which gets the parameters that come nearest to `target_sparsity`. `"dense"` trains without one.
         max_length (`int`): Tokens per row of text, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
@@ -241,9 +242,11 @@ def _search(
 def _given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTrainedConfig") -> SparseMask | None:
     if options.mask is None:
         return None
+    sizes = options.max_length, config.num_attention_heads, config.num_hidden_layers
     if options.mask in VARIED:
-        sizes = options.max_length, config.num_attention_heads, config.num_hidden_layers
         return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
+    if options.mask in PATTERNS:
+        return build_pattern(options.mask, *sizes)
     return read_given_mask(options.mask)
 
 
@@ -305,7 +308,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
     if options.mask and not options.recover:
         raise ValueError("recover must be at least 1 with mask, which is not searched, got 0")
-    if options.mask not in (None, *VARIED):
+    if options.mask not in (None, *PATTERNS):
         check_source("mask", options.mask)
     check_choice("train", options.train, (None, "norms"))
     for name in ("objective", "recover_objective"):
