@@ -323,8 +323,9 @@ def test_masks_of_a_trained_model_are_compared_over_seeds(text, checkpoints, glu
     summary, cells = run_experiment("minilm", options, settings | {"lengths": [16, 48]})[1:]
     assert len(cells.rows) == 16
     rows = {row["mask"]: row for row in summary.as_json()["rows"]}
-    assert summary.title == "48 tokens, 50% to remove" and {"dam_s", "attention", "window"} == rows.keys()
+    assert summary.title == "48 tokens, 50% to remove" and {"dam_s", "attention", "window", "dense"} == rows.keys()
     assert all(row["seeds"] == "2" and float(row["STS-B Spearman"]) <= 100 for row in rows.values())
+    assert rows["dense"]["removed"] == "0.0%"
     assert rows["dam_s"].get("p (Holm)", "") == "" and rows["window"]["p (Holm)"]
     found = read(tmp_path / "results/minilm_tiny.json")
     assert found["dense_16_0_seed_0"]["metrics"]["removed"] == 0

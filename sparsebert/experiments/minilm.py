@@ -219,10 +219,17 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         `list[Table]`: One table per length and sparsity.
     """
     groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
+    controls: dict[int, dict[int, dict[str, Any]]] = {}
     for cell in finished.values():
         settings = cell["settings"]
-        masks = groups.setdefault((settings["length"], settings["sparsity"]), {})
-        masks.setdefault(settings["mask"], {})[settings["seed"]] = cell["metrics"]
+        length, seed = settings["length"], settings["seed"]
+        if settings["mask"] == "dense":
+            controls.setdefault(length, {})[seed] = cell["metrics"]
+        else:
+            masks = groups.setdefault((length, settings["sparsity"]), {})
+            masks.setdefault(settings["mask"], {})[seed] = cell["metrics"]
+    for (length, _), masks in groups.items():
+        masks |= {"dense": controls[length]} if length in controls else {}
     return [_summary_table(length, sparsity, masks) for (length, sparsity), masks in sorted(groups.items())]
 
 
