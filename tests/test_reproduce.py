@@ -264,10 +264,13 @@ def known_fields(name, values):
 
 
 @pytest.fixture
-def inputs(text, pairs, checkpoints):
+def inputs(text, pairs, checkpoints, glue_folder, tmp_path):
     """`inputs(name)`: settings that name the data of an experiment, and the model that it starts from."""
+    (tmp_path / "cells/stock").mkdir(parents=True)
+    (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
     values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
-    return lambda name: known_fields(name, values)
+    tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
+    return lambda name: known_fields(name, values | (tasks if name == "minilm_tasks" else {}))
 
 
 @EVERY
@@ -335,6 +338,23 @@ def test_masks_of_a_trained_model_are_compared_over_seeds(text, checkpoints, glu
     )
     mean = sum(ours - theirs for ours, theirs in pairs) / 2
     assert rows["window"]["dam_s minus this"].startswith(f"{mean:+.4f} [")
+
+
+def test_tasks_are_compared_over_seeds(checkpoints, glue_folder, tmp_path):
+    for name in ("stock", "window"):
+        (tmp_path / "cells" / name).mkdir(parents=True)
+        (tmp_path / "cells" / name / "model").symlink_to(checkpoints[name])
+    settings = {"models": str(tmp_path / "cells"), "systems": ["stock", "window"], "data": str(glue_folder)}
+    settings |= {"tasks": ["rte", "stsb"], "seeds": [1, 2], "num_train_epochs": 1.0}
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    summary, cells = run_experiment("minilm_tasks", options, settings)
+    assert len(cells.rows) == 8
+    rows = {(row["task"], row["system"]): row for row in summary.as_json()["rows"]}
+    assert len(rows) == 6 and rows["mean", "window"]["p (Holm)"] and not rows["mean", "stock"].get("p (Holm)")
+    found = read(tmp_path / "results/minilm_tasks_tiny.json")
+    scores = {name: cell["metrics"]["score"] for name, cell in found.items()}
+    differences = [scores[f"rte_window_seed_{seed}"] - scores[f"rte_stock_seed_{seed}"] for seed in (1, 2)]
+    assert rows["rte", "window"]["minus the first"].startswith(f"{50 * sum(differences):+.1f} [")
 
 
 # What the papers' tables and figures hold.
