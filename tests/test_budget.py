@@ -147,7 +147,7 @@ def test_one_budget_for_all_heads(tiny_config):
     probs = attention.mask_probs()
     assert 1 - probs.mean().item() == pytest.approx(0.7, abs=0.01)
     kept = probs.mean((-2, -1))
-    assert kept[0, 0] > 2 * kept.flatten()[1:].max()
+    assert kept[0, 0] > 1.5 * kept.flatten()[1:].max()
     loss = (probs_of := attention.learned.probs())[0, 0].sum()
     loss.backward()
     assert probs_of.shape == attention.mask_logits.shape

@@ -245,6 +245,14 @@ def text(tmp_path):
     return str(path)
 
 
+@pytest.fixture
+def words(tmp_path):
+    """A file in the words of the tokenizer of `checkpoints`."""
+    path = tmp_path / "words.txt"
+    path.write_text("\n\n".join(" ".join(f"w{(i * j) % 90}" for j in range(1, 30)) for i in range(1, 80)))
+    return str(path)
+
+
 # Each row of EXPERIMENTS, whatever it is; fields are given by their names.
 
 # Sizes that make any experiment run in seconds.
@@ -264,13 +272,14 @@ def known_fields(name, values):
 
 
 @pytest.fixture
-def inputs(text, pairs, checkpoints, glue_folder, tmp_path):
+def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
     """`inputs(name)`: settings that name the data of an experiment, and the model that it starts from."""
     (tmp_path / "cells/stock").mkdir(parents=True)
     (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
     values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
     tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
-    return lambda name: known_fields(name, values | (tasks if name == "minilm_tasks" else {}))
+    own = {"minilm": {"text": words, "validation": words}, "minilm_tasks": tasks | {"max_length": 32}}
+    return lambda name: known_fields(name, values | own.get(name, {}))
 
 
 @EVERY
@@ -319,8 +328,8 @@ def test_smallest_run(name, inputs, tmp_path):
     assert read(files[0])[cell] == made
 
 
-def test_masks_of_a_trained_model_are_compared_over_seeds(text, checkpoints, glue_folder, tmp_path):
-    settings = known_fields("minilm", SMALLEST) | {"text": text, "validation": text, "model": checkpoints["stock"]}
+def test_masks_of_a_trained_model_are_compared_over_seeds(words, checkpoints, glue_folder, tmp_path):
+    settings = known_fields("minilm", SMALLEST) | {"text": words, "validation": words, "model": checkpoints["stock"]}
     settings |= {"stsb": str(glue_folder), "masks": ["dam_s", "attention", "window", "dense"], "seeds": [0, 1]}
     options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
     summary, cells = run_experiment("minilm", options, settings | {"lengths": [16, 48]})[1:]
@@ -345,7 +354,7 @@ def test_tasks_are_compared_over_seeds(checkpoints, glue_folder, tmp_path):
         (tmp_path / "cells" / name).mkdir(parents=True)
         (tmp_path / "cells" / name / "model").symlink_to(checkpoints[name])
     settings = {"models": str(tmp_path / "cells"), "systems": ["stock", "window"], "data": str(glue_folder)}
-    settings |= {"tasks": ["rte", "stsb"], "seeds": [1, 2], "num_train_epochs": 1.0}
+    settings |= {"tasks": ["rte", "stsb"], "seeds": [1, 2], "num_train_epochs": 1.0, "max_length": 32}
     options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
     summary, cells = run_experiment("minilm_tasks", options, settings)
     assert len(cells.rows) == 8

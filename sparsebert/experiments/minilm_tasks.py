@@ -29,6 +29,7 @@ class MiniLMTasks:
         seeds (`list[int]`): Seeds of the head, the order of the examples and dropout.
         learning_rate, num_train_epochs: See `TrainingArguments`.
         max_train_examples (`int`): Maximum number of examples to train on.
+        max_length (`int`, *optional*): Maximum number of tokens per input; by default the task's.
     """
 
     models: str = "runs/reproduce/minilm_tiny"
@@ -41,11 +42,12 @@ class MiniLMTasks:
     learning_rate: float = 5e-5
     num_train_epochs: float = 3.0
     max_train_examples: int = 10_000
+    max_length: int | None = None
 
 
 def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = ("data", "learning_rate", "num_train_epochs", "max_train_examples")
+    names = ("data", "learning_rate", "num_train_epochs", "max_train_examples", "max_length")
     common = {name: getattr(settings, name) for name in names}
     return {
         f"{task}_{system}_seed_{seed}": common
@@ -86,7 +88,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    data = {name: cell[name] for name in ("task", "data", "model", "max_train_examples")}
+    data = {name: cell[name] for name in ("task", "data", "model", "max_train_examples", "max_length")}
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "seed")}
     training |= {"output_dir": str(folder / "run"), "disable_tqdm": True, "report_to": "none"}
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}

@@ -171,7 +171,7 @@ def learn_mask(
     for parameter in (logits, *norms):
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
     for step, ids in enumerate(_progress(batches, steps, "Searching")):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
