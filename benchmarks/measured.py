@@ -13,10 +13,8 @@ import re
 import sys
 
 from sparsebert.analysis.tables import Table
-from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.reproduction import experiment_tables
 
-from . import cramming, data_memory, engines, padding, pretrain
+from . import engines, pretrain
 from ._report import RESULTS, ROOT
 
 
@@ -28,7 +26,7 @@ def _read(name):
 
 
 def _pretrain(kind, options):
-    """A table of the rows that have options, or of those that have none: the largest group of each."""
+    """The tables of the rows whose systems have options, as in "dense+bf16", or of those that have none."""
     groups = [
         group for group in pretrain.groups(_read("pretrain_cpu")["cells"]).values()
         if any("+" in name for name in group[0]["systems"]) == options
@@ -36,28 +34,13 @@ def _pretrain(kind, options):
     return [pretrain.tables(group)[kind] for group in groups]
 
 
-def _experiment(name, scale="tiny"):
-    finished = json.loads((ROOT / "results" / f"{name}_{scale}.json").read_text())["cells"]
-    return experiment_tables(EXPERIMENTS[name], scale, finished)
-
-
 # Functions that return a list of [`Table`].
 TABLES = {
     "pretrain.speed": lambda: _pretrain("speed", False),
     "pretrain.ratios": lambda: _pretrain("ratios", False),
     "pretrain.memory": lambda: _pretrain("memory", False),
-    "pretrain.options.speed": lambda: _pretrain("speed", True),
-    "pretrain.options.ratios": lambda: _pretrain("ratios", True),
-    "pretrain.options.memory": lambda: _pretrain("memory", True),
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],
     "engines.crossed": lambda: [engines.tables(_read("engines")["cells"])["crossed"]],
-    "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
-    "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
-    "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
-    "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],
-    "cramming": lambda: [cramming.table(json.loads((ROOT / "results" / "cramming.json").read_text()))],
-    "minilm": lambda: _experiment("minilm")[:-1],
-    "minilm_tasks": lambda: _experiment("minilm_tasks")[:-1],
 }
 
 
