@@ -25,7 +25,6 @@ def command(words):
         examples=(
             "--model DIR_OR_HUB_ID --data FILE --target_sparsity 0.9 --output_dir DIR",
             "--model DIR --data FILE --target_sparsity 0.9 --recover 500 --output_dir DIR2",
-            "--model DIR --data FILE --mask window --target_sparsity 0.9 --recover 500 --output_dir DIR3",
         ),
         # The model keeps its own configuration.
         excluded={"model": tuple(sorted(fields - meaningful))},
