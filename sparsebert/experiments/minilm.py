@@ -97,9 +97,9 @@ def _package_folder():
 
 def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    shared = ("text", "validation", "stsb", "steps", "recover", "batch_tokens", "max_tokens", "max_validation_tokens")
-    shared += ("learning_rate", "recover_learning_rate", "objective", "recover_objective", "sparsity_scope")
-    common = {name: getattr(settings, name) for name in shared}
+    names = ["text", "validation", "stsb", "steps", "recover", "batch_tokens", "max_tokens", "max_validation_tokens"]
+    names += ["learning_rate", "recover_learning_rate", "objective", "recover_objective", "sparsity_scope"]
+    common = {name: getattr(settings, name) for name in names}
     common["model"] = settings.model or _package_folder()
     result = {}
     for seed in settings.seeds:

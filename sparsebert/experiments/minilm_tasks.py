@@ -128,10 +128,10 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     tests = {}
     for task, by_system in scores.items():
         for system, values in by_system.items():
-            seeds = sorted(values.keys() & by_system.get(baseline, {}).keys())
-            if system != baseline and len(seeds) > 1:
-                pair = ([each[seed] for seed in seeds] for each in (values, by_system[baseline]))
-                tests[task, system] = paired_difference(*pair)
+            both = sorted(values.keys() & by_system.get(baseline, {}).keys())
+            if system != baseline and len(both) > 1:
+                theirs = by_system[baseline]
+                tests[task, system] = paired_difference([values[s] for s in both], [theirs[s] for s in both])
     corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
     rows = []
     for task, by_system in scores.items():

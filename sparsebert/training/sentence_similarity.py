@@ -40,10 +40,10 @@ def embed(
     for start in range(0, len(order), batch_size):
         places = order[start : start + batch_size]
         inputs = {name: [values[place] for place in places] for name, values in encoded.items()}
-        inputs = tokenizer.pad(inputs, return_tensors="pt").to(model.device)
+        batch = tokenizer.pad(inputs, return_tensors="pt").to(model.device)
         with torch.no_grad():
-            states = model(**inputs).last_hidden_state.float()  # (B, n, D)
-        weights = inputs["attention_mask"][..., None]
+            states = model(**batch).last_hidden_state.float()  # (B, n, D)
+        weights = batch["attention_mask"][..., None]
         mean = (states * weights).sum(1) / weights.sum(1)
         result[places] = torch.nn.functional.normalize(mean, dim=-1).cpu()
     return result, lengths
