@@ -261,7 +261,7 @@ SMALLEST = {
     "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
     "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
-    "steps": 2, "recover": 2, "batch_tokens": 64,
+    "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -277,8 +277,12 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
     (tmp_path / "cells/stock").mkdir(parents=True)
     (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
     values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
+    values |= {"base_model": checkpoints["stock"]}
     tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
-    own = {"minilm": {"text": words, "validation": words}, "minilm_tasks": tasks | {"max_length": 32}}
+    own = {"minilm_tasks": tasks | {"max_length": 32}}
+    # These start from a model that has its words already.
+    for name in ("minilm", "sparsebert_table1", "sparsebert_table3", "sparsebert_figure7"):
+        own[name] = {"text": words, "validation": words}
     return lambda name: known_fields(name, values | own.get(name, {}))
 
 
