@@ -10,6 +10,7 @@ row here. What they share: `pattern_levels` (the patterns that are compared), `r
 from . import (
     copying,
     language_modelling,
+    long_reviews,
     minilm,
     minilm_tasks,
     mixers,
@@ -28,6 +29,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "mixers": mixers.EXPERIMENT,
     "minilm": minilm.EXPERIMENT,
     "minilm_tasks": minilm_tasks.EXPERIMENT,
+    "long_reviews": long_reviews.EXPERIMENT,
     "sparsebert_table1": sparsebert_table1.EXPERIMENT,
     "sparsebert_table3": sparsebert_table3.EXPERIMENT,
     "sparsebert_figure7": sparsebert_figure7.EXPERIMENT,
