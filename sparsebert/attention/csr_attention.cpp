@@ -98,10 +98,6 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
   }
 }
 
-// Keys of a query that are processed before the next query of a block has its turn.
-template <int D>
-constexpr int64_t PART = std::max<int64_t>(W, D <= 32 ? 16 : 8);
-
 // Replaces scores by exp(scores - max) and returns their sum. Entries from count to the next multiple of W become 0.
 inline float softmax_numerators(float* scores, int64_t count) {
   const float low = -std::numeric_limits<float>::infinity();
@@ -217,9 +213,8 @@ void forward_kernel(const Problem& p, const Rows& output) {
           const float* v = values.data() + (h - task.first_head) * key_stride;
           float* sum = sums.data() + (h - task.first_head) * query_stride;
           lists.find(p.mask, sequence, h, first, rows);
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            dot<D>(q + r * D, k, lists.of(r) + t, count, scores.data() + r * lists.size + t);
-          });
+          for (int64_t r = 0; r < rows; ++r)
+            dot<D>(q + r * D, k, lists.of(r), lists.count[r], scores.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             if (lists.count[r] == 0) continue;
@@ -230,9 +225,8 @@ void forward_kernel(const Problem& p, const Rows& output) {
               for (int64_t t = 0; t < lists.count[r]; t += W) store(weights + t, load(weights + t) * load(factor + t));
             }
           }
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            accumulate<D>(scores.data() + r * lists.size + t, v, lists.of(r) + t, count, sum + r * D);
-          });
+          for (int64_t r = 0; r < rows; ++r)
+            accumulate<D>(scores.data() + r * lists.size, v, lists.of(r), lists.count[r], sum + r * D);
           for (int64_t r = 0; r < rows; ++r)
             if (lists.count[r])
               for (int64_t c = 0; c < D; ++c) sum[r * D + c] /= total[r];
@@ -278,12 +272,10 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
           const int64_t head = (h - task.first_head) * key_stride;
 
           lists.find(p.mask, sequence, h, first, rows);
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            dot<D>(q + r * D, keys.data() + head, lists.of(r) + t, count, weights.data() + r * lists.size + t);
-          });
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            dot<D>(g + r * D, values.data() + head, lists.of(r) + t, count, others.data() + r * lists.size + t);
-          });
+          for (int64_t r = 0; r < rows; ++r)
+            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], weights.data() + r * lists.size);
+          for (int64_t r = 0; r < rows; ++r)
+            dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], others.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             const int64_t count = lists.count[r];
@@ -306,15 +298,12 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
               store(weight + t, probability * load(factor + t));
             }
           }
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            accumulate<D>(others.data() + r * lists.size + t, keys.data() + head, lists.of(r) + t, count, sum + r * D);
-          });
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            scatter<D>(others.data() + r * lists.size + t, q + r * D, lists.of(r) + t, count, sum_k + head);
-          });
-          lists.for_each_part(rows, PART<D>, [&](int64_t r, int64_t t, int64_t count) {
-            scatter<D>(weights.data() + r * lists.size + t, g + r * D, lists.of(r) + t, count, sum_v + head);
-          });
+          for (int64_t r = 0; r < rows; ++r)
+            accumulate<D>(others.data() + r * lists.size, keys.data() + head, lists.of(r), lists.count[r], sum + r * D);
+          for (int64_t r = 0; r < rows; ++r)
+            scatter<D>(others.data() + r * lists.size, q + r * D, lists.of(r), lists.count[r], sum_k + head);
+          for (int64_t r = 0; r < rows; ++r)
+            scatter<D>(weights.data() + r * lists.size, g + r * D, lists.of(r), lists.count[r], sum_v + head);
         }
         for (int64_t c = 0; c < sums.size(); ++c) sums.data()[c] *= p.scale;
         write_rows<D>(dq, task, first, first + rows, sums.data(), BLOCK);

@@ -219,16 +219,6 @@ struct Lists {
   void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r));
   }
-
-  // Calls function(r, t, count) for parts of `part` keys of all lists: first with the first part of each, then with the
-  // second. In a mask by offsets these keys are close to each other, so their rows stay in the first-level cache.
-  template <class Function>
-  void for_each_part(int64_t rows, int64_t part, Function&& function) const {
-    const int64_t longest = *std::max_element(count, count + rows);
-    for (int64_t t = 0; t < longest; t += part)
-      for (int64_t r = 0; r < rows; ++r)
-        if (t < count[r]) function(r, t, std::min(part, count[r] - t));
-  }
 };
 
 struct Dropout {
