@@ -79,6 +79,15 @@ def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy):
                 assert torch.equal(one, other), (length, fields, arguments)
 
 
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+def test_no_offset_at_all(operator, special_tokens):
+    mask = SparseMask(torch.zeros(2, HEADS, 20, dtype=torch.bool), 20, "offsets", special_tokens=special_tokens)
+    *inputs, grad = torch.randn(4, 2, HEADS, 20, 8).unbind(0)
+    for padding in paddings(20):
+        for one, other in zip(*(results(m, padding, inputs, grad) for m in (mask, tabled(mask, 20))), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_the_last_queries_alone(operator):
     """As in a decoder with a cache of keys and values."""
     for form, policy in itertools.product(("offsets", "blocks"), ("extend", "dense")):

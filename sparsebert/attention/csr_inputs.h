@@ -102,7 +102,7 @@ inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, u
 
 struct Mask {
   // The live keys of row r of head h, ascending. In compressed rows: columns[t] for t from begin[h, r] to
-  // end[h, r] - 1. In a Toeplitz form, where offsets is not null: r - r % block + offsets[t] for t from begin[h] to
+  // end[h, r] - 1. In a Toeplitz form, where block is not 0: r - r % block + offsets[t] for t from begin[h] to
   // end[h] - 1, as far as they are between 0 and known, and all keys from known on; rows from known on have all keys.
   const int32_t* begin;
   const int32_t* end;
@@ -125,14 +125,14 @@ struct Mask {
   };
 
   Sequence sequence(int64_t b) const {
-    Sequence s{0, m, offsets && first ? 0 : -1, last ? last[b] : -1, nullptr};
+    Sequence s{0, m, block && first ? 0 : -1, last ? last[b] : -1, nullptr};
     if (padding) {
       const bool* real = padding + b * m;
       s.first_key = std::find(real, real + m, true) - real;
       s.end_key = m;
       while (s.end_key > s.first_key && !real[s.end_key - 1]) --s.end_key;
       if (std::find(real + s.first_key, real + s.end_key, false) != real + s.end_key) s.holes = real;
-      if (first && (offsets || s.first_key > 0) && s.first_key < m) s.first = s.first_key;
+      if (first && (block || s.first_key > 0) && s.first_key < m) s.first = s.first_key;
       if (s.last >= 0 && !real[s.last]) s.last = -1;
     }
     return s;
@@ -155,8 +155,8 @@ struct Mask {
     };
     // The keys listed from begin to end, counted from an origin, as far as they are from `from` to limit - 1.
     auto add_listed = [&](const auto* begin, const auto* end, int64_t origin, int64_t limit) {
-      if (from > 0 || offsets) begin = std::lower_bound(begin, end, from - origin);
-      if (offsets || (limit < m && !causal)) end = std::lower_bound(begin, end, limit - origin);
+      if (from > 0 || block) begin = std::lower_bound(begin, end, from - origin);
+      if (block || (limit < m && !causal)) end = std::lower_bound(begin, end, limit - origin);
       if (s.holes) {
         for (; begin < end; ++begin) add(origin + *begin);
       } else {
@@ -166,7 +166,7 @@ struct Mask {
         count += listed;
       }
     };
-    if (r == s.first || r == s.last || (offsets && r >= known)) {
+    if (r == s.first || r == s.last || (block && r >= known)) {
       for (int64_t j = from; j < to; ++j)
         if (self || j != r) add(j);
     } else {
@@ -175,7 +175,7 @@ struct Mask {
       if (has_first) out[count++] = static_cast<int32_t>(s.first);
       // The first token may be listed as well.
       if (has_first) from = s.first + 1;
-      if (offsets) {
+      if (block) {
         const int64_t origin = r - r % block;
         add_listed(offsets + begin[h], offsets + end[h], origin, std::min(to, known));
         if (block > 1 && (keep_self || !self)) set_self(out, count, r);
