@@ -41,9 +41,10 @@ inline Vec four_products(const Vec* q, const float* rows, const int32_t* keys) {
   return sum_lanes(x, y, z, w);
 }
 
-// scores[t] = q . rows[keys[t]]
+// scores[t] = q . rows[keys[t]], and W times `rest` from scores[count] on: here, long before they are read, since a
+// vector that was stored in pieces a moment ago is slow to load.
 template <int D>
-inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float* scores) {
+inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float rest, float* scores) {
   Vec q[D / W];
   read_vecs<D>(query, q);
   int64_t t = 0;
@@ -54,6 +55,7 @@ inline void dot(const float* query, const float* rows, const int32_t* keys, int6
     store(scores + t, sum_across(part));
   }
   for (; t < count; t += 4) store_sums(scores + t, four_products<D>(q, rows, keys + t));
+  store(scores + count, broadcast(rest));
 }
 
 // sum += sum_t weights[t] * rows[keys[t]]
@@ -98,18 +100,18 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
   }
 }
 
-// Replaces scores by exp(scores - max) and returns their sum. Entries from count to the next multiple of W become 0.
-inline float softmax_numerators(float* scores, int64_t count) {
-  const float low = -std::numeric_limits<float>::infinity();
-  for (int64_t t = count; t % W; ++t) scores[t] = low;
-  Vec high = broadcast(low);
+constexpr float LOW = -std::numeric_limits<float>::infinity();
+
+// Replaces scores by exp(scores - max) and returns their sum, in every place of a vector. Entries from count to the next
+// multiple of W, which are LOW, become 0.
+inline Vec softmax_numerators(float* scores, int64_t count) {
+  Vec high = broadcast(LOW);
   for (int64_t t = 0; t < count; t += W) {
     Vec x = load(scores + t);
     high = x > high ? x : high;
   }
-  const float max = max_of(high);
+  const Vec max = max_of(high), none = broadcast(LOW);
   Vec total = {};
-  const Vec none = broadcast(low);
   for (int64_t t = 0; t < count; t += W) {
     Vec x = load(scores + t);
     Vec p = exponential(x - max);
@@ -192,7 +194,7 @@ void forward_kernel(const Problem& p, const Rows& output) {
     Buffer keys(p.group * key_stride), values(keys.size()), queries(p.group * query_stride), sums(queries.size());
     Lists lists(p.m);
     Buffer scores(BLOCK * lists.size), factors(scores.size());
-    float total[BLOCK];
+    Vec inverse[BLOCK];  // of the sums of a query's numerators
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
       const auto task = p.task(number);
@@ -214,12 +216,12 @@ void forward_kernel(const Problem& p, const Rows& output) {
           float* sum = sums.data() + (h - task.first_head) * query_stride;
           lists.find(p.mask, sequence, h, first, rows);
           for (int64_t r = 0; r < rows; ++r)
-            dot<D>(q + r * D, k, lists.of(r), lists.count[r], scores.data() + r * lists.size);
+            dot<D>(q + r * D, k, lists.of(r), lists.count[r], LOW, scores.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             if (lists.count[r] == 0) continue;
             float* weights = scores.data() + r * lists.size;
-            total[r] = softmax_numerators(weights, lists.count[r]);
+            inverse[r] = 1.0f / softmax_numerators(weights, lists.count[r]);
             if (p.dropout.probability > 0) {
               const float* factor = factors.data() + r * lists.size;
               for (int64_t t = 0; t < lists.count[r]; t += W) store(weights + t, load(weights + t) * load(factor + t));
@@ -229,7 +231,7 @@ void forward_kernel(const Problem& p, const Rows& output) {
             accumulate<D>(scores.data() + r * lists.size, v, lists.of(r), lists.count[r], sum + r * D);
           for (int64_t r = 0; r < rows; ++r)
             if (lists.count[r])
-              for (int64_t c = 0; c < D; ++c) sum[r * D + c] /= total[r];
+              for (int64_t c = 0; c < D; c += W) store(sum + r * D + c, load(sum + r * D + c) * inverse[r]);
         }
         write_rows<D>(output, task, first, first + rows, sums.data(), BLOCK);
       }
@@ -273,17 +275,16 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
 
           lists.find(p.mask, sequence, h, first, rows);
           for (int64_t r = 0; r < rows; ++r)
-            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], weights.data() + r * lists.size);
+            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], LOW, weights.data() + r * lists.size);
           for (int64_t r = 0; r < rows; ++r)
-            dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], others.data() + r * lists.size);
+            dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], 0, others.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             const int64_t count = lists.count[r];
             if (count == 0) continue;
             float *weight = weights.data() + r * lists.size, *other = others.data() + r * lists.size;
             const float* factor = factors.data() + r * lists.size;
-            const float total = 1.0f / softmax_numerators(weight, count);
-            for (int64_t t = count; t % W; ++t) other[t] = 0;
+            const Vec total = 1.0f / softmax_numerators(weight, count);
             // Turn weight into P after dropout, for dV, and other into dS = P (dP - delta) with delta = sum(P dP).
             Vec delta = {};
             for (int64_t t = 0; t < count; t += W) {
@@ -291,7 +292,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
               delta += load(weight + t) * dp;
               store(other + t, dp);
             }
-            const float d = sum_of(delta) * total;
+            const Vec d = sum_of(delta) * total;
             for (int64_t t = 0; t < count; t += W) {
               const Vec probability = load(weight + t) * total;
               store(other + t, probability * (load(other + t) - d));

@@ -138,9 +138,14 @@ struct Mask {
     return s;
   }
 
+  // Where the offsets of the query before were, from which those of the next are not far.
+  struct Cursor {
+    const int32_t *begin = nullptr, *end = nullptr;
+  };
+
   // Writes the live keys of query i to out, ascending, and returns their number. Three copies of the first key follow,
   // so that a kernel may read keys four at a time.
-  int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out) const {
+  int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out, Cursor& cursor) const {
     const int64_t r = first_row + i;
     if (r < s.first_key || r >= s.end_key || (s.holes && !s.holes[r])) return 0;
     int64_t from = s.first_key, to = causal ? r + 1 : s.end_key;
@@ -153,10 +158,7 @@ struct Mask {
       out[count] = static_cast<int32_t>(j);
       count += !s.holes || s.holes[j];
     };
-    // The keys listed from begin to end, counted from an origin, as far as they are from `from` to limit - 1.
-    auto add_listed = [&](const auto* begin, const auto* end, int64_t origin, int64_t limit) {
-      if (from > 0 || block) begin = std::lower_bound(begin, end, from - origin);
-      if (block || (limit < m && !causal)) end = std::lower_bound(begin, end, limit - origin);
+    auto add_listed = [&](const auto* begin, const auto* end, int64_t origin) {
       if (s.holes) {
         for (; begin < end; ++begin) add(origin + *begin);
       } else {
@@ -177,11 +179,16 @@ struct Mask {
       if (has_first) from = s.first + 1;
       if (block) {
         const int64_t origin = r - r % block;
-        add_listed(offsets + begin[h], offsets + end[h], origin, std::min(to, known));
+        find(cursor, offsets + begin[h], offsets + end[h], from - origin, std::min(to, known) - origin);
+        add_listed(cursor.begin, cursor.end, origin);
         if (block > 1 && (keep_self || !self)) set_self(out, count, r);
         for (int64_t j = std::max(from, known); j < to; ++j) add(j);
       } else {
-        add_listed(columns + begin[h * num_rows + r], columns + end[h * num_rows + r], 0, to);
+        const uint16_t* begins = columns + begin[h * num_rows + r];
+        const uint16_t* ends = columns + end[h * num_rows + r];
+        if (from > 0) begins = std::lower_bound(begins, ends, from);
+        if (to < m && !causal) ends = std::lower_bound(begins, ends, to);
+        add_listed(begins, ends, 0);
       }
       if (has_last && !(count > 0 && out[count - 1] == s.last)) out[count++] = static_cast<int32_t>(s.last);
     }
@@ -190,6 +197,21 @@ struct Mask {
   }
 
  private:
+  // Moves a cursor to the offsets from `from` to `to` - 1 among those from begin to end.
+  static void find(Cursor& cursor, const int32_t* begin, const int32_t* end, int64_t from, int64_t to) {
+    if (!cursor.begin) {
+      cursor.begin = std::lower_bound(begin, end, from);
+      cursor.end = std::lower_bound(cursor.begin, end, to);
+    }
+    const auto move = [&](const int32_t* place, int64_t bound) {
+      while (place > begin && place[-1] >= bound) --place;
+      while (place < end && *place < bound) ++place;
+      return place;
+    };
+    cursor.begin = move(cursor.begin, from);
+    cursor.end = std::max(move(cursor.end, to), cursor.begin);
+  }
+
   // Adds a query's own key to its ascending list of keys, or removes it.
   void set_self(int32_t* keys, int64_t& count, int64_t r) const {
     int32_t* const place = std::lower_bound(keys, keys + count, r);
@@ -217,7 +239,8 @@ struct Lists {
   int32_t* of(int64_t r) { return keys.data() + r * size; }
 
   void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r));
+    Mask::Cursor cursor;
+    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r), cursor);
   }
 };
 
