@@ -269,7 +269,7 @@ class SparseMask:
         """Number of tokens after which all rows and columns are on."""
         return self.length if self.length_policy == "dense" else None
 
-    def _shape(self, length):
+    def _shape(self, length: int) -> tuple[str, int, int | None, int, bool | None]:
         return self.form, length, self.block_size, SPECIAL_TOKENS.index(self.special_tokens), self.diagonal
 
     @cached_property

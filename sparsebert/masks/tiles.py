@@ -167,7 +167,7 @@ def mask_live_tiles(mask: SparseMask, length: int, side: int, causal: bool = Fal
         if mask.diagonal:
             row_live[:, row] = True
         elif mask.diagonal is False:
-            two_of_a_block = size[row] - 1 > max(high[row] - low[row], 0)
+            two_of_a_block = size[row] - 1 > (high[row] - low[row]).clamp(min=0)
             row_live[:, row] = (count[:, row] > own) | (own & two_of_a_block) | (new[row] & (size[row] > 1))
         live += int((row_live[:, : row + 1] if causal else row_live).sum())
     return live / (len(keep) * len(first) ** 2)

@@ -56,7 +56,8 @@ def quantize(model: Model) -> Model:
         warnings.filterwarnings("ignore", message="(?s).*deprecated")
         quantize_dynamic(model.base_model, {nn.Linear: per_channel_dynamic_qconfig}, inplace=True)
     model.eval()
-    for part in {model, model.base_model}:
+    parts: set[nn.Module] = {model, model.base_model}
+    for part in parts:
         part.register_state_dict_pre_hook(_refuse_to_save)
         part.register_load_state_dict_pre_hook(_refuse_to_save)
         vars(part)["save_pretrained"] = MethodType(_refuse_to_save, part)  # before it writes the configuration
