@@ -39,6 +39,7 @@ from .models.modeling_sparsebert import (
     SparseBertPreTrainedModel,
 )
 from .models.positions import extend_positions
+from .models.quantization import quantize
 from .models.sparse_attention import SparseAttention
 from .models.stock_loading import extend_stock_loading
 from .models.token_mixers import MIXERS
@@ -112,6 +113,7 @@ __all__ = [
     "extend_positions",
     "load",
     "plan",
+    "quantize",
     "sparse_dot_product_attention",
     "sparsity",
     "sparsity_loss",

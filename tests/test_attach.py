@@ -159,12 +159,8 @@ def test_sparse_mask_is_an_additive_one_on_the_stock_model(name, padded, special
     assert (states(model, name, padded)[rows] - expected).abs().max() > 1e-3
     for backend in BACKENDS:
         attach(model, mask, attn_implementation=backend)
-        if name == "modernbert" and padded and (special_tokens, backend) == ("first_last", "sparse_cpu"):
-            with pytest.raises(ValueError, match="sparse_cpu cannot run here.*sliding windows around"):
-                states(model, name, padded)
-        else:
-            got = states(model, name, padded)[rows]
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        got = states(model, name, padded)[rows]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         detach(model)
 
 
@@ -188,11 +184,7 @@ def test_first_token_of_left_padded_sequences(name, special_tokens):
     for backend in BACKENDS:
         attach(model, mask, attn_implementation=backend)
         with torch.no_grad():
-            if name == "modernbert" and backend == "sparse_cpu":
-                with pytest.raises(ValueError, match="sparse_cpu cannot run here.*sliding windows around"):
-                    model(**inputs)
-            else:
-                torch.testing.assert_close(model(**inputs).last_hidden_state[rows], expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(model(**inputs).last_hidden_state[rows], expected, atol=1e-5, rtol=1e-5)
         detach(model)
 
 

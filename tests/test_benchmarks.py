@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, layer, model, pretrain, search
+from benchmarks import attention, encoders, layer, model, pretrain, search
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
@@ -89,6 +89,41 @@ def test_models_report_tokens_per_second(benchmark, tmp_path):
     for cell in cells:
         for entry in cell["systems"].values():
             assert entry["tokens_per_second"] == pytest.approx(cell["batch"] * cell["n"] / entry["median_ms"] * 1e3)
+
+
+def test_encoders_in_three_precisions(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "encoders"
+    arguments = ["--quick", "--threads", "1", "--models", "MiniLM", "--output", str(output), "--resume"]
+    encoders.run([*arguments, "--lengths", "32"])
+    (first,) = json.loads((tmp_path / "encoders.json").read_text())["cells"]
+    encoders.run([*arguments, "--lengths", "32", "64"])
+    kept, second = json.loads((tmp_path / "encoders.json").read_text())["cells"]
+    assert kept == first and (second["n"], second["batch"]) == (64, 1)
+    assert (tmp_path / "encoders.png").stat().st_size > 0
+    for cell in (first, second):
+        assert list(cell["systems"]) == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
+        assert set(cell["speed_up"]) == {*encoders.PRECISIONS, "best"}
+        for name, entry in cell["systems"].items():
+            tokens = cell["batch"] * cell["n"]
+            assert entry["tokens_per_second"] == pytest.approx(tokens / entry["median_ms"] * 1e3)
+            assert entry["cosine"] == pytest.approx(1, abs=1e-6 if name.endswith("float32") else 0.02)
+            assert (entry["cosine"] < 1 - 1e-7) == (not name.endswith("float32"))
+        for kind, best in cell["best"].items():
+            times = {name: entry["median_ms"] for name, entry in cell["systems"].items() if name.startswith(kind)}
+            assert times[best] == min(times.values())
+    assert "best against best" in capsys.readouterr().out
+
+
+def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
+    config = tiny_config(BertConfig, num_attention_heads=2)
+    BertModel(config).save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(90)))
+    arguments = ["--quick", "--weights", str(tmp_path / "model"), "--lengths", "64", "--output", str(tmp_path / "out")]
+    encoders.run([*arguments, "--text", str(tmp_path / "text.txt"), "--mask", "window:4"])
+    (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
 
 
 def test_search_reports_time_and_memory(tmp_path, capsys):

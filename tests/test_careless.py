@@ -23,6 +23,7 @@ from sparsebert import (
     extend_positions,
     load,
     plan,
+    quantize,
     sparse_dot_product_attention,
     sparsity,
 )
@@ -394,6 +395,7 @@ MISTAKES = {
     "plan device": (lambda m: plan(window(), 32, device="gpu"), "device must be a device of torch"),
     "sparsity of nothing": (lambda m: sparsity(None), "expected a model of transformers, got NoneType"),
     "extend nothing": (lambda m: extend_positions(None, 80), "expected a model of transformers, got NoneType"),
+    "quantize nothing": (lambda m: quantize(None), "quantize needs a model of transformers, got NoneType"),
     "attention table": (lambda m: attention(window().to_table(8)), "mask must be a SparseMask, got Tensor"),
     "attention backend": (lambda m: attention(window(), backend="cpu"), "backend must be one of sparse_eager"),
 }  # fmt: skip

@@ -11,10 +11,9 @@ from ..attention import choice
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range
-from ..masks.compiled import base_table
 from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import live_tiles
+from ..masks.tiles import mask_live_tiles
 from ..models.attaching import get_sparse_attention
 from ..models.loading import find_file, load
 from .tables import Table
@@ -132,8 +131,7 @@ def make_plan(
         device_type, dtype = torch.device(device or "cpu").type, dtype or torch.float32
     except RuntimeError as error:
         raise ValueError(f"device must be a device of torch, such as cpu or cuda, got {device!r}") from error
-    whole = base_table(mask, length, causal, special="all")
-    base = base_table(mask, length, causal)[0]
+    sparsity = 1.0 - mask.density_at(length, causal)
     choices = {}
     for phase, dropout in (("inference", 0.0), ("training", 0.0), ("training with dropout", 0.1)):
         shape = (1, mask.num_heads, length, length, head_size)
@@ -145,8 +143,8 @@ def make_plan(
         length,
         device_type,
         dtype,
-        1.0 - whole.float().mean().item(),
-        {size: live_tiles(base, size) for size in TILE_SIZES},
+        sparsity,
+        {size: mask_live_tiles(mask, length, size, causal) for size in TILE_SIZES},
         choices,
     )
 

@@ -34,7 +34,7 @@ BACKENDS: dict[str, Backend] = {
     "sparse_sdpa": Backend(
         sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "window"})
     ),
-    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, packed=True),
+    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"window"}), packed=True),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..masks.compiled import base_table
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import live_tiles
+from ..masks.tiles import mask_live_tiles
 from .capabilities import WANTED, Backend, Request
 from .mask_inputs import MaskInputs
 
@@ -44,7 +43,7 @@ def check(backends: Mapping[str, Backend], name: str, request: Request) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _live_tiles(handle, length, causal):
-    return live_tiles(base_table(SparseMask.instances[handle], length, causal)[0], TILE_SIZE)
+    return mask_live_tiles(SparseMask.instances[handle], length, TILE_SIZE, causal)
 
 
 def by_table(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:

@@ -1,7 +1,9 @@
 """
-The CPU backend: a C++ operator over compressed rows (CSR) that only visits the live entries of the mask.
+The CPU backend: a C++ operator that only visits the live entries of the mask. It reads a table as compressed rows
+(CSR), and a Toeplitz form as a list of offsets per head, which is the same for inputs of any length.
 
-Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, E live entries of all heads.
+Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, E live entries of all heads,
+K parameters of a Toeplitz form.
 """
 
 import functools
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from ..masks.compiled import compiled
+from ..masks.compiled import compiled, compiled_parameters
 from ..masks.sparse_mask import SparseMask
 from .mask_inputs import MaskInputs, compiled_length, per_sequence
 
@@ -31,7 +33,6 @@ logger = logging.get_logger(__name__)
 SOURCE = Path(__file__).with_name("csr_attention.cpp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-MAX_LENGTH = 2**16
 # Compiler flags, by the vector instructions that PyTorch finds on this machine.
 FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
@@ -41,8 +42,10 @@ FLAGS = {
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
     "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor seed, bool first, "
-    "bool self_attention, bool causal, float dropout, float scale, Tensor? starts=None, int longest=0"
+    "bool self_attention, bool causal, float dropout, float scale, Tensor? starts=None, int longest=0, int block=0, "
+    "int known=0, bool keep_self=False, int window=-1"
 )
+_NUM_LAST = 5  # arguments after `starts`
 library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
 library.define(
     f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor, Tensor)"
@@ -65,15 +68,15 @@ def _backward_shapes(grad, query, key, value, *mask):
 
 
 def _remember(ctx, inputs, output):
-    *tensors, first, self_attention, causal, dropout, scale, starts, longest = inputs
-    ctx.options, ctx.longest = (first, self_attention, causal, dropout, scale), longest
+    *tensors, first, self_attention, causal, dropout, scale, starts = inputs[:-_NUM_LAST]
+    ctx.options, ctx.last_options = (first, self_attention, causal, dropout, scale), inputs[-_NUM_LAST:]
     ctx.save_for_backward(*tensors, starts)
 
 
 def _differentiate(ctx, grad):
     *tensors, starts = ctx.saved_tensors
-    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, *ctx.options, starts, ctx.longest)
-    return *gradients, *[None] * 13
+    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, *ctx.options, starts, *ctx.last_options)
+    return *gradients, *[None] * (len(tensors) - 3 + len(ctx.options) + 1 + _NUM_LAST)
 
 
 def _no_second_derivatives(ctx, *grads):
@@ -103,6 +106,34 @@ def compressed_rows(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
         raise ValueError(f"sparse_cpu: the mask must keep fewer than 2^31 entries, got {end[-1, -1]}")
     columns = torch.cat([head.nonzero()[:, 1].to(torch.uint16) for head in table])
     return (end - counts).int(), end.int(), columns
+
+
+def signed_offsets(
+    keep: torch.Tensor, block_size: int, diagonal: bool | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The live keys of a query under a Toeplitz mask, as offsets from the first token of the query's block.
+
+    Args:
+        keep (`torch.Tensor` of shape `(H, K)`): Bool, the parameters of one layer, see [`SparseMask`].
+        block_size (`int`): Size of a block, B; 1 for form `"offsets"`.
+        diagonal (`bool`, *optional*): See [`SparseMask`]. Only blocks of one token can express it; for others the
+            operator applies it itself.
+
+    Returns:
+        `tuple` of `torch.Tensor`: `begin` and `end` of shape `(H, 1)` and `offsets` of shape `(E,)`, int32. Query i of
+        head h attends to `i - i % B + offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as far as there are such
+        positions.
+    """
+    if block_size == 1 and diagonal is not None:
+        keep = keep.clone()
+        keep[:, 0] = diagonal
+    both = torch.cat([keep.flip(-1)[:, :-1], keep], dim=-1)  # (H, 2K - 1), from -(K - 1) to K - 1
+    counts = both.sum(-1, keepdim=True) * block_size
+    end = counts.cumsum(0)
+    blocks = both.nonzero()[:, 1] - (keep.shape[-1] - 1)
+    offsets = blocks[:, None] * block_size + torch.arange(block_size)
+    return (end - counts).int(), end.int(), offsets.flatten().int()
 
 
 @functools.cache
@@ -153,16 +184,17 @@ def refuse(request: "Request") -> str | None:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
     if request.head_size > MAX_HEAD_SIZE:
         return f"head size must be at most {MAX_HEAD_SIZE}, got {request.head_size}"
-    if request.num_keys > MAX_LENGTH:
-        return f"inputs must have at most {MAX_LENGTH} tokens, got {request.num_keys}"
     return unavailable()
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The compressed rows of every layer's mask, and the last token of each sequence."""
-    length = compiled_length(mask, inputs)
-    rows = compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")
-    return {"compiled": rows, "last_token": inputs.last()}
+    """The compressed rows or offsets of every layer's mask, and the last token of each sequence."""
+    if mask.form == "table":
+        length = compiled_length(mask, inputs)
+        form = compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")
+    else:
+        form = compiled_parameters(mask, signed_offsets, inputs.num_keys, inputs.device)
+    return {"compiled": form, "last_token": inputs.last()}
 
 
 def csr_backend(
@@ -200,5 +232,9 @@ def csr_backend(
         scaling,
         None if documents is None else documents.starts,
         inputs.num_keys,
+        0 if mask.form == "table" else mask.block_size or 1,
+        mask.length if mask.length_policy == "dense" else inputs.num_keys,
+        mask.diagonal is True,
+        -1 if inputs.window is None else inputs.window,
     )
     return output.transpose(1, 2), None

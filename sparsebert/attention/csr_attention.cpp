@@ -1,4 +1,4 @@
-// Attention under a mask in compressed rows (CSR), forward and backward, for CPUs.
+// Attention under a mask in compressed rows (CSR), or in a Toeplitz form by its offsets, forward and backward, for CPUs.
 //
 // The work is split into tasks by batch and head and, if there are few of them, by rows. A task first packs the keys
 // and values of its heads into contiguous float32 rows of D >= d numbers: in the host's layout, rows are H * d apart
@@ -26,55 +26,65 @@ inline void read_vecs(const float* from, Vec* to) {
   for (int64_t c = 0; c < D / W; ++c) to[c] = load(from + c * W);
 }
 
+// The products of a query with four rows, as sum_lanes returns them.
 template <int D>
-inline Vec products(const Vec* q, const float* k) {
-  Vec sum = q[0] * load(k);
-#pragma GCC unroll 16
-  for (int64_t c = 1; c < D / W; ++c) sum += q[c] * load(k + c * W);
-  return sum;
+inline Vec four_products(const Vec* q, const float* rows, const int32_t* keys) {
+  const float *a = rows + keys[0] * D, *b = rows + keys[1] * D, *c = rows + keys[2] * D, *d = rows + keys[3] * D;
+  Vec x = q[0] * load(a), y = q[0] * load(b), z = q[0] * load(c), w = q[0] * load(d);
+#pragma GCC unroll 64
+  for (int64_t i = 1; i < D / W; ++i) {
+    x += q[i] * load(a + i * W);
+    y += q[i] * load(b + i * W);
+    z += q[i] * load(c + i * W);
+    w += q[i] * load(d + i * W);
+  }
+  return sum_lanes(x, y, z, w);
 }
 
-// scores[t] = q . rows[keys[t]]
+// scores[t] = q . rows[keys[t]], and W times `rest` from scores[count] on: here, long before they are read, since a
+// vector that was stored in pieces a moment ago is slow to load.
 template <int D>
-inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float* scores) {
+inline void dot(const float* query, const float* rows, const int32_t* keys, int64_t count, float rest, float* scores) {
   Vec q[D / W];
   read_vecs<D>(query, q);
   int64_t t = 0;
   for (; t + W <= count; t += W) {
     Vec part[W / 4];
 #pragma GCC unroll 4
-    for (int64_t g = 0; g < W / 4; ++g) {
-      const int32_t* j = keys + t + 4 * g;
-      part[g] = sum_lanes(products<D>(q, rows + j[0] * D), products<D>(q, rows + j[1] * D),
-                          products<D>(q, rows + j[2] * D), products<D>(q, rows + j[3] * D));
-    }
+    for (int64_t g = 0; g < W / 4; ++g) part[g] = four_products<D>(q, rows, keys + t + 4 * g);
     store(scores + t, sum_across(part));
   }
-  for (; t < count; t += 4) {
-    const int32_t* j = keys + t;
-    store_sums(scores + t, sum_lanes(products<D>(q, rows + j[0] * D), products<D>(q, rows + j[1] * D),
-                                          products<D>(q, rows + j[2] * D), products<D>(q, rows + j[3] * D)));
-  }
+  for (; t < count; t += 4) store_sums(scores + t, four_products<D>(q, rows, keys + t));
+  store(scores + count, broadcast(rest));
 }
 
 // sum += sum_t weights[t] * rows[keys[t]]
 template <int D>
 inline void accumulate(const float* weights, const float* rows, const int32_t* keys, int64_t count, float* sum) {
-  Vec even[D / W], odd[D / W] = {};
-  read_vecs<D>(sum, even);
-  int64_t t = 0;
-  for (; t + 1 < count; t += 2) {
-    const float *a = rows + keys[t] * D, *b = rows + keys[t + 1] * D;
-    const Vec wa = broadcast(weights[t]), wb = broadcast(weights[t + 1]);
-#pragma GCC unroll 16
-    for (int64_t c = 0; c < D / W; ++c) {
-      even[c] += wa * load(a + c * W);
-      odd[c] += wb * load(b + c * W);
+  // Eight sums at a time: enough to hide the latency of an addition, few enough for 16 registers.
+  constexpr int64_t C = std::min<int64_t>(D / W, 8), ways = 8 / C;
+  for (int64_t first = 0; first < D; first += C * W) {
+    Vec sums[ways][C] = {};
+#pragma GCC unroll 8
+    for (int64_t c = 0; c < C; ++c) sums[0][c] = load(sum + first + c * W);
+    auto add = [&](int64_t t, Vec* to) {
+      const float* row = rows + keys[t] * D + first;
+      const Vec weight = broadcast(weights[t]);
+#pragma GCC unroll 8
+      for (int64_t c = 0; c < C; ++c) to[c] += weight * load(row + c * W);
+    };
+    int64_t t = 0;
+    for (; t + ways <= count; t += ways) {
+#pragma GCC unroll 8
+      for (int64_t way = 0; way < ways; ++way) add(t + way, sums[way]);
+    }
+    for (; t < count; ++t) add(t, sums[0]);
+#pragma GCC unroll 8
+    for (int64_t c = 0; c < C; ++c) {
+      for (int64_t way = 1; way < ways; ++way) sums[0][c] += sums[way][c];
+      store(sum + first + c * W, sums[0][c]);
     }
   }
-  if (t < count)
-    for (int64_t c = 0; c < D / W; ++c) even[c] += weights[t] * load(rows + keys[t] * D + c * W);
-  for (int64_t c = 0; c < D / W; ++c) store(sum + c * W, even[c] + odd[c]);
 }
 
 // rows[keys[t]] += weights[t] * q
@@ -90,18 +100,18 @@ inline void scatter(const float* weights, const float* query, const int32_t* key
   }
 }
 
-// Replaces scores by exp(scores - max) and returns their sum. Entries from count to the next multiple of W become 0.
-inline float softmax_numerators(float* scores, int64_t count) {
-  const float low = -std::numeric_limits<float>::infinity();
-  for (int64_t t = count; t % W; ++t) scores[t] = low;
-  Vec high = broadcast(low);
+constexpr float LOW = -std::numeric_limits<float>::infinity();
+
+// Replaces scores by exp(scores - max) and returns their sum, in every place of a vector. Entries from count to the next
+// multiple of W, which are LOW, become 0.
+inline Vec softmax_numerators(float* scores, int64_t count) {
+  Vec high = broadcast(LOW);
   for (int64_t t = 0; t < count; t += W) {
     Vec x = load(scores + t);
     high = x > high ? x : high;
   }
-  const float max = max_of(high);
+  const Vec max = max_of(high), none = broadcast(LOW);
   Vec total = {};
-  const Vec none = broadcast(low);
   for (int64_t t = 0; t < count; t += W) {
     Vec x = load(scores + t);
     Vec p = exponential(x - max);
@@ -184,7 +194,7 @@ void forward_kernel(const Problem& p, const Rows& output) {
     Buffer keys(p.group * key_stride), values(keys.size()), queries(p.group * query_stride), sums(queries.size());
     Lists lists(p.m);
     Buffer scores(BLOCK * lists.size), factors(scores.size());
-    float total[BLOCK];
+    Vec inverse[BLOCK];  // of the sums of a query's numerators
     int64_t packed = -1;
     for (int64_t number = from; number < to; ++number) {
       const auto task = p.task(number);
@@ -206,12 +216,12 @@ void forward_kernel(const Problem& p, const Rows& output) {
           float* sum = sums.data() + (h - task.first_head) * query_stride;
           lists.find(p.mask, sequence, h, first, rows);
           for (int64_t r = 0; r < rows; ++r)
-            dot<D>(q + r * D, k, lists.of(r), lists.count[r], scores.data() + r * lists.size);
+            dot<D>(q + r * D, k, lists.of(r), lists.count[r], LOW, scores.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             if (lists.count[r] == 0) continue;
             float* weights = scores.data() + r * lists.size;
-            total[r] = softmax_numerators(weights, lists.count[r]);
+            inverse[r] = 1.0f / softmax_numerators(weights, lists.count[r]);
             if (p.dropout.probability > 0) {
               const float* factor = factors.data() + r * lists.size;
               for (int64_t t = 0; t < lists.count[r]; t += W) store(weights + t, load(weights + t) * load(factor + t));
@@ -221,7 +231,7 @@ void forward_kernel(const Problem& p, const Rows& output) {
             accumulate<D>(scores.data() + r * lists.size, v, lists.of(r), lists.count[r], sum + r * D);
           for (int64_t r = 0; r < rows; ++r)
             if (lists.count[r])
-              for (int64_t c = 0; c < D; ++c) sum[r * D + c] /= total[r];
+              for (int64_t c = 0; c < D; c += W) store(sum + r * D + c, load(sum + r * D + c) * inverse[r]);
         }
         write_rows<D>(output, task, first, first + rows, sums.data(), BLOCK);
       }
@@ -265,17 +275,16 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
 
           lists.find(p.mask, sequence, h, first, rows);
           for (int64_t r = 0; r < rows; ++r)
-            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], weights.data() + r * lists.size);
+            dot<D>(q + r * D, keys.data() + head, lists.of(r), lists.count[r], LOW, weights.data() + r * lists.size);
           for (int64_t r = 0; r < rows; ++r)
-            dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], others.data() + r * lists.size);
+            dot<D>(g + r * D, values.data() + head, lists.of(r), lists.count[r], 0, others.data() + r * lists.size);
           if (p.dropout.probability > 0) p.dropout.draw(lists, first, rows, task.b * p.H + h, factors.data());
           for (int64_t r = 0; r < rows; ++r) {
             const int64_t count = lists.count[r];
             if (count == 0) continue;
             float *weight = weights.data() + r * lists.size, *other = others.data() + r * lists.size;
             const float* factor = factors.data() + r * lists.size;
-            const float total = 1.0f / softmax_numerators(weight, count);
-            for (int64_t t = count; t % W; ++t) other[t] = 0;
+            const Vec total = 1.0f / softmax_numerators(weight, count);
             // Turn weight into P after dropout, for dV, and other into dS = P (dP - delta) with delta = sum(P dP).
             Vec delta = {};
             for (int64_t t = 0; t < count; t += W) {
@@ -283,7 +292,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
               delta += load(weight + t) * dp;
               store(other + t, dp);
             }
-            const float d = sum_of(delta) * total;
+            const Vec d = sum_of(delta) * total;
             for (int64_t t = 0; t < count; t += W) {
               const Vec probability = load(weight + t) * total;
               store(other + t, probability * (load(other + t) - d));
@@ -345,10 +354,14 @@ at::Tensor empty_rows(const at::Tensor& like, const Problem& p) {
   return made.transpose(1, 2);
 }
 
-Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& begin,
-                const at::Tensor& end, const at::Tensor& columns, const std::optional<at::Tensor>& padding,
-                const std::optional<at::Tensor>& last, const at::Tensor& seed, bool first, bool self, bool causal,
-                double dropout, double scale, const std::optional<at::Tensor>& starts, int64_t longest,
+// The arguments of the operators after query, key and value, see `Mask`.
+#define MASK_ARGUMENTS                                                                                                \
+  const at::Tensor &begin, const at::Tensor &end, const at::Tensor &columns, const std::optional<at::Tensor>&padding, \
+      const std::optional<at::Tensor>&last, const at::Tensor &seed, bool first, bool self, bool causal,               \
+      double dropout, double scale, const std::optional<at::Tensor>&starts, int64_t longest, int64_t block,           \
+      int64_t known, bool keep_self, int64_t window
+
+Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, MASK_ARGUMENTS,
                 int64_t buffers) {
   const int64_t H = query.size(1), B = starts ? starts->numel() : query.size(0);
   const int64_t n = starts ? longest : query.size(2), m = starts ? longest : key.size(2);
@@ -364,11 +377,14 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
   TORCH_CHECK(!padding || (padding->sizes() == std::vector<int64_t>{B, m} && padding->is_contiguous()),
               "padding must be contiguous, one row of ", m, " for each sequence");
   TORCH_CHECK(!last || last->numel() == B, "last must have one position for each sequence");
-  TORCH_CHECK(begin.size(0) == H && begin.size(1) >= m, "the mask has ", begin.size(0), " heads of length ",
-              begin.size(1), ", the input ", H, " heads and ", m, " keys");
-  Mask mask{begin.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(), columns.const_data_ptr<uint16_t>(),
+  const bool toeplitz = block > 0;
+  TORCH_CHECK(begin.size(0) == H && (toeplitz || begin.size(1) >= m), "the mask has ", begin.size(0),
+              " heads of length ", begin.size(1), ", the input ", H, " heads and ", m, " keys");
+  Mask mask{begin.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(),
+            toeplitz ? nullptr : columns.const_data_ptr<uint16_t>(),
+            toeplitz ? columns.const_data_ptr<int32_t>() : nullptr, block, known,
             padding ? padding->const_data_ptr<bool>() : nullptr, last ? last->const_data_ptr<int32_t>() : nullptr,
-            begin.size(1), m, m - n, first, self, causal};
+            begin.size(1), m, m - n, first, self, keep_self, causal, window};
   // At least two tasks per thread, split by heads first and then by rows. Fewer than 64 rows are not worth packing the
   // keys.
   const int64_t threads = at::get_num_threads(), floats = buffers * m * std::max<int64_t>(query.size(3), 16);
@@ -392,27 +408,21 @@ Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor
                  begins, std::move(lengths)};
 }
 
-at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const at::Tensor& begin, const at::Tensor& end, const at::Tensor& columns,
-                         const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last,
-                         const at::Tensor& seed, bool first, bool self, bool causal, double dropout, double scale,
-                         const std::optional<at::Tensor>& starts, int64_t longest) {
+at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, MASK_ARGUMENTS) {
   const auto q = rows_of(query), k = rows_of(key), v = rows_of(value);
   const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale,
-                         starts, longest, 2);
+                         starts, longest, block, known, keep_self, window, 2);
   auto output = empty_rows(query, p);
   for_head_size(query.size(3), [&](auto D) { forward_kernel<D>(p, Rows(output, p.starts)); });
   return output;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> csr_attention_backward(
-    const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& begin, const at::Tensor& end, const at::Tensor& columns,
-    const std::optional<at::Tensor>& padding, const std::optional<at::Tensor>& last, const at::Tensor& seed, bool first,
-    bool self, bool causal, double dropout, double scale, const std::optional<at::Tensor>& starts, int64_t longest) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> csr_attention_backward(const at::Tensor& grad, const at::Tensor& query,
+                                                                      const at::Tensor& key, const at::Tensor& value,
+                                                                      MASK_ARGUMENTS) {
   const auto g = rows_of(grad), q = rows_of(query), k = rows_of(key), v = rows_of(value);
   const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale,
-                         starts, longest, 4);
+                         starts, longest, block, known, keep_self, window, 4);
   auto dq = empty_rows(query, p), dk = empty_rows(key, p), dv = empty_rows(value, p);
   for_head_size(query.size(3), [&](auto D) {
     const auto rows = [&](const at::Tensor& t) { return Rows(t, p.starts); };

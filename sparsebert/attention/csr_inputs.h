@@ -101,16 +101,23 @@ inline void philox(uint64_t seed, uint32_t block, uint32_t row, uint32_t head, u
 }
 
 struct Mask {
-  // The live keys of row r of head h: columns[begin[h, r]] to columns[end[h, r] - 1], ascending.
+  // The live keys of row r of head h, ascending. In compressed rows: columns[t] for t from begin[h, r] to
+  // end[h, r] - 1. In a Toeplitz form, where block is not 0: r - r % block + offsets[t] for t from begin[h] to
+  // end[h] - 1, as far as they are between 0 and known, and all keys from known on; rows from known on have all keys.
   const int32_t* begin;
   const int32_t* end;
   const uint16_t* columns;
+  const int32_t* offsets;
+  int64_t block, known;
   const bool* padding;  // (B, m), true = real token; null without padding
   const int32_t* last;  // (B,), the token whose row and column are on in addition; null if there is none
   int64_t num_rows, m, first_row;
-  bool first;   // whether the row and column of each sequence's first real token are on; those of position 0 are listed
-  bool self;    // whether these tokens attend to themselves
-  bool causal;  // whether a query attends to no later key
+  bool first;      // whether the row and column of each sequence's first real token are on; compressed rows of an input
+                   // without padding list those of position 0 themselves
+  bool self;       // whether these tokens, and those of a Toeplitz form, attend to themselves
+  bool keep_self;  // whether all tokens of a Toeplitz form do
+  bool causal;     // whether a query attends to no later key
+  int64_t window;  // largest distance between a query and a key; negative if there is none
 
   struct Sequence {
     int64_t first_key, end_key, first, last;  // first and last: -1 if there is no such token
@@ -118,53 +125,105 @@ struct Mask {
   };
 
   Sequence sequence(int64_t b) const {
-    Sequence s{0, m, -1, last ? last[b] : -1, nullptr};
+    Sequence s{0, m, block && first ? 0 : -1, last ? last[b] : -1, nullptr};
     if (padding) {
       const bool* real = padding + b * m;
       s.first_key = std::find(real, real + m, true) - real;
       s.end_key = m;
       while (s.end_key > s.first_key && !real[s.end_key - 1]) --s.end_key;
       if (std::find(real + s.first_key, real + s.end_key, false) != real + s.end_key) s.holes = real;
-      if (first && s.first_key > 0 && s.first_key < m) s.first = s.first_key;
+      if (first && (block || s.first_key > 0) && s.first_key < m) s.first = s.first_key;
       if (s.last >= 0 && !real[s.last]) s.last = -1;
     }
     return s;
   }
 
+  // Where the offsets of the query before were, from which those of the next are not far.
+  struct Cursor {
+    const int32_t *begin = nullptr, *end = nullptr;
+  };
+
   // Writes the live keys of query i to out, ascending, and returns their number. Three copies of the first key follow,
   // so that a kernel may read keys four at a time.
-  int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out) const {
+  int64_t keys(const Sequence& s, int64_t h, int64_t i, int32_t* out, Cursor& cursor) const {
     const int64_t r = first_row + i;
     if (r < s.first_key || r >= s.end_key || (s.holes && !s.holes[r])) return 0;
+    int64_t from = s.first_key, to = causal ? r + 1 : s.end_key;
+    if (window >= 0) {
+      from = std::max(from, r - window);
+      to = std::min(to, r + window + 1);
+    }
     int64_t count = 0;
-    auto add = [&](int32_t j) {
-      out[count] = j;
+    auto add = [&](int64_t j) {
+      out[count] = static_cast<int32_t>(j);
       count += !s.holes || s.holes[j];
     };
-    if (r == s.first || r == s.last) {
-      const int64_t end_key = causal ? r + 1 : s.end_key;
-      for (int64_t j = s.first_key; j < end_key; ++j)
-        if (self || j != r) add(j);
-    } else {
-      const uint16_t* from = columns + begin[h * num_rows + r];
-      const uint16_t* to = columns + end[h * num_rows + r];
-      if (padding) {
-        if (s.first_key > 0) from = std::lower_bound(from, to, s.first_key);
-        if (s.end_key < m) to = std::lower_bound(from, to, s.end_key);
-      }
-      // No live key is less than the first token or greater than the last one, so the list stays ascending.
-      if (s.first >= 0 && !(to > from && from[0] == s.first)) out[count++] = s.first;
+    auto add_listed = [&](const auto* begin, const auto* end, int64_t origin) {
       if (s.holes) {
-        for (const uint16_t* j = from; j < to; ++j) add(*j);
+        for (; begin < end; ++begin) add(origin + *begin);
       } else {
-        const int64_t listed = to - from;
-        for (int64_t t = 0; t < listed; ++t) out[count + t] = from[t];
+        const int64_t listed = end - begin;
+        const int32_t shift = static_cast<int32_t>(origin);
+        for (int64_t t = 0; t < listed; ++t) out[count + t] = begin[t] + shift;
         count += listed;
       }
-      if (s.last >= 0 && !(to > from && to[-1] == s.last)) out[count++] = s.last;
+    };
+    if (r == s.first || r == s.last || (block && r >= known)) {
+      for (int64_t j = from; j < to; ++j)
+        if (self || j != r) add(j);
+    } else {
+      // No live key is before the first token or after the last one, so the list stays ascending.
+      const bool has_first = s.first >= from, has_last = s.last >= 0 && s.last < to;
+      if (has_first) out[count++] = static_cast<int32_t>(s.first);
+      // The first token may be listed as well.
+      if (has_first) from = s.first + 1;
+      if (block) {
+        const int64_t origin = r - r % block;
+        find(cursor, offsets + begin[h], offsets + end[h], from - origin, std::min(to, known) - origin);
+        add_listed(cursor.begin, cursor.end, origin);
+        if (block > 1 && (keep_self || !self)) set_self(out, count, r);
+        for (int64_t j = std::max(from, known); j < to; ++j) add(j);
+      } else {
+        const uint16_t* begins = columns + begin[h * num_rows + r];
+        const uint16_t* ends = columns + end[h * num_rows + r];
+        if (from > 0) begins = std::lower_bound(begins, ends, from);
+        if (to < m && !causal) ends = std::lower_bound(begins, ends, to);
+        add_listed(begins, ends, 0);
+      }
+      if (has_last && !(count > 0 && out[count - 1] == s.last)) out[count++] = static_cast<int32_t>(s.last);
     }
     std::fill(out + count, out + count + (count ? 3 : 0), out[0]);
     return count;
+  }
+
+ private:
+  // Moves a cursor to the offsets from `from` to `to` - 1 among those from begin to end.
+  static void find(Cursor& cursor, const int32_t* begin, const int32_t* end, int64_t from, int64_t to) {
+    if (!cursor.begin) {
+      cursor.begin = std::lower_bound(begin, end, from);
+      cursor.end = std::lower_bound(cursor.begin, end, to);
+    }
+    const auto move = [&](const int32_t* place, int64_t bound) {
+      while (place > begin && place[-1] >= bound) --place;
+      while (place < end && *place < bound) ++place;
+      return place;
+    };
+    cursor.begin = move(cursor.begin, from);
+    cursor.end = std::max(move(cursor.end, to), cursor.begin);
+  }
+
+  // Adds a query's own key to its ascending list of keys, or removes it.
+  void set_self(int32_t* keys, int64_t& count, int64_t r) const {
+    int32_t* const place = std::lower_bound(keys, keys + count, r);
+    const bool listed = place < keys + count && *place == r;
+    if (listed && !keep_self) {
+      std::copy(place + 1, keys + count, place);
+      --count;
+    } else if (!listed && keep_self) {
+      std::copy_backward(place, keys + count, keys + count + 1);
+      *place = static_cast<int32_t>(r);
+      ++count;
+    }
   }
 };
 
@@ -180,7 +239,8 @@ struct Lists {
   int32_t* of(int64_t r) { return keys.data() + r * size; }
 
   void find(const Mask& mask, const Mask::Sequence& sequence, int64_t h, int64_t first, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r));
+    Mask::Cursor cursor;
+    for (int64_t r = 0; r < rows; ++r) count[r] = mask.keys(sequence, h, first + r, of(r), cursor);
   }
 };
 

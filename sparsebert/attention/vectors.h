@@ -81,24 +81,27 @@ inline void store_sums(float* out, Vec v) {
   std::memcpy(out, &v, 16);
 }
 
-// The sum and the maximum of a vector's W floats.
+// The sum and the maximum of a vector's W floats, in every place.
 template <class Operation>
-inline float reduce(Vec v, Operation&& operation) {
+inline Vec reduce(Vec v, Operation&& operation) {
 #if WIDTH == 16
   v = operation(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
   v = operation(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = operation(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return operation(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
 #elif WIDTH == 8
   v = operation(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+  v = operation(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+  return operation(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+  v = operation(v, SHUFFLE(v, v, 2, 3, 0, 1));
+  return operation(v, SHUFFLE(v, v, 1, 0, 3, 2));
 #endif
-  float a[4];
-  std::memcpy(a, &v, sizeof(a));
-  Vec x = broadcast(a[0]), y = broadcast(a[1]), z = broadcast(a[2]), w = broadcast(a[3]);
-  return operation(operation(x, y), operation(z, w))[0];
 }
-inline float sum_of(Vec v) {
+inline Vec sum_of(Vec v) {
   return reduce(v, [](Vec a, Vec b) { return a + b; });
 }
-inline float max_of(Vec v) {
+inline Vec max_of(Vec v) {
   return reduce(v, [](Vec a, Vec b) { return a > b ? a : b; });
 }
 

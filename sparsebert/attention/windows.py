@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..masks.compiled import windowed
+from ..masks.compiled import narrowed, windowed
 from ..masks.exported import exporting
 from .backends import BACKENDS, choose_backend
 from .mask_inputs import REMOVED, MaskInputs, near_entries
@@ -38,20 +38,32 @@ def local_inputs(
             return bias.masked_fill(far, REMOVED)
 
         return replace(inputs, bias=tuple(map(cut_far, inputs.bias)))
-    cut = None
     last_differs = mask.special_tokens == "first_last" and mask.last_token == "real"
     first_differs = mask.special_tokens != "none"
     padding = inputs.padding
-    if exporting() or (padding is not None and (last_differs or (first_differs and _may_be_left(padding)))):
-        # A special token differs by sequence, and in kernels it attends to and is attended by all.
-        needs, cut = {*needs, "window"}, window
+    # A special token may differ by sequence: then the window is not part of the mask.
+    differs = exporting() or (padding is not None and (last_differs or (first_differs and _may_be_left(padding))))
+    needs = {*needs, "window"} if differs else needs
+    toeplitz = mask.form != "table" and not exporting()
+    if toeplitz or differs:
+        local_mask = narrowed(mask, window) if toeplitz else mask
     else:
-        mask = windowed(mask, window, inputs.num_keys)
-    backend = choose_backend(name, mask, *request, frozenset(needs))
+        local_mask = windowed(mask, window, inputs.num_keys)
+    backend = choose_backend(name, local_mask, *request, frozenset(needs))
+    cut = differs or (toeplitz and backend == "sparse_cpu")  # which needs no table for it
+    if toeplitz and not cut:
+        local_mask = windowed(mask, window, inputs.num_keys)
     local = MaskInputs(
-        backend, inputs.num_queries, inputs.num_keys, inputs.device, mask, inputs.padding, inputs.causal, cut
+        backend,
+        inputs.num_queries,
+        inputs.num_keys,
+        inputs.device,
+        local_mask,
+        inputs.padding,
+        inputs.causal,
+        window if cut else None,
     )
-    return replace(local, **BACKENDS[backend].prepare(mask, local))
+    return replace(local, **BACKENDS[backend].prepare(local_mask, local))
 
 
 def _may_be_left(padding):

@@ -111,8 +111,45 @@ def compiled(
     Raises:
         ValueError: See [`SparseMask.structure`].
     """
-    tensors = _tensors(mask.handle, make, length, causal, special, str(device))
-    size = len(tensors) // mask.num_layers
+    return _by_layer(_tensors(mask.handle, make, length, causal, special, str(device)), mask.num_layers)
+
+
+@torch.compiler.assume_constant_result
+def _tensors_of_parameters(handle, make, length, device):
+    mask = SparseMask.instances[handle]
+    mask.check_length(length)
+
+    def compile_mask():
+        with torch.device("cpu"):
+            made = (make(layer, mask.block_size or 1, mask.diagonal) for layer in mask.keep)
+            return tuple(tensor.to(device) for tensors in made for tensor in tensors)
+
+    return remember(mask, (make, device), compile_mask)
+
+
+def compiled_parameters(
+    mask: SparseMask, make: Callable[..., tuple[torch.Tensor, ...]], length: int, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """
+    A form of every layer of a Toeplitz mask that is the same for inputs of any length, from the cache or made now.
+
+    Args:
+        mask ([`SparseMask`]): The mask to compile, of form `"offsets"` or `"blocks"`.
+        make (`Callable`): A module-level function that turns the parameters of one layer, bool `(H, K)` on the CPU,
+            the block size (1 for offsets) and the mask's `diagonal` into a tuple of tensors.
+        length (`int`): Number of tokens of the input, which is checked alone.
+        device (`torch.device`): Device of the result.
+
+    Returns:
+        `tuple`: The result of `make` for each layer, or a single one when all layers share the masks.
+    Raises:
+        ValueError: See [`SparseMask.check_length`].
+    """
+    return _by_layer(_tensors_of_parameters(mask.handle, make, length, str(device)), mask.num_layers)
+
+
+def _by_layer(tensors, num_layers):
+    size = len(tensors) // num_layers
     return tuple(tensors[start : start + size] for start in range(0, len(tensors), size))
 
 
@@ -126,6 +163,26 @@ def _windowed(handle, window, length):
             return (SparseMask(base_table(mask, length, special="all") & near, length),)
 
     return remember(mask, ("window", window, length), cut)[0]
+
+
+@torch.compiler.assume_constant_result
+def _narrowed(handle, window):
+    mask = SparseMask.instances[handle]
+
+    def cut():
+        with torch.device("cpu"):
+            reached = (window - 1) // (mask.block_size or 1) + 2
+            return (mask.replace(keep=mask.keep & (torch.arange(mask.keep.shape[-1]) < reached)),)
+
+    return remember(mask, ("narrow", window), cut)[0]
+
+
+def narrowed(mask: SparseMask, window: int) -> SparseMask:
+    """
+    A Toeplitz mask without the parameters that decide no entry within `window` of the diagonal. Its special tokens,
+    and in form `"blocks"` its farthest tiles, still reach beyond.
+    """
+    return _narrowed(mask.handle, window)
 
 
 def with_real_last(mask: SparseMask) -> SparseMask:

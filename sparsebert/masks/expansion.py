@@ -9,8 +9,11 @@ tile diagonal `abs(i // B - j // B)`, and `"table"` one per entry, or per unorde
 
 import torch
 
+from ..checks import check_choice
+
 
 FORMS = ("offsets", "blocks", "table")
+SPECIAL_TOKENS = ("none", "first", "first_last")
 LENGTH_POLICIES = ("extend", "dense", "error")
 
 
@@ -57,6 +60,40 @@ def parameter_index(
         return larger * (larger + 1) // 2 + smaller
     beyond = torch.maximum(row, column) >= mask_length
     return torch.where(beyond, mask_length * mask_length, row * mask_length + column)
+
+
+def special_entries(
+    length: int,
+    special_tokens: str,
+    first: torch.Tensor | None = None,
+    last: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """
+    The rows and columns of the special tokens.
+
+    Args:
+        length (`int`): n.
+        special_tokens (`str`): `"none"`, `"first"` or `"first_last"`.
+        first (`torch.Tensor` of shape `(B,)`, *optional*): Position of the first token in each sequence of a batch.
+            Defaults to 0.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): Position of the last token in each sequence of a batch.
+            Defaults to `n - 1`.
+        device (`torch.device`, *optional*): Device of the result.
+
+    Returns:
+        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if a special token has positions, bool.
+    Raises:
+        ValueError: If `special_tokens` is not one of the three.
+    """
+    check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
+    position = torch.arange(length, device=device)
+    special = torch.zeros(length, dtype=torch.bool, device=device)
+    if special_tokens != "none":
+        special = position == (0 if first is None else first[:, None])
+    if special_tokens == "first_last":
+        special = special | (position == (length - 1 if last is None else last[:, None]))
+    return special[..., :, None] | special[..., None, :]
 
 
 def check_length(length: int, mask_length: int, form: str) -> None:
@@ -130,58 +167,96 @@ def expand(
     return table
 
 
+def token_pairs(start: int, end: int, block_size: int, num_parameters: int) -> torch.Tensor:
+    """
+    How many ordered pairs of the tokens from `start` to `end - 1` each parameter of a Toeplitz form decides, without
+    those of a token with itself: float64 `(K,)`.
+    """
+    sizes = (torch.arange(start, end) // block_size).bincount(minlength=num_parameters).double()  # tokens per block
+    spectrum = torch.fft.rfft(sizes, 2 * len(sizes))
+    pairs = torch.fft.irfft(spectrum.abs() ** 2, 2 * len(sizes))[:num_parameters].round()
+    pairs[1:] *= 2
+    pairs[0] -= end - start
+    return pairs
+
+
 def num_kept(
-    keep: torch.Tensor, form: str, length: int, block_size: int | None, num_special: int, diagonal: bool | None
+    keep: torch.Tensor,
+    form: str,
+    length: int,
+    block_size: int | None,
+    num_special: int,
+    diagonal: bool | None,
+    known: int | None = None,
+    causal: bool = False,
 ) -> int:
     """
-    Number of entries that a mask keeps at its own length, without making its table.
+    Number of entries that a mask keeps at some length, without making its table.
 
     Args:
-        keep (`torch.Tensor` of shape `(L, H, K)` or `(L, H, n, n)`): Bool, the parameters.
+        keep (`torch.Tensor` of shape `(L, H, K)` or `(L, H, m, m)`): Bool, the parameters.
         form (`str`): One of `FORMS`.
         length (`int`): n.
         block_size (`int`, *optional*): B, required for form `"blocks"`.
         num_special (`int`): Number of special tokens, the first and, if it is 2, the last.
         diagonal (`bool`, *optional*): Whether all diagonal entries are on or off. `None` leaves them unchanged.
+        known (`int`, *optional*): Number of tokens that the mask covers; all entries of later ones are on.
+        causal (`bool`, *optional*, defaults to `False`): Whether to count entries j <= i alone.
     """
-    start, end = min(num_special, 1), max(length - (num_special == 2), min(num_special, 1))
-    inner = end - start  # tokens that are not special; the entries between them are up to the parameters
+    # The entries between the tokens that are neither special nor new are up to the parameters.
+    start, end = min(num_special, 1), length - (num_special == 2)
+    end = max(end if known is None else min(end, known), start)
+    inner = end - start
     if form == "table":
         square = keep[..., start:end, start:end]
         on_diagonal = int(square.diagonal(dim1=-2, dim2=-1).sum())
-        off_diagonal = int(square.sum()) - on_diagonal
+        off_diagonal = int((square.tril(-1) if causal else square).sum()) - (0 if causal else on_diagonal)
     else:
-        # The tokens of each block, and the pairs of tokens whose blocks are some number of blocks apart.
-        sizes = (torch.arange(start, end) // (block_size or 1)).bincount(minlength=keep.shape[-1]).double()
-        spectrum = torch.fft.rfft(sizes, 2 * len(sizes))
-        pairs = torch.fft.irfft(spectrum.abs() ** 2, 2 * len(sizes))[: keep.shape[-1]].round()
-        pairs[1:] *= 2
-        pairs[0] -= inner
-        off_diagonal = round((keep.double() @ pairs).sum().item())
+        pairs = token_pairs(start, end, block_size or 1, keep.shape[-1])
+        off_diagonal = round((keep.double() @ pairs).sum().item()) // (2 if causal else 1)
         on_diagonal = int(keep[..., 0].sum()) * inner
     heads = keep.shape[0] * keep.shape[1]
-    total = off_diagonal + heads * (length**2 - inner**2)
+    outer = length**2 - inner**2
+    total = off_diagonal + heads * ((outer + length - inner) // 2 if causal else outer)
     if diagonal is None:
         return total + on_diagonal
     return total + heads * (inner if diagonal else inner - length)
 
 
 def num_empty_rows(
-    keep: torch.Tensor, length: int, block_size: int | None, special: bool, diagonal: bool | None
+    keep: torch.Tensor,
+    length: int,
+    block_size: int | None,
+    num_special: int,
+    diagonal: bool | None,
+    window: int | None = None,
 ) -> int:
     """
-    Number of (layer, head, query) rows of a Toeplitz mask that keep no key, without making its table. `special` says
-    whether there is a special token; the other arguments are those of [`num_kept`].
+    Number of (layer, head, query) rows of a Toeplitz mask that keep no key, without making its table.
+
+    Args:
+        keep, length, block_size, num_special, diagonal: See [`num_kept`].
+        window (`int`, *optional*): Keys farther than this from the query are removed, also special tokens.
     """
-    heads = keep.shape[0] * keep.shape[1]
-    if special or diagonal:
-        return heads if length == 1 and diagonal is False else 0
-    blocks = torch.arange(length) // (block_size or 1)
-    farthest = torch.maximum(blocks, blocks[-1] - blocks)  # number of blocks between a query and its farthest key
+    if diagonal:
+        return 0
+    size = block_size or 1
+    token = torch.arange(length)
+    window = length if window is None else window
     distances = torch.arange(keep.shape[-1]).expand_as(keep).masked_fill(~keep, length)
-    nearest = distances[..., 1:].amin(-1, keepdim=True) if keep.shape[-1] > 1 else length
-    empty = farthest < nearest  # as far as other blocks go
-    own = keep[..., :1]
+    # Without any other block in the mask, as far as `length`, like one that is off.
+    nearest = torch.nn.functional.pad(distances[..., 1:], (0, 1), value=length).amin(-1, keepdim=True)
+    # The nearest keys in other blocks are the last token of one before and the first token of one after.
+    before, after = token % size + (nearest - 1) * size + 1, nearest * size - token % size  # (L, H, n)
+    full = (before <= token.clamp(max=window)) | (after <= (length - 1 - token).clamp(max=window))
+    company = torch.ones(length, dtype=torch.bool)  # in its own block, itself included
     if diagonal is False:
-        own = own & (blocks.bincount()[blocks] > 1)  # it has company in its own block
-    return int((empty & ~own).sum())
+        company = (token % size > 0) | ((token % size < size - 1) & (token < length - 1))
+        company &= window > 0
+    full |= keep[..., :1] & company
+    for end in (0, length - 1)[:num_special]:
+        reached = (token - end).abs() <= window
+        if diagonal is False:
+            reached[end] = min(window, length - 1) > 0
+        full |= reached
+    return int((~full).sum())

@@ -22,7 +22,17 @@ from huggingface_hub import CommitInfo
 from transformers.utils import CONFIG_NAME
 
 from ..checks import check_choice, check_range
-from .expansion import FORMS, LENGTH_POLICIES, default_length_policy, expand, num_empty_rows, num_kept
+from .expansion import (
+    FORMS,
+    LENGTH_POLICIES,
+    SPECIAL_TOKENS,
+    check_length,
+    default_length_policy,
+    expand,
+    num_empty_rows,
+    num_kept,
+    special_entries,
+)
 from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
     MAX_MASK_LENGTH,
@@ -41,42 +51,7 @@ from .repositories import push_folder
 # A configuration's `diagonal` to that of a SparseMask.
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
 
-SPECIAL_TOKENS = ("none", "first", "first_last")
 LAST_TOKENS = ("real", "position")
-
-
-def special_entries(
-    length: int,
-    special_tokens: str,
-    first: torch.Tensor | None = None,
-    last: torch.Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> torch.Tensor:
-    """
-    The rows and columns of the special tokens.
-
-    Args:
-        length (`int`): n.
-        special_tokens (`str`): `"none"`, `"first"` or `"first_last"`.
-        first (`torch.Tensor` of shape `(B,)`, *optional*): Position of the first token in each sequence of a batch.
-            Defaults to 0.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): Position of the last token in each sequence of a batch.
-            Defaults to `n - 1`.
-        device (`torch.device`, *optional*): Device of the result.
-
-    Returns:
-        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if a special token has positions, bool.
-    Raises:
-        ValueError: If `special_tokens` is not one of the three.
-    """
-    check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
-    position = torch.arange(length, device=device)
-    special = torch.zeros(length, dtype=torch.bool, device=device)
-    if special_tokens != "none":
-        special = position == (0 if first is None else first[:, None])
-    if special_tokens == "first_last":
-        special = special | (position == (length - 1 if last is None else last[:, None]))
-    return special[..., :, None] | special[..., None, :]
 
 
 class SparseMask:
@@ -223,6 +198,7 @@ class SparseMask:
         length = self.length if length is None else length
         if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
             raise ValueError(f"length must be an integer from 1 to {MAX_MASK_LENGTH}, got {length!r}")
+        self.check_length(length)
         return expand(self.keep, self.form, length, self.length, self.block_size, self.length_policy)
 
     def to_table(self, length: int | None = None) -> torch.Tensor:
@@ -264,12 +240,42 @@ class SparseMask:
 
         return sparse_mask_mod
 
+    def check_length(self, length: int) -> None:
+        """
+        Raises:
+            ValueError: If the mask is undefined for inputs of `length` tokens: they are longer than it is, and
+                `length_policy` is `"error"`.
+        """
+        if self.length_policy == "error":
+            check_length(length, self.length, self.form)
+
+    def density_at(self, length: int, causal: bool = False) -> float:
+        """
+        Fraction of entries kept at a length, averaged over heads and layers.
+
+        Args:
+            length (`int`): Number of tokens.
+            causal (`bool`, *optional*, defaults to `False`): Whether keys j > query i are removed.
+
+        Raises:
+            ValueError: See [`SparseMask.check_length`].
+        """
+        self.check_length(length)
+        kept = num_kept(self.keep, *self._shape(length), self._known, causal)
+        return kept / (self.num_layers * self.num_heads * length**2)
+
+    @property
+    def _known(self):
+        """Number of tokens after which all rows and columns are on."""
+        return self.length if self.length_policy == "dense" else None
+
+    def _shape(self, length: int) -> tuple[str, int, int | None, int, bool | None]:
+        return self.form, length, self.block_size, SPECIAL_TOKENS.index(self.special_tokens), self.diagonal
+
     @cached_property
     def density(self) -> float:
         """Fraction of entries kept at the mask's own length, averaged over heads and layers."""
-        special = SPECIAL_TOKENS.index(self.special_tokens)
-        kept = num_kept(self.keep, self.form, self.length, self.block_size, special, self.diagonal)
-        return kept / (self.num_layers * self.num_heads * self.length**2)
+        return self.density_at(self.length)
 
     @property
     def sparsity(self) -> float:
@@ -278,30 +284,37 @@ class SparseMask:
 
     def head_sparsities(self) -> list[list[float]]:
         """Fraction of entries removed at the mask's own length, by layer and head."""
-        special = SPECIAL_TOKENS.index(self.special_tokens)
         return [
-            [
-                1
-                - num_kept(head[None, None], self.form, self.length, self.block_size, special, self.diagonal)
-                / self.length**2
-                for head in layer
-            ]
+            [1 - num_kept(head[None, None], *self._shape(self.length)) / self.length**2 for head in layer]
             for layer in self.keep
         ]
 
-    def num_empty_rows(self, length: int | None = None) -> int:
-        """Number of (layer, head, query) rows that keep no key."""
-        if length in (None, self.length) and self.form != "table":
-            special = self.special_tokens != "none"
-            return num_empty_rows(self.keep, self.length, self.block_size, special, self.diagonal)
-        return int((~self.to_table(length).any(-1)).sum())
-
-    def check_rows(self) -> None:
+    def num_empty_rows(self, length: int | None = None, window: int | None = None) -> int:
         """
+        Number of (layer, head, query) rows that keep no key.
+
+        Args:
+            length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
+            window (`int`, *optional*): Keys farther than this from the query, special tokens too, do not count.
+        """
+        length = self.length if length is None else length
+        if self.form == "table" or (window is not None and length > self.length):
+            table = self.to_table(length)
+            return int((~(table if window is None else table.triu(-window).tril(window)).any(-1)).sum())
+        self.check_length(length)
+        if self.length_policy == "dense" and length > self.length and window is None:
+            return 0  # every query has a new key
+        return num_empty_rows(self.keep, *self._shape(length)[1:], window)
+
+    def check_rows(self, window: int | None = None) -> None:
+        """
+        Args:
+            window (`int`, *optional*): Keys farther than this from the query do not count.
+
         Raises:
             ValueError: If a query keeps no key.
         """
-        if count := self.num_empty_rows():
+        if count := self.num_empty_rows(window=window):
             raise ValueError(
                 f"{count} of {self.num_layers * self.num_heads * self.length} mask rows keep nothing; such queries "
                 "would output 0. Keep special tokens or the diagonal, or set allow_empty_rows"

@@ -1,8 +1,8 @@
 """
 The tile form of a mask, which the Triton kernels read.
 
-Letters: H heads, m length, nq and nk tiles along queries and keys, F full and P partial tiles of all heads, T
-distinct tiles.
+Letters: H heads, m length, K parameters of a Toeplitz form, nq and nk tiles along queries and keys, F full and P
+partial tiles of all heads, T distinct tiles.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from ..checks import check_choice
+from .compiled import base_table
+from .sparse_mask import SparseMask
 
 
 # The integer type that holds one row of a tile, by the number of keys in a tile.
@@ -122,3 +124,50 @@ def live_tiles(base: torch.Tensor, block_q: int, block_k: int | None = None) -> 
         )
         live += int(padded.view(height, block_q, width, block_k).any(3).any(1).sum())
     return live / (len(base) * height * width)
+
+
+def mask_live_tiles(mask: SparseMask, length: int, side: int, causal: bool = False) -> float:
+    """
+    [`live_tiles`] of the first layer of a mask, without the rows and columns of special tokens. For Toeplitz forms no
+    table is made.
+
+    Args:
+        mask ([`SparseMask`]): The mask.
+        length (`int`): m.
+        side (`int`): Number of queries and of keys in a tile.
+        causal (`bool`, *optional*, defaults to `False`): Whether keys j > query i are removed.
+
+    Returns:
+        `float`
+    Raises:
+        ValueError: See [`SparseMask.structure`].
+    """
+    if mask.form == "table":
+        return live_tiles(base_table(mask.replace(keep=mask.keep[:1]), length, causal)[0], side)
+    mask.check_length(length)
+    block = mask.block_size or 1
+    known = min(length, mask.length) if mask.length_policy == "dense" else length
+    first = torch.arange(0, length, side)  # the first token of every tile
+    size = (first + side).clamp(max=length) - first
+    new = first + size > known  # whether a tile has tokens whose rows and columns are on
+    low, high = first // block, ((first + size).clamp(max=known) - 1) // block  # the blocks that its others are in
+    num_blocks = -(-length // block)
+    keep = mask.keep[0][:, :num_blocks]  # (H, K)
+    keep = torch.nn.functional.pad(keep, (0, num_blocks - keep.shape[-1]))
+    both = torch.cat([keep.flip(-1)[:, :-1], keep], dim=-1)  # (H, 2K - 1), by the block of the query less the key's
+    before = torch.nn.functional.pad(both.int().cumsum(-1), (1, 0))  # how many smaller differences are kept
+    own = keep[:, 0]
+    live = 0
+    for row in range(len(first)):
+        # All differences between the nearest and the farthest tokens of two tiles occur.
+        least, most = low[row] - high, high[row] - low
+        least = least.clamp(min=0) if causal else least
+        count = before[:, most + num_blocks] - before[:, least + num_blocks - 1]  # (H, nk)
+        row_live = (count > 0) | new | new[row]
+        if mask.diagonal:
+            row_live[:, row] = True
+        elif mask.diagonal is False:
+            two_of_a_block = size[row] - 1 > (high[row] - low[row]).clamp(min=0)
+            row_live[:, row] = (count[:, row] > own) | (own & two_of_a_block) | (new[row] & (size[row] > 1))
+        live += int((row_live[:, : row + 1] if causal else row_live).sum())
+    return live / (len(keep) * len(first) ** 2)

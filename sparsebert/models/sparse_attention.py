@@ -18,7 +18,7 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.packed_batches import Documents
 from ..attention.probability_maps import ProbabilityMap
 from ..attention.windows import local_inputs
-from ..masks.compiled import windowed, with_real_last
+from ..masks.compiled import with_real_last
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
@@ -223,7 +223,7 @@ class SparseAttention(nn.Module):
         if not config.allow_empty_rows:
             mask.check_rows()
             if self.window is not None:
-                windowed(mask, self.window, mask.length).check_rows()
+                mask.check_rows(self.window)
         self._mask = mask
         self.search = self.mask_logits = self._sample = None
 

@@ -5,6 +5,7 @@ Letters: L layers (1 when shared), H heads, n mask length, m input length, K lea
 probability.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,16 @@ from typing import Any
 import torch
 from transformers import initialization as init
 
-from ..masks.expansion import expand, parameter_index
-from ..masks.sparse_mask import SparseMask, special_entries
+from ..masks.expansion import (
+    SPECIAL_TOKENS,
+    expand,
+    num_empty_rows,
+    num_kept,
+    parameter_index,
+    special_entries,
+    token_pairs,
+)
+from ..masks.sparse_mask import SparseMask
 from .searches import SEARCHES, num_parameters, parameter_distance, to_sparse_mask
 
 
@@ -62,7 +71,6 @@ class MaskSearch:
     Attributes:
         form (`str`): Form of the mask, see [`SparseMask`].
         num_parameters (`int`): K.
-        fixed (`torch.Tensor` of shape `(n, n)`): int8: 1 always on, 0 always off, -1 learned.
         num_fixed (`int`): Number of entries per head that are always on.
         counts (`torch.Tensor` of shape `(K,)`): Number of learned entries that each parameter decides, float32.
 
@@ -99,7 +107,6 @@ class MaskSearch:
     share_noise: bool = False
     form: str = field(init=False)
     num_parameters: int = field(init=False)
-    fixed: torch.Tensor = field(init=False, repr=False)
     num_fixed: int = field(init=False)
     counts: torch.Tensor = field(init=False, repr=False)
     _cache: dict[tuple[str, torch.device], torch.Tensor] = field(init=False, repr=False, default_factory=dict)
@@ -107,24 +114,43 @@ class MaskSearch:
     def __post_init__(self) -> None:
         form = SEARCHES[self.name].form
         size = num_parameters(form, self.length, self.symmetric, self.special_tokens, self.block_size)
+        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "num_parameters", size)
         # Transformers builds models on the meta device; these are data, not weights.
         with torch.device("cpu"):
-            fixed = torch.full((self.length, self.length), -1, dtype=torch.int8)
-            fixed[special_entries(self.length, self.special_tokens)] = 1
-            if self.diagonal is not None:
-                fixed.fill_diagonal_(int(self.diagonal))
-            index = parameter_index(form, self.length, self.length, self.symmetric, self.block_size)
-            counts = index[fixed == -1].bincount(minlength=size).float()
-        derived = {"form": form, "num_parameters": size, "fixed": fixed, "counts": counts}
-        derived["num_fixed"] = int((fixed == 1).sum())
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+            num_fixed = num_kept(torch.zeros(1, 1, 1, dtype=torch.bool), "offsets", *self._sizes())
+            object.__setattr__(self, "num_fixed", num_fixed)
+            object.__setattr__(self, "counts", self._counts())
         if self.target_sparsity is not None and self.target_sparsity > self.most_sparsity:
             raise ValueError(
                 f"target_sparsity must be at most {self.most_sparsity:.4f}, got {self.target_sparsity}: special "
                 f"tokens and a kept diagonal are {self.num_fixed} of the {self.length**2} entries of a mask for "
                 f"{self.length} tokens"
             )
+
+    def _sizes(self):
+        """The arguments of [`num_kept`] from `length` on, for blocks of one token."""
+        return self.length, None, SPECIAL_TOKENS.index(self.special_tokens), self.diagonal
+
+    def _counts(self):
+        if self.form == "table":
+            index = parameter_index(self.form, self.length, self.length, self.symmetric)
+            return index[self.fixed == -1].bincount(minlength=self.num_parameters).float()
+        num_special = SPECIAL_TOKENS.index(self.special_tokens)
+        start = min(num_special, 1)
+        end = max(self.length - (num_special == 2), start)
+        counts = token_pairs(start, end, self.block_size or 1, max(self.num_parameters, 1)).float()
+        if self.diagonal is None:
+            counts[0] += end - start
+        return counts[: self.num_parameters]
+
+    @functools.cached_property
+    def fixed(self) -> torch.Tensor:
+        """Which entries are learned, int8 `(n, n)`: 1 always on, 0 always off, -1 learned."""
+        with torch.device("cpu"):
+            fixed = torch.full((self.length, self.length), -1, dtype=torch.int8)
+            fixed[special_entries(self.length, self.special_tokens)] = 1
+            return fixed if self.diagonal is None else fixed.fill_diagonal_(int(self.diagonal))
 
     # Copies and pickles make their own cache.
     def __getstate__(self) -> dict[str, Any]:
@@ -138,8 +164,9 @@ class MaskSearch:
     @property
     def least_kept(self) -> int:
         """Number of entries per head that pruning cannot remove: the fixed ones, and one key for every query."""
-        rows = 0 if self.allow_empty_rows else int((self.fixed != 1).all(-1).sum())
-        return self.num_fixed + rows
+        if self.allow_empty_rows:
+            return self.num_fixed
+        return self.num_fixed + num_empty_rows(torch.zeros(1, 1, 1, dtype=torch.bool), *self._sizes())
 
     def initialize(self, logits: torch.Tensor) -> None:
         """

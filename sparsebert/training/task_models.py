@@ -136,7 +136,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
             max(int(lengths.max()) for lengths in data.lengths.values()),
             options.pad_to_multiple_of or 1,
         )
-        mask.structure(-(-longest // multiple) * multiple)  # raises if the mask does not cover it
+        mask.check_length(-(-longest // multiple) * multiple)
     if len(data.tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
@@ -192,8 +192,9 @@ def _labels(label: Any) -> dict[str, Any]:
 def input_sparsity(mask: "SparseMask", lengths: np.ndarray | list[int]) -> float:
     """Fraction of the attention that a mask removes on inputs of these lengths, in tokens."""
     lengths, counts = np.unique(lengths, return_counts=True)
-    kept = sum(count * mask.to_table(int(n)).float().sum().item() for n, count in zip(lengths, counts, strict=True))
-    return 1 - kept / (mask.num_layers * mask.num_heads * float((lengths**2 * counts).sum()))
+    squares = lengths.astype(float) ** 2 * counts
+    kept = sum(mask.density_at(int(n)) * size for n, size in zip(lengths, squares, strict=True))
+    return 1 - float(kept / squares.sum())
 
 
 def mask_metrics(model: "PreTrainedModel", data: TaskData) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""Linear layers in int8: which, how well, under which mask, and that such a model is not saved."""
+
+import copy
+
+import pytest
+import torch
+from test_attach import HEADS, LENGTH, MODELS, base_model, head_model, inputs_of
+from torch.ao.nn.quantized import dynamic
+
+import sparsebert
+from sparsebert import SparseBertForSequenceClassification, SparseBertModel, attach, build_pattern, detach, quantize
+
+
+def states(model, name, padded=False):
+    with torch.no_grad():
+        return model(**inputs_of(name, padded)).last_hidden_state
+
+
+def cosine(one, other):
+    return torch.cosine_similarity(one.double(), other.double(), dim=-1).min().item()
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture(name, masked):
+    model = base_model(name)
+    if masked:
+        attach(model, build_pattern("window", LENGTH, HEADS, window_size=2), attn_implementation="sparse_cpu")
+    padded = name != "vit"
+    before, other = states(model, name, padded), states(detach(copy.deepcopy(model)) if masked else model, name)
+    layers = sum(type(module) is torch.nn.Linear for module in model.modules())
+    assert quantize(model) is model and not model.training
+    assert layers == sum(isinstance(module, dynamic.Linear) for module in model.modules()) > 0
+    got = states(model, name, padded)
+    assert got.dtype == torch.float32 and not torch.equal(got, before)
+    assert cosine(got, before) > 0.99
+    if masked:  # as far from the dense model as before
+        assert (got - before).norm() < 0.3 * (before - other).norm()
+
+
+def test_the_head_stays_in_float32():
+    model = head_model("bert")
+    head = copy.deepcopy(model.cls)
+    quantize(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.cls.parameters(), head.parameters(), strict=True))
+    assert not any(isinstance(module, dynamic.Linear) for module in model.cls.modules())
+
+
+@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_attention_sees_the_mask(tiny_config, backend):
+    """What a token does not attend to does not change its hidden state."""
+    config = tiny_config(pattern="window", num_hidden_layers=1, initializer_range=0.5, attn_implementation=backend)
+    model = quantize(SparseBertModel(config))
+    ids = torch.randint(5, 100, (1, 20))
+    changed = ids.clone()
+    changed[0, 15] = 3
+    with torch.no_grad():
+        moved = (model(ids).last_hidden_state - model(changed).last_hidden_state).abs().amax(-1)[0]
+    reach = sparsebert.build_pattern("window", 20, 4).to_table()[0, 0, :, 15]
+    # The range of activations, by which they are rounded, is that of the whole batch.
+    assert moved[reach].median() > 5 * moved[~reach].median(), moved
+
+
+def test_copies_run():
+    model = quantize(attach(base_model("bert"), "window", mask_length=LENGTH))
+    assert torch.equal(states(copy.deepcopy(model), "bert"), states(model, "bert"))
+
+
+def test_no_warning_of_another_library(recwarn):
+    quantize(base_model("bert"))
+    assert not [str(warning.message) for warning in recwarn]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
+def test_a_quantized_model_is_not_saved(tiny_config, tmp_path, masked):
+    model = head_model("bert")
+    if masked:
+        attach(model, "window", mask_length=LENGTH)
+    model.save_pretrained(tmp_path / "before")
+    written = {path: path.read_bytes() for path in (tmp_path / "before").iterdir()}
+    quantize(model)
+    for save in (
+        lambda: model.save_pretrained(tmp_path / "after"),
+        lambda: model.save_pretrained(tmp_path / "before"),
+        lambda: model.base_model.save_pretrained(tmp_path / "after"),
+        lambda: torch.save(model.state_dict(), tmp_path / "after.bin"),
+        lambda: model.load_state_dict({}),
+    ):
+        with pytest.raises(ValueError, match="are in int8.*save the model before quantize"):
+            save()
+    assert not list(tmp_path.glob("after*"))
+    assert written == {path: path.read_bytes() for path in (tmp_path / "before").iterdir()}
+    again = quantize(sparsebert.load(tmp_path / "before").eval()) if masked else None
+    if masked:
+        assert again.base_model.sparse_attention.mask == model.base_model.sparse_attention.mask
+        with torch.no_grad():
+            torch.testing.assert_close(again(**inputs_of("bert")).logits, model(**inputs_of("bert")).logits)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda config: torch.nn.Linear(2, 2), "quantize needs a model of transformers, got Linear"),
+        (lambda config: quantize(SparseBertModel(config)), "this SparseBertModel is quantized already"),
+        (lambda config: SparseBertModel(config).bfloat16(), "float32 on the CPU, got torch.bfloat16 on cpu"),
+        (lambda config: SparseBertModel(config).to("meta"), "float32 on the CPU, got torch.float32 on meta"),
+    ],
+)
+def test_what_cannot_be_quantized(tiny_config, make, message):
+    model = make(tiny_config(pattern="window"))
+    with pytest.raises(ValueError, match=message):
+        quantize(model)
+
+
+def test_bfloat16_runs_the_same_mask(tiny_config):
+    config = tiny_config(pattern="window", attn_implementation="sparse_cpu")
+    model = SparseBertForSequenceClassification(config).eval()
+    ids = torch.randint(5, 100, (2, 20))
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    with torch.no_grad():
+        got, want = low(ids).logits, model(ids).logits
+    masks = [each.base_model.sparse_attention.mask for each in (low, model)]
+    assert got.dtype == torch.bfloat16 and masks[0] == masks[1]
+    torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.05)
