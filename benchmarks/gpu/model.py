@@ -16,6 +16,7 @@ Letters: B batch, H heads, n length, d head size (64), R programs per multiproce
 """
 
 import argparse
+import functools
 import heapq
 import json
 import sys
@@ -222,15 +223,31 @@ def predicted(kernel, full, partial, special, pairs, gpu, read_bytes):
     return limits[decides], decides
 
 
-def our_kernels(gpu, dropout):
-    """Forward, query and column kernel, each in its first configuration: `{name: Kernel}`."""
+@functools.cache
+def _ours(name, arch):
     from .. import compile_triton
 
+    warps, stages, step = configurations(name, HEAD_SIZE, torch.bfloat16, arch)[0]
+    variant = compile_triton.Variant(name, arch, torch.bfloat16, HEAD_SIZE, False, warps, stages, step)
+    return compile_triton.compiled(variant), warps, step
+
+
+@functools.cache
+def _rival(arch, side, flex):
+    from .. import compile_triton
+    from . import rivals
+
+    keys = min(side, 128 if arch >= 90 else 64)
+    constants = {"HEAD": HEAD_SIZE, "BLOCK_M": side, "BLOCK_N": keys, "SPARSE": side}
+    function = rivals.flex_kernel if flex else rivals.plain_kernel
+    return compile_triton.build(function, (), constants, torch.bfloat16, arch, 4, 3), keys
+
+
+def our_kernels(gpu):
+    """Forward, query and column kernel, each in its first configuration: `{name: Kernel}`."""
     found = {}
     for name, products in (("forward", 2), ("query_grad", 3), ("column", 4)):
-        warps, stages, step = configurations(name, HEAD_SIZE, torch.bfloat16, gpu.arch, dropout)[0]
-        variant = compile_triton.Variant(name, gpu.arch, torch.bfloat16, HEAD_SIZE, dropout, warps, stages, step)
-        compiled = compile_triton.compiled(variant)
+        compiled, warps, step = _ours(name, gpu.arch)
         wanted = products * 2 * TILE * step * HEAD_SIZE
         listed = [loop for loop in compiled.loops if loop.flops(warps) == wanted]
         special = next(loop for loop in compiled.loops if loop.flops(warps) < wanted)
@@ -247,13 +264,7 @@ def rival_kernel(gpu, side, flex=True):
     The forward of FlexAttention on blocks of this side, or plain Triton attention: [`Kernel`]. The configuration is
     the default of PyTorch for the GPU and heads of 64, cut to the side.
     """
-    from .. import compile_triton
-    from . import rivals
-
-    keys = min(side, 128 if gpu.arch >= 90 else 64)
-    constants = {"HEAD": HEAD_SIZE, "BLOCK_M": side, "BLOCK_N": keys, "SPARSE": side}
-    function = rivals.flex_kernel if flex else rivals.plain_kernel
-    compiled = compile_triton.build(function, (), constants, torch.bfloat16, gpu.arch, 4, 3)
+    compiled, keys = _rival(gpu.arch, side, flex)
     steps = [step_of(loop, 4, gpu, 2 * keys * HEAD_SIZE * 2, 2) for loop in compiled.loops]
     partial, full = (steps[0], steps[-1])
     return Kernel(resident(compiled, 4, gpu), full, partial, None, side // keys)
@@ -318,7 +329,7 @@ def factor_of(gpu):
 def cells(gpu_name, factor, masks=MASKS):
     """Predictions: a list of dicts, one per mask, n and phase."""
     gpu, rows = GPUS[gpu_name], []
-    ours = our_kernels(gpu, dropout=False)
+    ours = our_kernels(gpu)
     flex = {side: rival_kernel(gpu, side) for side in (64, 128)}
     for name, lengths in masks.items():
         for length in lengths:
@@ -365,7 +376,7 @@ def model():
         "published": PUBLISHED,
         "factor": factor,
         "check": check,
-        "kernels": {name: described(our_kernels(gpu, dropout=False)) for name, gpu in GPUS.items()},
+        "kernels": {name: described(our_kernels(gpu)) for name, gpu in GPUS.items()},
         "cells": [cell for name in GPUS for cell in cells(name, factor)],
     }
 
