@@ -39,7 +39,7 @@ INTEGERS = ("first_b", "last_b", "heads", "length", "tile_rows", "tile_columns",
 FLOATS = ("scale", "scaling", "keep_scale")
 OTHER_POINTERS = {
     **dict.fromkeys(("lse", "delta"), "*fp32"),
-    **dict.fromkeys(("pool", "seed"), "*i64"),
+    **dict.fromkeys(("pool", "seed", "spans"), "*i64"),
     **dict.fromkeys(("padding", "table"), "*i8"),
 }
 # Kernels by what they do: the function, and its constants.

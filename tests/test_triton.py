@@ -410,8 +410,9 @@ def test_spans():
     """The first real token, one past the last, and whether there are holes; the last sequence has no token."""
     padding = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
     spans = real_spans(padding)
-    assert spans.dtype == torch.int32
-    assert spans.tolist() == [[1, 5, 1], [0, 5, 0], [2, 4, 0], [5, 0, 0]]
+    assert spans.dtype == torch.int64
+    assert spans.tolist() == [[1, 5, 1, 0b10110], [0, 5, 0, 0b11111], [2, 4, 0, 0b1100], [5, 0, 0, 0]]
+    assert real_spans(torch.ones(1, 130).bool()).tolist() == [[0, 130, 0, -1, -1, 3]]
 
 
 @runs_kernels

@@ -69,7 +69,8 @@ def tile_attention(
         seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device of the query; required for dropout.
         dropout (`float`): Probability of attention dropout, in [0, 1), rounded to multiples of 1/65536.
         scaling (`float`): Positive factor of the scores.
-        spans (`torch.Tensor` of shape `(B, 3)`, *optional*): The [`real_spans`] of the padding, if they are at hand.
+        spans (`torch.Tensor` of shape `(B, 3 + n / 64)`, *optional*): The [`real_spans`] of the padding, if they are
+            at hand.
 
     Returns:
         `torch.Tensor` of shape `(B, n, H, d)`, contiguous.
@@ -98,14 +99,18 @@ def real_spans(padding: torch.Tensor) -> torch.Tensor:
         padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
 
     Returns:
-        `torch.Tensor` of shape `(B, 3)`, int32: the position of the first real token, one past that of the last, and
-        whether there is padding between them; `(n, 0, 0)` if there is no real token.
+        `torch.Tensor` of shape `(B, 3 + n / 64)`, int64: the position of the first real token, one past that of the
+        last, and whether there is padding between them; `(n, 0, 0)` if there is no real token. Then a word for each
+        64 tokens, whose bits are on for real ones.
     """
     length = padding.shape[1]
-    position = torch.arange(length, dtype=torch.int32, device=padding.device)
+    position = torch.arange(length, device=padding.device)
     begin = torch.where(padding, position, length).amin(1)
     end = torch.where(padding, position + 1, 0).amax(1)
-    return torch.stack([begin, end, padding.sum(1) < end - begin], 1).int()
+    bits = torch.nn.functional.pad(padding, (0, -length % TILE)).unflatten(1, (-1, TILE)).long()
+    words = (bits << torch.arange(TILE, device=padding.device)).sum(-1)
+    holes = padding.sum(1) < end - begin
+    return torch.cat([torch.stack([begin, end, holes.long()], 1), words], 1)
 
 
 def check(

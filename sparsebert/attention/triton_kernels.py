@@ -32,9 +32,10 @@ from .triton_steps import (
     guarded,
     load_queries,
     load_span,
+    masked_entry,
     next_entry,
     program_place,
-    real_columns,
+    real_word,
     row_step,
     special_tokens,
     special_words,
@@ -45,9 +46,9 @@ from .triton_steps import (
 
 @triton.jit
 def listed_rows(
-    block, specials, valid, begin, end, first_real, behind_real, holes, query, key, value, output, lse, output_grad,
-    delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head,
-    length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
+    output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed,
+    bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -67,44 +68,54 @@ def listed_rows(
     begin = tl.where((block + 1) * BLOCK_Q <= begin * BLOCK_K, end, begin)
     stop = tl.where(block * BLOCK_Q >= end * BLOCK_K, begin, end)
 
-    entry, stop_entry = tl.load(full_start + line + begin), tl.load(full_start + line + stop)
+    # The full tiles of real tokens alone, from `inner` on, need no mask. The others are masked like the partial ones.
+    inner, inner_stop = begin, stop
+    if words is not None:
+        inner = tl.where(holes != 0, begin, tl.cdiv(first_real, BLOCK_K))
+        inner = tl.minimum(tl.maximum(inner, begin), stop)
+        inner_stop = tl.where(holes != 0, inner, behind_real // BLOCK_K)
+        inner_stop = tl.minimum(tl.maximum(inner_stop, inner), stop)
+    entry, stop_entry = tl.load(full_start + line + inner), tl.load(full_start + line + inner_stop)
+    full_begin, full_stop = tl.load(full_start + line + begin), tl.load(full_start + line + stop)
     tile = tl.load(full + entry, mask=entry < stop_entry, other=0)
     for step in range(entry * SPLIT, stop_entry * SPLIT):
-        next_tile = tl.load(next_entry(full, 1, step, stop_entry, SPLIT))
+        next_tile = tl.load(next_entry(full, step, stop_entry, SPLIT))
         start = tile * BLOCK_K + step % SPLIT * STEP
         columns = start + lane
         k = tl.load(key + columns[:, None] * k_n + d[None, :])
         v = tl.load(value + columns[:, None] * v_n + d[None, :])
-        keep, kept = None, None
-        if padding is not None:
-            keep = real_columns(padding, columns, first_real, behind_real, holes)[None, :]
+        kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, start // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
         acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
+            acc, top, total, q, do, row_lse, row_delta, k, v, None, kept, scale, keep_scale, GRADIENT
         )
         tile = next_tile
 
-    entry, stop_entry = tl.load(partial_start + line + begin), tl.load(partial_start + line + stop)
-    tile = tl.load(partial + 2 * entry, mask=entry < stop_entry, other=0)
-    index = tl.load(partial + 2 * entry + 1, mask=entry < stop_entry, other=0)
-    for step in range(entry * SPLIT, stop_entry * SPLIT):
-        item, part = next_entry(partial, 2, step, stop_entry, SPLIT), step % SPLIT * STEP
-        next_tile, next_index = tl.load(item), tl.load(item + 1)
+    before = entry - full_begin
+    edge = before + full_stop - stop_entry
+    partial_begin = tl.load(partial_start + line + begin)
+    count = edge + tl.load(partial_start + line + stop) - partial_begin
+    tile, index = masked_entry(full, partial, 0, count, before, edge, full_begin, stop_entry, partial_begin)
+    for step in range(0, count * SPLIT):
+        next_tile, next_index = masked_entry(
+            full, partial, (step + 1) // SPLIT, count, before, edge, full_begin, stop_entry, partial_begin
+        )
+        part = step % SPLIT * STEP
         start = tile * BLOCK_K + part
         columns = start + lane
         inside = columns < length
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         bits = tl.load(pool + index * BLOCK_Q + row_lane)
+        if words is not None:
+            bits &= real_word(words, tile, first_real, behind_real, holes)
         keep = bit_at(bits[:, None], (part + lane)[None, :])
-        if padding is not None:
-            keep &= real_columns(padding, columns, first_real, behind_real, holes)[None, :]
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, start // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )
@@ -149,8 +160,9 @@ def row_kernel(
     writes `query_grad` and `delta`, the sum of the output times its gradient. SHORT: visit all keys, without tile
     lists.
 
-    `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `spans` (B, 3)
-    int32, `first` and `last` (B,) or (1,) int32 (then `first_b` or `last_b` is 0) and `seed` (2,) int64 may be `None`.
+    `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `spans`
+    (B, 3 + tile_columns) int64, `first` and `last` (B,) or (1,) int32 (then `first_b` or `last_b` is 0) and `seed`
+    (2,) int64 may be `None`.
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (first is not None or last is not None) and not SHORT
@@ -169,10 +181,10 @@ def row_kernel(
         query_grad += o_start
         delta += bh.to(tl.int64) * length
     begin, end = tile_columns * 0, tile_columns
-    first_real, behind_real, holes = length * 0, length, length * 0
+    first_real, behind_real, holes, words = length * 0, length, length * 0, None
     if padding is not None:
         padding += batch * length
-        first_real, behind_real, holes = load_span(spans, batch)
+        first_real, behind_real, holes, words = load_span(spans, batch, tile_columns)
         begin, end = first_real // BLOCK_K, tl.cdiv(behind_real, BLOCK_K)
     first = token_position(first, batch, first_b, length)
     last = token_position(last, batch, last_b, length)
@@ -181,29 +193,29 @@ def row_kernel(
     if SHORT:
         rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         dense_rows(
-            rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, query, key, value, output,
-            lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns,
-            q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q,
+            rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
+            output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
+            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q,
             DIAGONAL_OFF, CAUSAL, False, GRADIENT,
         )  # fmt: skip
     elif SPECIAL:
         if block < 0:
             dense_rows(
-                specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, query, key, value, output,
-                lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns,
-                q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS,
+                specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
+                output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
+                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS,
                 DIAGONAL_OFF, CAUSAL, True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
-                block, specials, valid, begin, end, first_real, behind_real, holes, query, key, value, output, lse,
-                output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
-                last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
+                block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output,
+                lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
+                first, last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
                 keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
-            block, specials, valid, begin, end, first_real, behind_real, holes, query, key, value, output, lse,
+            block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
             output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
             last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
             keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
@@ -234,30 +246,30 @@ def listed_columns(
     entry, stop_entry = tl.load(full_start + line + begin), tl.load(full_start + line + stop)
     tile = tl.load(full + entry, mask=entry < stop_entry, other=0)
     for step in range(entry * SPLIT, stop_entry * SPLIT):
-        next_tile = tl.load(next_entry(full, 1, step, stop_entry, SPLIT))
+        next_tile = tl.load(next_entry(full, step, stop_entry, SPLIT))
         rows = tile * BLOCK_Q + step % SPLIT * STEP + row_lane
         q, do, row_lse, row_delta = load_queries(rows, None, query, output_grad, lse, delta, q_n, o_n, HEAD)
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(words[None, :], columns[:, None])
+            drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
+            kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, None, kept, scale, keep_scale)
         tile = next_tile
 
     entry, stop_entry = tl.load(partial_start + line + begin), tl.load(partial_start + line + stop)
-    tile = tl.load(partial + 2 * entry, mask=entry < stop_entry, other=0)
-    index = tl.load(partial + 2 * entry + 1, mask=entry < stop_entry, other=0)
-    for step in range(entry * SPLIT, stop_entry * SPLIT):
-        item, part = next_entry(partial, 2, step, stop_entry, SPLIT), step % SPLIT * STEP
-        next_tile, next_index = tl.load(item), tl.load(item + 1)
+    count = stop_entry - entry
+    tile, index = masked_entry(full, partial, 0, count, 0, 0, entry, entry, entry)
+    for step in range(0, count * SPLIT):
+        next_tile, next_index = masked_entry(full, partial, (step + 1) // SPLIT, count, 0, 0, entry, entry, entry)
+        part = step % SPLIT * STEP
         rows = tile * BLOCK_Q + part + row_lane
         q, do, row_lse, row_delta = load_queries(rows, rows < length, query, output_grad, lse, delta, q_n, o_n, HEAD)
         bits = tl.load(pool + index * BLOCK_Q + part + row_lane)
         keep = bit_at(bits[None, :], lane[:, None])
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(words[None, :], columns[:, None])
+            drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
+            kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
         tile, index = next_tile, next_index
 
@@ -271,8 +283,8 @@ def listed_columns(
         keep = guarded(valid[None, :] & ~listed, specials[None, :], columns[:, None], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(words[None, :], columns[:, None])
+            drawn = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
+            kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
         if first is not None:
             store &= columns != first
@@ -311,7 +323,7 @@ def column_kernel(
     first_real, behind_real = length * 0, length
     if padding is not None:
         padding += batch * length
-        first_real, behind_real, _ = load_span(spans, batch)
+        first_real, behind_real, _, _ = load_span(spans, batch, tile_columns)
         begin, end = first_real // BLOCK_Q, tl.cdiv(behind_real, BLOCK_Q)
     first = token_position(first, batch, first_b, length)
     last = token_position(last, batch, last_b, length)
@@ -360,10 +372,10 @@ def short_backward_kernel(
     o_n = heads * HEAD
     o_start = batch * length * o_n + head * HEAD
     tiles += head * tile_rows * tile_columns
-    first_real, behind_real, holes = length * 0, length, length * 0
+    first_real, behind_real, holes, words = length * 0, length, length * 0, None
     if padding is not None:
         padding += batch * length
-        first_real, behind_real, holes = load_span(spans, batch)
+        first_real, behind_real, holes, words = load_span(spans, batch, tile_columns)
     first = token_position(first, batch, first_b, length)
     last = token_position(last, batch, last_b, length)
     d, lane, rows = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, ROWS)
@@ -379,7 +391,7 @@ def short_backward_kernel(
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
-            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, first_real, behind_real,
+            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
             holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, False,
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -387,8 +399,8 @@ def short_backward_kernel(
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dropped = p
         if seed is not None:
-            words = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
             dropped = tl.where(kept, p, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, input_precision="ieee")
