@@ -228,7 +228,7 @@ def _ours(name, arch):
     from .. import compile_triton
 
     warps, stages, step = configurations(name, HEAD_SIZE, torch.bfloat16, arch)[0]
-    variant = compile_triton.Variant(name, arch, torch.bfloat16, HEAD_SIZE, False, warps, stages, step)
+    variant = compile_triton.Variant(name, arch, torch.bfloat16, HEAD_SIZE, False, warps, stages, step, padding=False)
     return compile_triton.compiled(variant), warps, step
 
 

@@ -195,23 +195,23 @@ def row_kernel(
         dense_rows(
             rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
             output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
-            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q,
-            DIAGONAL_OFF, CAUSAL, False, GRADIENT,
+            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
+            BLOCK_Q, DIAGONAL_OFF, CAUSAL, False, GRADIENT,
         )  # fmt: skip
     elif SPECIAL:
         if block < 0:
             dense_rows(
                 specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
                 output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
-                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS,
-                DIAGONAL_OFF, CAUSAL, True, GRADIENT,
+                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
+                SPECIALS, DIAGONAL_OFF, CAUSAL, True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
                 block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output,
                 lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
-                first, last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
-                keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+                first, last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
+                threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
