@@ -3,9 +3,12 @@ Compile the Triton kernels for GPUs that need not be there, and report what they
 
     python -m benchmarks.compile_triton [--arch 90] [--dtype float16] [--head_size 64]
 
-A line per variant that the package can launch: registers, spilled bytes, shared memory, and how many asynchronous
-copies (`cp.async`) and matrix instructions of warp groups (`wgmma`) there are: none of the former means that loads are
-not pipelined. Exits with 1 if a configuration that the package may choose spills. Says nothing about speed.
+A line per variant that the package can launch: registers, spilled bytes, shared memory, matrix instructions of warp
+groups (`wgmma`), and how loads overlap with computing in the loops over the tiles: how many groups of copies may be
+under way after a wait (`wait`, the operand of `cp.async.wait_group`), and for how many steps a copy is under way
+before it is waited for (`ahead`), the least of all loops. Exits with 1 if a configuration that the package may choose
+spills, asks for more shared memory than a block can have, or waits for copies that it has only just started. Says
+nothing about speed.
 """
 
 import argparse
@@ -22,14 +25,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebert.attention import triton_kernels
-from sparsebert.attention.triton import DTYPES, HEAD_SIZES, configurations, short_backward_limit
+from sparsebert.attention.triton import DTYPES, HEAD_SIZES, short_backward_limit
 from sparsebert.attention.triton import head_sizes as supported_head_sizes
+from sparsebert.attention.triton_launch import configurations
+
+from ._ptx import Loop, matrix_loops
 
 
+# Compute capability times 10 to the bytes of shared memory that a block can have.
+ARCHS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-INTEGERS = ("heads", "length", "tile_rows", "tile_columns", "threshold", "bucket")
+INTEGERS = ("first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold")
 FLOATS = ("scale", "scaling", "keep_scale")
-OTHER_POINTERS = {"lse": "*fp32", "delta": "*fp32", "pool": "*i64", "padding": "*i8", "seed": "*i64"}
+OTHER_POINTERS = {
+    **dict.fromkeys(("lse", "delta"), "*fp32"),
+    **dict.fromkeys(("pool", "seed", "spans"), "*i64"),
+    **dict.fromkeys(("padding", "table"), "*i8"),
+}
 # Kernels by what they do: the function, and its constants.
 KERNELS = {
     "forward": ("row_kernel", {"SHORT": False, "GRADIENT": False}),
@@ -38,9 +50,13 @@ KERNELS = {
     "column": ("column_kernel", {}),
     "short_backward": ("short_backward_kernel", {}),
 }
+# The kernels that follow tile lists.
+LISTED = ("forward", "query_grad", "column")
+# Steps that their copies are under way at least before they are waited for.
+LEAST_AHEAD = 1
 HEADER = (
-    f"{'kernel':15} arch  {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'warps':>5} {'stages':>6} {'regs':>5} "
-    f"{'spill':>9} {'shared':>7} {'cp.async':>8} {'wgmma':>6}"
+    f"{'kernel':15} arch   {'dtype':9} {'size':>4} {'tile':>7} {'drop':>5} {'warps':>5} {'stages':>6} {'regs':>5} "
+    f"{'spill':>9} {'shared':>7} {'wait':>5} {'ahead':>6} {'wgmma':>6}"
 )
 
 
@@ -61,23 +77,38 @@ class Variant:
     rows: int = 0
 
 
-def compiled(variant):
+@dataclass(frozen=True)
+class Compiled:
     """
-    Compile one variant.
+    What a kernel asks for.
 
-    Returns:
-        `dict`: `registers`, `spills` (stores and loads, bytes), `shared` (bytes), `copies`, `wgmma`.
+    Args:
+        registers (`int`): Per thread.
+        spills (`tuple` of `int`): Bytes of spilled stores and loads.
+        shared (`int`): Bytes of shared memory.
+        wgmma (`int`): Number of matrix instructions of warp groups.
+        loops (`tuple` of [`Loop`]): Its loops that multiply matrices, in the order of the program.
     """
-    name, constants = KERNELS[variant.kernel]
-    function = getattr(triton_kernels, name)
-    constants = constants | {
-        "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "DIAGONAL_OFF": False,
-        "CAUSAL": False, "ROWS": variant.rows, "STEP": variant.step,
-    }  # fmt: skip
-    absent = [] if variant.dropout else ["seed"]
-    absent += [] if variant.padding else ["padding"]
-    if constants.get("GRADIENT") is False:
-        absent += ["output_grad", "delta", "query_grad"]
+
+    registers: int
+    spills: tuple[int, int]
+    shared: int
+    wgmma: int
+    loops: tuple[Loop, ...]
+
+    @property
+    def wait(self):
+        """The least operand of a wait for copies in a loop; `None` if no loop copies."""
+        return min((count for loop in self.loops for count in loop.waits), default=None)
+
+    @property
+    def ahead(self):
+        """The least number of steps that a copy is under way before it is waited for; `None` if no loop copies."""
+        return min((loop.ahead for loop in self.loops if loop.waits), default=None)
+
+
+def signature_of(function, absent, constants, dtype):
+    """Types, compile-time values and attributes of a kernel's arguments, for `ASTSource`."""
     signature, attributes = {}, {}
     for index, argument in enumerate(function.arg_names):
         if argument in absent or argument in constants:
@@ -91,25 +122,57 @@ def compiled(variant):
             if re.fullmatch("[qkv]_[bhn]", argument):
                 signature[argument] = "i32"
             elif argument in ("query", "key", "value", "output") or argument.endswith("_grad"):
-                signature[argument] = POINTERS[variant.dtype]
+                signature[argument] = POINTERS[dtype]
             else:
                 signature[argument] = OTHER_POINTERS.get(argument, "*i32")
     values = {argument: constants.get(argument) for argument, kind in signature.items() if kind == "constexpr"}
-    source = ASTSource(function, signature, values, attributes)
+    return signature, values, attributes
+
+
+def build(function, absent, constants, dtype, arch, warps, stages):
+    """
+    Compile a kernel.
+
+    Args:
+        function: The kernel.
+        absent (`Collection` of `str`): Arguments that are `None`.
+        constants (`dict`): Values of its compile-time arguments.
+        dtype (`torch.dtype`): Dtype of queries, keys and values.
+        arch (`int`): Compute capability of the GPU times 10.
+        warps, stages (`int`): Its launch configuration.
+
+    Returns:
+        [`Compiled`]
+    """
+    source = ASTSource(function, *signature_of(function, absent, constants, dtype))
     log = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        target = GPUTarget("cuda", variant.arch, 32)
-        kernel = triton.compile(source, target, {"num_warps": variant.warps, "num_stages": variant.stages})
+        kernel = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "num_stages": stages})
     ptx = kernel.asm["ptx"]
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
-        "spills": tuple(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes", log.getvalue()).groups())),
-        "shared": kernel.metadata.shared,
-        "copies": len(re.findall(r"cp\.async\.c[ag]", ptx)),
-        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
-    }
+    return Compiled(
+        int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
+        tuple(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes", log.getvalue()).groups())),
+        kernel.metadata.shared,
+        len(re.findall(r"wgmma\.mma_async", ptx)),
+        tuple(matrix_loops(ptx)),
+    )
+
+
+def compiled(variant):
+    """Compile one variant: [`Compiled`]."""
+    name, constants = KERNELS[variant.kernel]
+    constants = constants | {
+        "HEAD": variant.head_size, "BLOCK_Q": variant.block_q, "BLOCK_K": 64, "DIAGONAL_OFF": False,
+        "CAUSAL": False, "ROWS": variant.rows, "STEP": variant.step,
+    }  # fmt: skip
+    absent = [] if variant.dropout else ["seed"]
+    absent += [] if variant.padding else ["padding", "spans"]
+    if constants.get("GRADIENT") is False:
+        absent += ["output_grad", "delta", "query_grad"]
+    function = getattr(triton_kernels, name)
+    return build(function, absent, constants, variant.dtype, variant.arch, variant.warps, variant.stages)
 
 
 def variants(archs, dtypes, head_sizes):
@@ -121,42 +184,54 @@ def variants(archs, dtypes, head_sizes):
         if kernel == "short_backward":
             rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
         for num_rows, dropout in itertools.product(rows, (False, True)):
-            for warps, stages, step in configurations(kernel, head_size, dtype, arch):
+            for warps, stages, step in configurations(kernel, head_size, dtype, arch, dropout):
                 yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, rows=num_rows)
 
 
 def line(variant, found):
     """One line of the table."""
-    copies, wgmma = found["copies"], found["wgmma"]
     tile = f"{variant.rows or 64}x{variant.step}"
     if variant.kernel == "column":
         tile = f"{variant.step}x64"
+    wait, ahead = ("-", "-") if found.wait is None else (found.wait, f"{found.ahead:.2f}")
     return (
-        f"{variant.kernel:15} sm_{variant.arch} {str(variant.dtype)[6:]:9} {variant.head_size:4} {tile:>7} "
-        f"{'yes' if variant.dropout else 'no':>5} {variant.warps:5} {variant.stages:6} {found['registers']:5} "
-        f"{'{}/{}'.format(*found['spills']):>9} {found['shared']:7} {copies:8} {wgmma:6}"
+        f"{variant.kernel:15} sm_{variant.arch:<3} {str(variant.dtype)[6:]:9} {variant.head_size:4} {tile:>7} "
+        f"{'yes' if variant.dropout else 'no':>5} {variant.warps:5} {variant.stages:6} {found.registers:5} "
+        f"{'{}/{}'.format(*found.spills):>9} {found.shared:7} {wait:>5} {ahead:>6} {found.wgmma:6}"
     )
+
+
+def faults(variant, found):
+    """What is wrong with a variant, in words: a list."""
+    wrong = []
+    if found.spills != (0, 0):
+        wrong.append("spills registers to memory")
+    if found.shared > ARCHS[variant.arch]:
+        wrong.append(f"asks for more than {ARCHS[variant.arch]} bytes of shared memory")
+    if variant.kernel in LISTED and not (found.ahead and found.ahead >= LEAST_AHEAD):
+        wrong.append("waits for copies that it has only just started")
+    return wrong
 
 
 def main(arguments=None):
     """The command line; returns the exit status."""
     names = {str(dtype)[6:]: dtype for dtype in DTYPES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=[80, 90])
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=names)
     parser.add_argument("--head_size", type=int, nargs="+", default=HEAD_SIZES, choices=HEAD_SIZES)
     parser.add_argument("--kernel", nargs="+", default=KERNELS, choices=KERNELS)
     options = parser.parse_args(arguments)
     print(HEADER)
-    spilling = 0
+    status = 0
     for variant in variants(options.arch, [names[name] for name in options.dtype], options.head_size):
         if variant.kernel in options.kernel:
             found = compiled(variant)
-            spilling += found["spills"] != (0, 0)
             print(line(variant, found), flush=True)
-    if spilling:
-        print(f"{spilling} configurations spill registers to memory", file=sys.stderr)
-    return int(spilling > 0)
+            for fault in faults(variant, found):
+                print(f"{line(variant, found)}: {fault}", file=sys.stderr)
+                status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
 from benchmarks._training_steps import OPTIONS, make_step
+from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
 from sparsebert import SparseBertConfig
 from sparsebert.attention import sdpa
@@ -383,10 +384,10 @@ def test_queue_goes_on_after_failures_and_keeps_reports(tmp_path):
 def test_queue_lists_and_refuses(capsys):
     assert queue.main(["--list"]) == 0
     listed = capsys.readouterr().out
-    assert len(queue.ENTRIES) == 11 and all(f"{number}. " in listed for number in queue.ENTRIES)
+    assert len(queue.ENTRIES) == 12 and all(f"{number}. " in listed for number in queue.ENTRIES)
     with pytest.raises(SystemExit):
-        queue.main(["12"])
-    assert "entries must be from 1 to 11, got 12" in capsys.readouterr().err
+        queue.main(["13"])
+    assert "entries must be from 1 to 12, got 13" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", queue.ENTRIES)
@@ -404,6 +405,8 @@ def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
             assert recipe["model"]["mask_length"] == recipe["data"]["max_length"]
         elif words[0] == "-c":
             compile(words[1], "command", "exec")
+        elif words[1] == "benchmarks.gpu.model":
+            assert gpu_model.command_line().parse_args(words[2:]).compare == Path("{folder}")
         else:
             modules = {"attention": attention, "layer": layer, "model": model, "pretrain": pretrain}
             options = modules[words[1].removeprefix("benchmarks.")].command_line().parse_args(words[2:])

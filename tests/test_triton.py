@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsebert.attention import triton as backend
-from sparsebert.attention.triton import check, tile_attention
+from sparsebert.attention.triton import check, real_spans, tile_attention
 from sparsebert.masks.tiles import tile_form
 
 
@@ -247,6 +247,23 @@ def test_kernels_on_lists(fields, monkeypatch):
 
 
 @runs_kernels
+@pytest.mark.skipif(CUDA, reason="a GPU has configurations of its own")
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_several_steps_in_a_tile(dropout, monkeypatch):
+    """Configurations differ in how many keys or queries of a tile are taken at a time."""
+    monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
+    monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
+    case = Case(100, mask="blocks", padding="mixed", heads=1, head_size=64, dropout=dropout)
+    expected = case.run() if dropout else []
+    monkeypatch.setattr(backend, "_hardware", lambda query: (torch.bfloat16, 80))
+    results = case.run()
+    for one, two in zip(results, expected, strict=False):
+        torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-5)
+    if not dropout:
+        assert_right(case, results)
+
+
+@runs_kernels
 @pytest.mark.slow
 def test_a_long_input():
     case = Case(330, mask="blocks", padding="ragged", heads=1)
@@ -383,9 +400,32 @@ def test_the_operator_is_well_formed():
     leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
     padding, seed = case.padding.to(DEVICE).view(torch.int8), torch.tensor((5, 7), device=DEVICE)
     first, last = case.first.to(DEVICE), case.last.to(DEVICE)
-    rest = (list(move(tile_form(case.base))), padding, first, last, seed, False, False, 60000, 1.0)
+    spans = real_spans(case.padding).to(DEVICE)
+    rest = (list(move(tile_form(case.base))), padding, spans, first, last, seed, False, False, 60000, 1.0)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.sparsebert.tile_attention.default, (*leaves, *rest), test_utils=checks)
+
+
+def test_spans():
+    """The first real token, one past the last, and whether there are holes; the last sequence has no token."""
+    padding = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    spans = real_spans(padding)
+    assert spans.dtype == torch.int64
+    assert spans.tolist() == [[1, 5, 1, 0b10110], [0, 5, 0, 0b11111], [2, 4, 0, 0b1100], [5, 0, 0, 0]]
+    assert real_spans(torch.ones(1, 130).bool()).tolist() == [[0, 130, 0, -1, -1, 3]]
+
+
+@runs_kernels
+@pytest.mark.parametrize("batch", [2, 1])
+def test_special_tokens_at_the_same_position_in_all_sequences(batch, monkeypatch):
+    """`first` and `last` of shape (1,) mean the same as one per sequence."""
+    monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
+    monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
+    case = Case(70, heads=1, batch=batch)
+    several = case.run()
+    case.first, case.last = case.first[:1], case.last[:1]
+    for one, two in zip(several, case.run(), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_shapes_without_running():
@@ -394,7 +434,7 @@ def test_shapes_without_running():
     with FakeTensorMode() as mode:
         leaves = [mode.from_tensor(torch.randn(2, 70, 3, 32).transpose(1, 2).bfloat16()) for _ in range(3)]
         tiles = [mode.from_tensor(tensor) for tensor in mask]
-        rest = (tiles, None, None, None, None, False, False, 65536, 1.0)
+        rest = (tiles, None, None, None, None, None, False, False, 65536, 1.0)
         output, lse = torch.ops.sparsebert.tile_attention(*leaves, *rest)
         gradients = torch.ops.sparsebert.tile_attention_backward(output, *leaves, output, lse, *rest)
     assert output.shape == (2, 70, 3, 32) and output.is_contiguous() and output.dtype == torch.bfloat16

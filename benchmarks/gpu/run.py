@@ -35,7 +35,7 @@ class Entry:
     Args:
         title (`str`): The question that it answers.
         commands (`tuple[str, ...]`): Arguments of Python, run one after the other; `{output}` stands for the path of
-            the results.
+            the results, `{folder}` for their folder.
         environment (`dict`): Variables added to the environment of the process.
     """
 
@@ -98,7 +98,7 @@ ENTRIES = {
         "memory of masks and calls", (f"{ATTENTION} --memory {ONCE} --masks toeplitz64 dam_s --lengths 1024 4096",)
     ),
     7: Entry(
-        "which configurations the autotuner chooses (in the log)",
+        "which launch configurations are chosen (in the log)",
         tuple(
             f"{ATTENTION} --dtype {dtype} {ONCE} --systems sparse_triton --masks toeplitz64 dam_s "
             "--lengths 128 512 1024 2048 4096"
@@ -119,6 +119,7 @@ ENTRIES = {
         "what bf16, torch.compile, ... do for that step",
         ("-m benchmarks.pretrain --device cuda --output {output} --options --sizes base --lengths 128 2048",),
     ),
+    12: Entry("the predictions of the model against entries 2 to 4", ("-m benchmarks.gpu.model --compare {folder}",)),
 }
 
 
@@ -162,7 +163,8 @@ def run_entry(number, entry, folder, limit=LIMIT):
         for part, command in enumerate(entry.commands, 1):
             output = folder / f"{number}_{part}"
             left = max(limit - (time.monotonic() - start), 1)
-            statuses.append(_run(command.replace("{output}", str(output)), log, left, environment))
+            command = command.replace("{output}", str(output)).replace("{folder}", str(folder))
+            statuses.append(_run(command, log, left, environment))
             path = output.with_name(output.name + ".json")
             if path.exists():
                 reports[part] = json.loads(path.read_text())

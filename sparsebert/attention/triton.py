@@ -8,7 +8,6 @@ kernel keeps a whole head on the chip. For longer inputs the kernels follow the 
 Letters: B batch, H heads, n length (queries and keys), d head size.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from ..masks.compiled import compiled
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import TileForm, tile_form
 from .mask_inputs import MaskInputs, per_sequence
+from .triton_launch import AMPERE, HOPPER, configurations, interpreted, launch
 
 
 if TYPE_CHECKING:
@@ -34,25 +34,6 @@ SHORT_LENGTH = 256
 # Largest n of the single-kernel backward for 16-bit dtypes, by head size, on GPUs of compute capability 9.0 and later.
 # Beyond it, registers would spill.
 SHORT_BACKWARD = {32: 128, 64: 128, 128: 64}
-# Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, and keys per step
-# (queries per step in the column kernel). The autotuner chooses if there are two. `benchmarks/compile_triton.py` lists
-# the resources that each takes.
-HOPPER: dict[str, dict[int, list[tuple[int, int, int]]]] = {
-    "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 2, 64)], 128: [(4, 2, 64), (4, 2, 32)]},
-    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 64)], 128: [(4, 2, 64)]},
-    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 2, 64)], 128: [(4, 2, 32), (8, 2, 32)]},
-    "column": {32: [(4, 2, 64), (4, 2, 32)], 64: [(4, 2, 32), (4, 3, 32)], 128: [(4, 2, 16), (8, 2, 16)]},
-    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 32)], 128: [(8, 2, 32)]},
-}
-# Head size 128 is missing, since every configuration tried spills kilobytes of registers.
-AMPERE: dict[str, dict[int, list[tuple[int, int, int]]]] = {
-    "forward": {32: [(4, 3, 64)], 64: [(4, 2, 64), (4, 3, 32)]},
-    "short_forward": {32: [(4, 2, 16)], 64: [(4, 2, 32)]},
-    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 32), (4, 2, 32)]},
-    "column": {32: [(4, 2, 32)], 64: [(4, 2, 16)]},
-}
-# Configurations for float32, for which no matrix unit keeps the precision.
-FLOAT32 = [(8, 2, 16)]
 
 
 def tile_attention(
@@ -68,6 +49,7 @@ def tile_attention(
     seed: torch.Tensor | None,
     dropout: float,
     scaling: float,
+    spans: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Attention under a mask in tile form. Padded queries and queries without a key give 0.
@@ -79,14 +61,16 @@ def tile_attention(
         tiles ([`TileForm`] or sequence of `torch.Tensor`): The result of [`tile_form`] in tiles of 64 by 64, on the
             device of the query. It includes the mask's diagonal and causality but not its special tokens.
         padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
-        first (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's first token, whose row
-            and column are on.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
+        first (`torch.Tensor` of shape `(B,)` or `(1,)`, *optional*): int32, position of each sequence's first token,
+            whose row and column are on.
+        last (`torch.Tensor` of shape `(B,)` or `(1,)`, *optional*): The same for the last token.
         diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
         causal (`bool`): Whether to remove keys j > query i from the rows and columns of special tokens.
         seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device of the query; required for dropout.
         dropout (`float`): Probability of attention dropout, in [0, 1), rounded to multiples of 1/65536.
         scaling (`float`): Positive factor of the scores.
+        spans (`torch.Tensor` of shape `(B, 3 + n / 64)`, *optional*): The [`real_spans`] of the padding, if they are
+            at hand.
 
     Returns:
         `torch.Tensor` of shape `(B, n, H, d)`, contiguous.
@@ -96,13 +80,37 @@ def tile_attention(
     """
     check(query, key, value, tiles, seed, dropout, scaling)
     threshold = min(max(round((1 - dropout) * 65536), 1), 65536)
-    padding = None if padding is None else padding.contiguous().view(torch.int8)
+    if padding is not None:
+        spans = real_spans(padding) if spans is None else spans
+        padding = padding.contiguous().view(torch.int8)
     seed = None if threshold == 65536 else seed
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     output, _ = torch.ops.sparsebert.tile_attention(
-        *tensors, list(tiles), padding, first, last, seed, diagonal is False, causal, threshold, scaling
+        *tensors, list(tiles), padding, spans, first, last, seed, diagonal is False, causal, threshold, scaling
     )
     return output
+
+
+def real_spans(padding: torch.Tensor) -> torch.Tensor:
+    """
+    Where the real tokens of each sequence are.
+
+    Args:
+        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 3 + n / 64)`, int64: the position of the first real token, one past that of the
+        last, and whether there is padding between them; `(n, 0, 0)` if there is no real token. Then a word for each
+        64 tokens, whose bits are on for real ones.
+    """
+    length = padding.shape[1]
+    position = torch.arange(length, device=padding.device)
+    begin = torch.where(padding, position, length).amin(1)
+    end = torch.where(padding, position + 1, 0).amax(1)
+    bits = torch.nn.functional.pad(padding, (0, -length % TILE)).unflatten(1, (-1, TILE)).long()
+    words = (bits << torch.arange(TILE, device=padding.device)).sum(-1)
+    holes = padding.sum(1) < end - begin
+    return torch.cat([torch.stack([begin, end, holes.long()], 1), words], 1)
 
 
 def check(
@@ -156,38 +164,6 @@ def check(
         raise ValueError(f"scaling must be positive in sparse_triton, got {scaling}")
 
 
-def interpreted() -> bool:
-    """
-    Whether Triton runs its interpreter, that is, whether `TRITON_INTERPRET=1` was set when Triton was imported.
-
-    Raises:
-        ValueError: If Triton is not installed.
-    """
-    try:
-        from . import triton_kernels
-    except ImportError as error:
-        raise ValueError("sparse_triton needs Triton: pip install 'sparsebert[gpu]'") from error
-    return type(triton_kernels.row_kernel).__name__ == "InterpretedFunction"
-
-
-def configurations(kernel: str, head_size: int, dtype: torch.dtype, capability: int) -> list[tuple[int, int, int]]:
-    """
-    The launch configurations that the autotuner may choose from, the best guess first.
-
-    Args:
-        kernel (`str`): `"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or `"short_backward"`.
-        head_size (`int`): d.
-        dtype (`torch.dtype`): Dtype of the inputs.
-        capability (`int`): Compute capability of the GPU times 10, such as 80 or 90.
-
-    Returns:
-        `list` of `tuple`: Warps, pipeline stages, and keys per step (queries per step in the column kernel).
-    """
-    if dtype == torch.float32:
-        return FLOAT32
-    return (AMPERE if capability < 90 else HOPPER)[kernel][head_size]
-
-
 def head_sizes(capability: int) -> tuple[int, ...]:
     """The head sizes that run without spilling registers on GPUs of this compute capability (80 or 90)."""
     return tuple((AMPERE if capability < 90 else HOPPER)["forward"])
@@ -213,45 +189,6 @@ def _hardware(query):
     return query.dtype, _capability()
 
 
-def launch(
-    kernel: str,
-    grid: int,
-    arguments: Sequence[Any],
-    constants: dict[str, Any],
-    choices: Sequence[tuple[int, int, int]],
-) -> None:
-    """
-    Run a kernel.
-
-    Args:
-        kernel (`str`): Name of a function in `triton_kernels`.
-        grid (`int`): Number of programs.
-        arguments (`Sequence`): Its arguments at run time.
-        constants (`dict`): Its compile-time arguments.
-        choices (`Sequence`): Launch [`configurations`], of which the autotuner chooses the fastest.
-    """
-    from . import triton_kernels
-
-    if interpreted():
-        getattr(triton_kernels, kernel)[(grid,)](*arguments, **constants, STEP=choices[0][2])
-    else:
-        with torch.cuda.device(arguments[0].device):
-            _tuned(kernel, tuple(choices))[(grid,)](*arguments, **constants)
-
-
-@functools.cache
-def _tuned(kernel, choices):
-    """The kernel under the autotuner, which measures once per bucket of lengths, constants and dtypes."""
-    import triton
-
-    from . import triton_kernels
-
-    configs = [triton.Config({"STEP": step}, num_warps=warps, num_stages=stages) for warps, stages, step in choices]
-    function = getattr(triton_kernels, kernel)
-    key = [name for name in function.arg_names if name == "bucket" or (name.isupper() and name != "STEP")]
-    return triton.autotune(configs=configs, key=key)(function)
-
-
 def _bucket(length):
     """The next power of two. Lengths of the same bucket share a configuration."""
     return 1 << (length - 1).bit_length()
@@ -259,24 +196,33 @@ def _bucket(length):
 
 # The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
 _MASK = (
-    "Tensor[] tiles, Tensor? padding, Tensor? first, Tensor? last, Tensor? seed, bool diagonal_off, bool causal, "
-    "int threshold, float scaling"
+    "Tensor[] tiles, Tensor? padding, Tensor? spans, Tensor? first, Tensor? last, Tensor? seed, bool diagonal_off, "
+    "bool causal, int threshold, float scaling"
 )
 
 
-def _kernel_arguments(query, key, value, tiles, padding, first, last, seed, diagonal_off, causal, threshold, scaling):
+def _kernel_arguments(
+    query, key, value, tiles, padding, spans, first, last, seed, diagonal_off, causal, threshold, scaling
+):
     """
     What the kernels have in common: the tile form, the run-time arguments after the tile form, the compile-time
-    arguments, and whether there are special tokens.
+    arguments, whether there are special tokens, and the configurations of a kernel by its name.
     """
     tiles = TileForm(*tiles)
     strides = [tensor.stride(dim) for tensor in (query, key, value) for dim in range(3)]
+    # 0 where a position is the same in all sequences.
+    token_strides = [int(positions is not None and len(positions) > 1) for positions in (first, last)]
     sizes = [query.shape[1], query.shape[2], *tiles.tiles.shape[1:]]
     factors = [scaling / math.log(2), scaling, threshold, 65536 / threshold]
     mask = {"DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
     constants = {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
     special = first is not None or last is not None
-    return tiles, [padding, first, last, seed, *strides, *sizes, *factors], constants, special
+    arguments = [padding, spans, first, last, seed, *strides, *token_strides, *sizes, *factors]
+
+    def choices(kernel):
+        return configurations(kernel, query.shape[3], *_hardware(query), seed is not None)
+
+    return tiles, arguments, constants, special, choices
 
 
 @torch.library.custom_op(
@@ -287,16 +233,17 @@ def _kernel_arguments(query, key, value, tiles, padding, first, last, seed, diag
 def _attention(query, key, value, *mask):
     """Output `(B, n, H, d)` and base-2 logarithm of the normaliser `(B, H, n)`."""
     output, lse = _attention_shapes(query, key, value)
-    tiles, rest, constants, special = _kernel_arguments(query, key, value, *mask)
+    tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape
     short = length <= SHORT_LENGTH
     programs = tiles.tiles.shape[1] + (special and not short)
     launch(
         "row_kernel",
         batch * num_heads * programs,
-        [query, key, value, output, lse, None, None, None, *tiles[:6], *rest, max(_bucket(length), SHORT_LENGTH)],
+        [query, key, value, output, lse, None, None, None, *tiles[:6], *rest],
         constants | {"SHORT": short, "GRADIENT": False},
-        configurations("short_forward" if short else "forward", head_size, *_hardware(query)),
+        choices("short_forward" if short else "forward"),
+        max(_bucket(length), SHORT_LENGTH),
     )
     return output, lse
 
@@ -319,12 +266,8 @@ def _attention_shapes(query, key, value, *mask):
 def _attention_backward(output_grad, query, key, value, output, lse, *mask):
     """Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`."""
     gradients = [torch.empty_like(output) for _ in range(3)]
-    tiles, rest, constants, special = _kernel_arguments(query, key, value, *mask)
+    tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape
-
-    def choices(kernel):
-        return configurations(kernel, head_size, *_hardware(query))
-
     if length <= short_backward_limit(head_size, *_hardware(query)):
         launch(
             "short_backward_kernel",
@@ -332,16 +275,18 @@ def _attention_backward(output_grad, query, key, value, output, lse, *mask):
             [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *rest],
             constants | {"ROWS": max(_bucket(length), TILE)},
             choices("short_backward"),
+            max(_bucket(length), TILE),
         )
     else:
         delta = torch.empty_like(lse)
-        rest.append(max(_bucket(length), SHORT_LENGTH))
+        bucket = max(_bucket(length), SHORT_LENGTH)
         launch(
             "row_kernel",
             batch * num_heads * (tiles.tiles.shape[1] + special),
             [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *rest],
             constants | {"SHORT": False, "GRADIENT": True},
             choices("query_grad"),
+            bucket,
         )
         launch(
             "column_kernel",
@@ -349,6 +294,7 @@ def _attention_backward(output_grad, query, key, value, output, lse, *mask):
             [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *rest],
             constants,
             choices("column"),
+            bucket,
         )
     query_grad, key_grad, value_grad = (gradient.transpose(1, 2) for gradient in gradients)
     return query_grad, key_grad, value_grad
@@ -361,17 +307,29 @@ def _attention_backward_shapes(output_grad, query, key, value, output, lse, *mas
 
 
 def _remember(ctx, inputs, output):
-    query, key, value, tiles, padding, first, last, seed, *ctx.options = inputs
+    query, key, value, tiles, padding, spans, first, last, seed, *ctx.options = inputs
     ctx.num_tiles = len(tiles)
-    ctx.save_for_backward(query, key, value, *output, padding, first, last, seed, *tiles)
+    ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *tiles)
 
 
 def _differentiate(ctx, output_grad, lse_grad):
-    query, key, value, output, lse, padding, first, last, seed, *tiles = ctx.saved_tensors
+    query, key, value, output, lse, padding, spans, first, last, seed, *tiles = ctx.saved_tensors
     gradients = torch.ops.sparsebert.tile_attention_backward(
-        output_grad.contiguous(), query, key, value, output, lse, tiles, padding, first, last, seed, *ctx.options
+        output_grad.contiguous(),
+        query,
+        key,
+        value,
+        output,
+        lse,
+        tiles,
+        padding,
+        spans,
+        first,
+        last,
+        seed,
+        *ctx.options,
     )
-    return *gradients, [None] * ctx.num_tiles, *[None] * (4 + len(ctx.options))
+    return *gradients, [None] * ctx.num_tiles, *[None] * (5 + len(ctx.options))
 
 
 _attention.register_autograd(_differentiate, setup_context=_remember)
@@ -397,9 +355,17 @@ def refuse(request: "Request") -> str | None:
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """The tile form of every layer's mask, and the special tokens of each sequence."""
+    """
+    The tile form of every layer's mask, the special tokens of each sequence, and the spans of their real tokens. What
+    depends on the batch is made here, once for all layers, since each operation of a layer is a launch.
+    """
     tiles = compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)
-    return {"compiled": tiles, "first_token": inputs.first(), "last_token": inputs.last()}
+    first, last, spans = inputs.first(), inputs.last(), None
+    if inputs.padding is not None:
+        batch, spans = len(inputs.padding), real_spans(inputs.padding)
+        first, last = per_sequence(first, batch), per_sequence(last, batch)
+    forms = tuple((*form, spans) for form in tiles)
+    return {"compiled": forms, "first_token": first, "last_token": last}
 
 
 def triton_backend(
@@ -417,18 +383,20 @@ def triton_backend(
     mask = inputs.sparse_mask
     assert mask is not None
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=query.device) if dropout else None
+    *tiles, spans = inputs.compiled[0]
     output = tile_attention(
         query,
         key,
         value,
-        inputs.compiled[0],
+        tiles,
         inputs.padding,
-        per_sequence(inputs.first_token, query.shape[0]),
-        per_sequence(inputs.last_token, query.shape[0]),
+        inputs.first_token,
+        inputs.last_token,
         mask.diagonal,
         inputs.causal,
         seed,
         dropout,
         scaling,
+        spans,
     )
     return output, None

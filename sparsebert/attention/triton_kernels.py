@@ -31,7 +31,11 @@ from .triton_steps import (
     finish_rows,
     guarded,
     load_queries,
-    real_tokens,
+    load_span,
+    masked_entry,
+    next_entry,
+    program_place,
+    real_word,
     row_step,
     special_tokens,
     special_words,
@@ -42,9 +46,9 @@ from .triton_steps import (
 
 @triton.jit
 def listed_rows(
-    block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool,
-    full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows, tile_columns,
-    q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
+    output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed,
+    bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SPECIAL: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -64,39 +68,58 @@ def listed_rows(
     begin = tl.where((block + 1) * BLOCK_Q <= begin * BLOCK_K, end, begin)
     stop = tl.where(block * BLOCK_Q >= end * BLOCK_K, begin, end)
 
-    for step in range(tl.load(full_start + line + begin) * SPLIT, tl.load(full_start + line + stop) * SPLIT):
-        start = tl.load(full + step // SPLIT) * BLOCK_K + step % SPLIT * STEP
+    # The full tiles of real tokens alone, from `inner` on, need no mask. The others are masked like the partial ones.
+    inner, inner_stop = begin, stop
+    if words is not None:
+        inner = tl.where(holes != 0, begin, tl.cdiv(first_real, BLOCK_K))
+        inner = tl.minimum(tl.maximum(inner, begin), stop)
+        inner_stop = tl.where(holes != 0, inner, behind_real // BLOCK_K)
+        inner_stop = tl.minimum(tl.maximum(inner_stop, inner), stop)
+    entry, stop_entry = tl.load(full_start + line + inner), tl.load(full_start + line + inner_stop)
+    full_begin, full_stop = tl.load(full_start + line + begin), tl.load(full_start + line + stop)
+    tile = tl.load(full + entry, mask=entry < stop_entry, other=0)
+    for step in range(entry * SPLIT, stop_entry * SPLIT):
+        next_tile = tl.load(next_entry(full, step, stop_entry, SPLIT))
+        start = tile * BLOCK_K + step % SPLIT * STEP
         columns = start + lane
         k = tl.load(key + columns[:, None] * k_n + d[None, :])
         v = tl.load(value + columns[:, None] * v_n + d[None, :])
-        keep, kept = None, None
-        if padding is not None:
-            keep = (tl.load(padding + columns) != 0)[None, :]
+        kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, start // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
         acc, top, total = row_step(
-            acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
+            acc, top, total, q, do, row_lse, row_delta, k, v, None, kept, scale, keep_scale, GRADIENT
         )
+        tile = next_tile
 
-    for step in range(tl.load(partial_start + line + begin) * SPLIT, tl.load(partial_start + line + stop) * SPLIT):
-        item, part = partial + step // SPLIT * 2, step % SPLIT * STEP
-        start = tl.load(item) * BLOCK_K + part
+    before = entry - full_begin
+    edge = before + full_stop - stop_entry
+    partial_begin = tl.load(partial_start + line + begin)
+    count = edge + tl.load(partial_start + line + stop) - partial_begin
+    tile, index = masked_entry(full, partial, 0, count, before, edge, full_begin, stop_entry, partial_begin)
+    for step in range(0, count * SPLIT):
+        next_tile, next_index = masked_entry(
+            full, partial, (step + 1) // SPLIT, count, before, edge, full_begin, stop_entry, partial_begin
+        )
+        part = step % SPLIT * STEP
+        start = tile * BLOCK_K + part
         columns = start + lane
         inside = columns < length
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
-        bits = tl.load(pool + tl.load(item + 1) * BLOCK_Q + row_lane)
+        bits = tl.load(pool + index * BLOCK_Q + row_lane)
+        if words is not None:
+            bits &= real_word(words, tile, first_real, behind_real, holes)
         keep = bit_at(bits[:, None], (part + lane)[None, :])
-        if padding is not None:
-            keep &= (tl.load(padding + columns, mask=inside, other=0) != 0)[None, :]
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, start // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, start // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )
+        tile, index = next_tile, next_index
 
     if SPECIAL:
         seen = valid
@@ -124,11 +147,11 @@ def listed_rows(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold", "bucket"])
+@triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold"])
 def row_kernel(
     query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows,
-    tile_columns, scale, scaling, threshold, keep_scale, bucket,
+    partial, padding, spans, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
+    length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, SHORT: tl.constexpr, GRADIENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -137,15 +160,13 @@ def row_kernel(
     writes `query_grad` and `delta`, the sum of the output times its gradient. SHORT: visit all keys, without tile
     lists.
 
-    `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `first` and
-    `last` (B,) int32 and `seed` (2,) int64 may be `None`. `bucket` only serves as a key of the autotuner.
+    `output`, `output_grad` and `query_grad` are (B, n, H, d) and contiguous. `padding` (B, n) int8, `spans`
+    (B, 3 + tile_columns) int64, `first` and `last` (B,) or (1,) int32 (then `first_b` or `last_b` is 0) and `seed`
+    (2,) int64 may be `None`.
     """
     SPLIT: tl.constexpr = BLOCK_K // STEP
     SPECIAL: tl.constexpr = (first is not None or last is not None) and not SHORT
-    programs = tile_rows + SPECIAL
-    bh = tl.program_id(0) // programs
-    # The programs of special tokens take the longest, so they start first.
-    block = tl.program_id(0) % programs - SPECIAL
+    bh, block = program_place(tile_rows, SPECIAL)
     batch, head = (bh // heads).to(tl.int64), bh % heads
     query += batch * q_b + head.to(tl.int64) * q_h
     key += batch * k_b + head.to(tl.int64) * k_h
@@ -160,43 +181,44 @@ def row_kernel(
         query_grad += o_start
         delta += bh.to(tl.int64) * length
     begin, end = tile_columns * 0, tile_columns
+    first_real, behind_real, holes, words = length * 0, length, length * 0, None
     if padding is not None:
         padding += batch * length
-        if not SHORT:
-            first_real, behind_real = real_tokens(padding, length)
-            begin, end = first_real // BLOCK_K, tl.cdiv(behind_real, BLOCK_K)
-    first, last = token_position(first, batch, length), token_position(last, batch, length)
+        first_real, behind_real, holes, words = load_span(spans, batch, tile_columns)
+        begin, end = first_real // BLOCK_K, tl.cdiv(behind_real, BLOCK_K)
+    first = token_position(first, batch, first_b, length)
+    last = token_position(last, batch, last_b, length)
     specials, valid = special_tokens(first, last, SPECIALS)
 
     if SHORT:
         rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         dense_rows(
-            rows, rows < length, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta,
-            query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale,
-            scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, BLOCK_Q, DIAGONAL_OFF, CAUSAL, False,
-            GRADIENT,
+            rows, rows < length, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
+            output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
+            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
+            BLOCK_Q, DIAGONAL_OFF, CAUSAL, False, GRADIENT,
         )  # fmt: skip
     elif SPECIAL:
         if block < 0:
             dense_rows(
-                specials, valid, begin * SPLIT, end * SPLIT, query, key, value, output, lse, output_grad, delta,
-                query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n,
-                scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP, SPECIALS, DIAGONAL_OFF, CAUSAL,
-                True, GRADIENT,
+                specials, valid, begin * SPLIT, end * SPLIT, first_real, behind_real, holes, words, query, key, value,
+                output, lse, output_grad, delta, query_grad, tiles, pool, padding, first, last, seed, bh, length,
+                tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, STEP,
+                SPECIALS, DIAGONAL_OFF, CAUSAL, True, GRADIENT,
             )  # fmt: skip
         else:
             listed_rows(
-                block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad,
-                tiles, pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length,
-                tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q,
-                BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+                block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output,
+                lse, output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding,
+                first, last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
+                threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
             )  # fmt: skip
     else:
         listed_rows(
-            block, specials, valid, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles,
-            pool, full_start, full, partial_start, partial, padding, first, last, seed, bh, head, length, tile_rows,
-            tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale, HEAD, BLOCK_Q, BLOCK_K,
-            DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
+            block, specials, valid, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse,
+            output_grad, delta, query_grad, tiles, pool, full_start, full, partial_start, partial, padding, first,
+            last, seed, bh, head, length, tile_rows, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold,
+            keep_scale, HEAD, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, SPECIAL, GRADIENT, STEP,
         )  # fmt: skip
 
 
@@ -221,26 +243,35 @@ def listed_columns(
     begin = tl.where((block + 1) * BLOCK_K <= first_real, end, begin)
     stop = tl.where(block * BLOCK_K >= behind_real, begin, end)
 
-    for step in range(tl.load(full_start + line + begin) * SPLIT, tl.load(full_start + line + stop) * SPLIT):
-        rows = tl.load(full + step // SPLIT) * BLOCK_Q + step % SPLIT * STEP + row_lane
+    entry, stop_entry = tl.load(full_start + line + begin), tl.load(full_start + line + stop)
+    tile = tl.load(full + entry, mask=entry < stop_entry, other=0)
+    for step in range(entry * SPLIT, stop_entry * SPLIT):
+        next_tile = tl.load(next_entry(full, step, stop_entry, SPLIT))
+        rows = tile * BLOCK_Q + step % SPLIT * STEP + row_lane
         q, do, row_lse, row_delta = load_queries(rows, None, query, output_grad, lse, delta, q_n, o_n, HEAD)
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(words[None, :], columns[:, None])
+            drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
+            kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, None, kept, scale, keep_scale)
+        tile = next_tile
 
-    for step in range(tl.load(partial_start + line + begin) * SPLIT, tl.load(partial_start + line + stop) * SPLIT):
-        item, part = partial + step // SPLIT * 2, step % SPLIT * STEP
-        rows = tl.load(item) * BLOCK_Q + part + row_lane
+    entry, stop_entry = tl.load(partial_start + line + begin), tl.load(partial_start + line + stop)
+    count = stop_entry - entry
+    tile, index = masked_entry(full, partial, 0, count, 0, 0, entry, entry, entry)
+    for step in range(0, count * SPLIT):
+        next_tile, next_index = masked_entry(full, partial, (step + 1) // SPLIT, count, 0, 0, entry, entry, entry)
+        part = step % SPLIT * STEP
+        rows = tile * BLOCK_Q + part + row_lane
         q, do, row_lse, row_delta = load_queries(rows, rows < length, query, output_grad, lse, delta, q_n, o_n, HEAD)
-        bits = tl.load(pool + tl.load(item + 1) * BLOCK_Q + part + row_lane)
+        bits = tl.load(pool + index * BLOCK_Q + part + row_lane)
         keep = bit_at(bits[None, :], lane[:, None])
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(words[None, :], columns[:, None])
+            drawn = dropout_words(seed, bh, rows, block * BLOCK_K // WORD, threshold)
+            kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
+        tile, index = next_tile, next_index
 
     if SPECIAL:
         # As wide as a step, so that the k and v in registers fit.
@@ -252,8 +283,8 @@ def listed_columns(
         keep = guarded(valid[None, :] & ~listed, specials[None, :], columns[:, None], DIAGONAL_OFF, CAUSAL)
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
-            kept = bit_at(words[None, :], columns[:, None])
+            drawn = dropout_words(seed, bh, specials, block * BLOCK_K // WORD, threshold)
+            kept = bit_at(drawn[None, :], columns[:, None])
         dk, dv = column_step(dk, dv, k, v, q, do, row_lse, row_delta, keep, kept, scale, keep_scale)
         if first is not None:
             store &= columns != first
@@ -262,11 +293,11 @@ def listed_columns(
     finish_columns(columns, store, dk, dv, key_grad, value_grad, padding, o_n, scaling, keep_scale, HEAD)
 
 
-@triton.jit(do_not_specialize=["heads", "length", "tile_rows", "tile_columns", "threshold", "bucket"])
+@triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_rows", "tile_columns", "threshold"])
 def column_kernel(
     query, key, value, lse, output_grad, delta, key_grad, value_grad, tiles, pool, full_start, full, partial_start,
-    partial, padding, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows,
-    tile_columns, scale, scaling, threshold, keep_scale, bucket,
+    partial, padding, spans, first, last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads,
+    length, tile_rows, tile_columns, scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr,
     CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -275,9 +306,7 @@ def column_kernel(
     those of [`row_kernel`]. Padded queries need no mask, since their `lse` is +inf.
     """
     SPECIAL: tl.constexpr = first is not None or last is not None
-    programs = tile_columns + SPECIAL
-    bh = tl.program_id(0) // programs
-    block = tl.program_id(0) % programs - SPECIAL
+    bh, block = program_place(tile_columns, SPECIAL)
     batch, head = (bh // heads).to(tl.int64), bh % heads
     query += batch * q_b + head.to(tl.int64) * q_h
     key += batch * k_b + head.to(tl.int64) * k_h
@@ -294,9 +323,10 @@ def column_kernel(
     first_real, behind_real = length * 0, length
     if padding is not None:
         padding += batch * length
-        first_real, behind_real = real_tokens(padding, length)
+        first_real, behind_real, _, _ = load_span(spans, batch, tile_columns)
         begin, end = first_real // BLOCK_Q, tl.cdiv(behind_real, BLOCK_Q)
-    first, last = token_position(first, batch, length), token_position(last, batch, length)
+    first = token_position(first, batch, first_b, length)
+    last = token_position(last, batch, last_b, length)
     specials, valid = special_tokens(first, last, SPECIALS)
 
     if SPECIAL:
@@ -322,11 +352,11 @@ def column_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "length", "tile_columns", "threshold"])
+@triton.jit(do_not_specialize=["first_b", "last_b", "heads", "length", "tile_columns", "threshold"])
 def short_backward_kernel(
-    query, key, value, output, lse, output_grad, query_grad, key_grad, value_grad, tiles, pool, padding, first, last,
-    seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, heads, length, tile_rows, tile_columns, scale, scaling,
-    threshold, keep_scale,
+    query, key, value, output, lse, output_grad, query_grad, key_grad, value_grad, tiles, pool, padding, spans, first,
+    last, seed, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, first_b, last_b, heads, length, tile_rows, tile_columns,
+    scale, scaling, threshold, keep_scale,
     HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -342,9 +372,12 @@ def short_backward_kernel(
     o_n = heads * HEAD
     o_start = batch * length * o_n + head * HEAD
     tiles += head * tile_rows * tile_columns
+    first_real, behind_real, holes, words = length * 0, length, length * 0, None
     if padding is not None:
         padding += batch * length
-    first, last = token_position(first, batch, length), token_position(last, batch, length)
+        first_real, behind_real, holes, words = load_span(spans, batch, tile_columns)
+    first = token_position(first, batch, first_b, length)
+    last = token_position(last, batch, last_b, length)
     d, lane, rows = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, ROWS)
     store = rows < length
     q, do, row_lse, row_delta, real = start_rows(
@@ -358,16 +391,16 @@ def short_backward_kernel(
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
-            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, first, last, tile_columns,
-            BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, False,
+            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
+            holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, False,
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(tl.where(keep, s * scale, float("-inf")) - row_lse[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dropped = p
         if seed is not None:
-            words = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
             dropped = tl.where(kept, p, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         dv = tl.dot(tl.trans(dropped.to(q.dtype)), do, input_precision="ieee")

@@ -55,12 +55,28 @@ def bit_at(words, position):
 
 
 @triton.jit
-def token_position(positions, batch, length):
+def token_position(positions, batch, stride, length):
     """Position of a special token of a sequence, clamped to the sequence; `None` if there is no such token."""
     position = None
     if positions is not None:
-        position = tl.minimum(tl.maximum(tl.load(positions + batch), 0), length - 1)
+        position = tl.minimum(tl.maximum(tl.load(positions + batch * stride), 0), length - 1)
     return position
+
+
+@triton.jit
+def program_place(blocks, SPECIAL: tl.constexpr):
+    """
+    The index of batch and head of a program, and its block of queries or keys, -1 for special tokens. Their programs
+    take the longest, so they are the first of the whole grid.
+    """
+    program = tl.program_id(0)
+    pair, block = program // blocks, program % blocks
+    if SPECIAL:
+        pairs = tl.num_programs(0) // (blocks + 1)
+        other = program - pairs
+        pair = tl.where(other < 0, program, other // blocks)
+        block = tl.where(other < 0, -1, other % blocks)
+    return pair, block
 
 
 @triton.jit
@@ -97,16 +113,60 @@ def special_words(seed, head, rows, first, last, threshold, AXIS: tl.constexpr):
 
 
 @triton.jit
-def real_tokens(padding, length):
-    """The position of a sequence's first real token and one past that of its last; `(length, 0)` if it has none."""
-    lane = tl.arange(0, 1024)
-    begin, end = length, 0
-    for start in range(0, length, 1024):
-        at = start + lane
-        real = tl.load(padding + at, mask=at < length, other=0) != 0
-        begin = tl.minimum(begin, tl.min(tl.where(real, at, length)))
-        end = tl.maximum(end, tl.max(tl.where(real, at + 1, 0)))
-    return begin, end
+def load_span(spans, batch, tiles):
+    """
+    A row of `spans`: the position of a sequence's first real token, one past that of its last, whether there are holes
+    between, and the pointer to the words of its tiles.
+    """
+    span = spans + batch * (tiles + 3)
+    return tl.load(span).to(tl.int32), tl.load(span + 1).to(tl.int32), tl.load(span + 2).to(tl.int32), span + 3
+
+
+@triton.jit
+def bits_from(position):
+    """A word whose bits are on from `position` on, which is cut to 0 to 64."""
+    place = tl.minimum(tl.maximum(position, 0), WORD - 1).to(tl.int64)
+    ones = place * 0 - 1
+    return tl.where(position < WORD, ones << place, 0)
+
+
+@triton.jit
+def real_word(words, tile, first_real, behind_real, holes):
+    """
+    Which keys of a tile are real tokens: those of the span, of which only a sequence with holes has to read its words.
+    """
+    real = bits_from(first_real - tile * WORD) & ~bits_from(behind_real - tile * WORD)
+    return real & tl.load(words + tile, mask=holes != 0, other=-1)
+
+
+@triton.jit
+def next_entry(entries, step, stop, SPLIT: tl.constexpr):
+    """
+    The pointer to the list entry of the step after `step`, or to the last one. Loops load an entry one step ahead: if
+    the addresses of a step depended on a load of the same step, the compiler would start copies half as early.
+    """
+    return entries + tl.minimum((step + 1) // SPLIT, stop - 1)
+
+
+@triton.jit
+def masked_entry(full, partial, entry, count, before, edge, full_begin, full_end, partial_begin):
+    """
+    The tile of an entry and its index in the pool, where the entries are first the full tiles at both edges of the
+    real tokens, then the partial tiles; the last of them from `count` on.
+
+    Args:
+        entry, count: Index of the entry, and how many there are.
+        before, edge: How many of them are full tiles at the first edge, and at both.
+        full_begin, full_end, partial_begin: Where in the lists those at either edge and the partial ones begin.
+    """
+    at = tl.minimum(entry, count - 1)
+    from_full = (at < edge) & (count > 0)
+    from_partial = at >= edge
+    position = tl.where(at < before, full_begin + at, full_end + at - before)
+    item = partial + 2 * (partial_begin + at - edge)
+    # Loads without arithmetic behind them, which the compiler would move to a later stage of the pipeline.
+    tile = tl.load(item, mask=from_partial, other=tl.load(full + position, mask=from_full, other=0))
+    return tile, tl.load(item + 1, mask=from_partial, other=1)
 
 
 @triton.jit
@@ -121,13 +181,13 @@ def guarded(on, rows, columns, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr)
 
 @triton.jit
 def dense_keep(
-    rows, store, columns, inside, tile, tiles, pool, padding, first, last, tile_columns,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
+    rows, store, columns, inside, tile, tiles, pool, words, first_real, behind_real, holes, first, last,
+    tile_columns, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr,
     GATHERED: tl.constexpr,
 ):  # fmt: skip
     """The whole mask for some queries and the keys of a tile. GATHERED: all queries are special tokens."""
-    if padding is not None:
-        inside = tl.load(padding + columns, mask=inside, other=0) != 0
+    if words is not None:
+        inside &= bit_at(real_word(words, tile, first_real, behind_real, holes), columns)
     keep = guarded(store[:, None] & inside[None, :], rows[:, None], columns[None, :], DIAGONAL_OFF, CAUSAL)
     if not GATHERED:
         index = tl.load(tiles + rows // BLOCK_Q * tile_columns + tile, mask=store, other=0)
@@ -266,8 +326,9 @@ def finish_columns(
 
 @triton.jit
 def dense_rows(
-    rows, store, begin, end, query, key, value, output, lse, output_grad, delta, query_grad, tiles, pool, padding,
-    first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling, threshold, keep_scale,
+    rows, store, begin, end, first_real, behind_real, holes, words, query, key, value, output, lse, output_grad, delta,
+    query_grad, tiles, pool, padding, first, last, seed, bh, length, tile_columns, q_n, k_n, v_n, o_n, scale, scaling,
+    threshold, keep_scale,
     HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr, NUM_ROWS: tl.constexpr,
     DIAGONAL_OFF: tl.constexpr, CAUSAL: tl.constexpr, GATHERED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
@@ -285,13 +346,13 @@ def dense_rows(
         k = tl.load(key + columns[:, None] * k_n + d[None, :], mask=inside[:, None], other=0.0)
         v = tl.load(value + columns[:, None] * v_n + d[None, :], mask=inside[:, None], other=0.0)
         keep = dense_keep(
-            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, padding, first, last, tile_columns,
-            BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, GATHERED,
+            rows, store, columns, inside, step * STEP // BLOCK_K, tiles, pool, words, first_real, behind_real,
+            holes, first, last, tile_columns, BLOCK_Q, BLOCK_K, DIAGONAL_OFF, CAUSAL, GATHERED,
         )  # fmt: skip
         kept = None
         if seed is not None:
-            words = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
-            kept = bit_at(words[:, None], columns[None, :])
+            drawn = dropout_words(seed, bh, rows, step * STEP // WORD, threshold)
+            kept = bit_at(drawn[:, None], columns[None, :])
         acc, top, total = row_step(
             acc, top, total, q, do, row_lse, row_delta, k, v, keep, kept, scale, keep_scale, GRADIENT
         )

@@ -1,0 +1,178 @@
+"""How a Triton kernel is launched: its possible configurations, and the one that is chosen."""
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+
+Configurations = list[tuple[int, int, int]]
+
+# Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, and keys per step
+# (queries per step in the column kernel). If there are two, the faster is chosen. None spills registers, and kernels
+# that follow tile lists have stages enough to load the next step while they compute one:
+# `benchmarks/compile_triton.py` checks both, and lists the resources that each takes.
+HOPPER: dict[str, dict[int, Configurations]] = {
+    "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (8, 3, 64)], 128: [(8, 3, 64), (4, 3, 32)]},
+    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 64)], 128: [(8, 2, 64), (4, 2, 32)]},
+    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 64), (8, 3, 64)], 128: [(4, 3, 32), (8, 3, 32)]},
+    "column": {32: [(4, 3, 64), (4, 3, 32)], 64: [(4, 3, 32), (8, 3, 32)], 128: [(4, 3, 16), (8, 3, 16)]},
+    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 32)], 128: [(8, 2, 32)]},
+}
+# Where dropout, whose random numbers need registers, asks for others.
+HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
+    "forward": {64: [(8, 3, 64), (4, 3, 32)], 128: [(4, 3, 32), (8, 3, 32)]},
+    "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
+    "query_grad": {64: [(8, 3, 64), (4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
+    "column": {32: [(4, 3, 32)], 128: [(8, 3, 16)]},
+    "short_backward": {128: [(8, 2, 16)]},
+}
+# Head size 128 is missing, since every configuration tried spills kilobytes of registers.
+AMPERE: dict[str, dict[int, Configurations]] = {
+    "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 3, 32)]},
+    "short_forward": {32: [(4, 2, 16)], 64: [(4, 2, 32)]},
+    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 32), (8, 3, 32)]},
+    "column": {32: [(4, 3, 32)], 64: [(4, 3, 16), (8, 3, 16)]},
+}
+AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {
+    "forward": {64: [(4, 3, 32)]},
+    "query_grad": {32: [(4, 3, 32)]},
+}
+# Configurations for float32, for which no matrix unit keeps the precision.
+FLOAT32: Configurations = [(8, 2, 16)]
+
+# What was chosen, by all that the time of a kernel depends on.
+_CHOSEN: dict[Hashable, tuple[int, int, int]] = {}
+# One lock per device: kernels that are timed at the same time would disturb each other.
+_LOCKS: dict[torch.device, threading.Lock] = {}
+
+
+def interpreted() -> bool:
+    """
+    Whether Triton runs its interpreter, that is, whether `TRITON_INTERPRET=1` was set when Triton was imported.
+
+    Raises:
+        ValueError: If Triton is not installed.
+    """
+    try:
+        from . import triton_kernels
+    except ImportError as error:
+        raise ValueError("sparse_triton needs Triton: pip install 'sparsebert[gpu]'") from error
+    return type(triton_kernels.row_kernel).__name__ == "InterpretedFunction"
+
+
+def configurations(
+    kernel: str, head_size: int, dtype: torch.dtype, capability: int, dropout: bool = False
+) -> Configurations:
+    """
+    The launch configurations that may be chosen, the best guess first.
+
+    Args:
+        kernel (`str`): `"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or `"short_backward"`.
+        head_size (`int`): d.
+        dtype (`torch.dtype`): Dtype of the inputs.
+        capability (`int`): Compute capability of the GPU times 10, such as 80 or 90.
+        dropout (`bool`, *optional*, defaults to `False`): Whether there is dropout.
+
+    Returns:
+        `list` of `tuple`: Warps, pipeline stages, and keys per step (queries per step in the column kernel).
+    """
+    if dtype == torch.float32:
+        return FLOAT32
+    table, under_dropout = (AMPERE, AMPERE_DROPOUT) if capability < 90 else (HOPPER, HOPPER_DROPOUT)
+    usual = table[kernel][head_size]
+    return under_dropout.get(kernel, {}).get(head_size, usual) if dropout else usual
+
+
+def launch(
+    kernel: str,
+    grid: int,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    choices: Sequence[tuple[int, int, int]],
+    bucket: int,
+) -> None:
+    """
+    Run a kernel.
+
+    Args:
+        kernel (`str`): Name of a function in `triton_kernels`.
+        grid (`int`): Number of programs.
+        arguments (`Sequence`): Its arguments at run time, a tensor first.
+        constants (`dict`): Its compile-time arguments.
+        choices (`Sequence`): Launch [`configurations`], see [`chosen`].
+        bucket (`int`): Stands for the length; lengths of the same bucket share a configuration.
+    """
+    from . import triton_kernels
+
+    function, device = getattr(triton_kernels, kernel), arguments[0].device
+    if interpreted():
+        function[(grid,)](*arguments, **constants, STEP=choices[0][2])
+        return
+
+    def run(choice):
+        warps, stages, step = choice
+        function[(grid,)](*arguments, **constants, STEP=step, num_warps=warps, num_stages=stages)
+
+    dtypes = tuple(getattr(argument, "dtype", None) for argument in arguments)
+    key = (device, kernel, bucket, dtypes, *constants.items(), *choices)
+    with torch.cuda.device(device):
+        run(chosen(key, device, choices, run))
+
+
+def chosen(
+    key: Hashable,
+    device: torch.device,
+    choices: Sequence[tuple[int, int, int]],
+    run: Callable[[tuple[int, int, int]], None],
+) -> tuple[int, int, int]:
+    """
+    The fastest configuration, timed at the first call. While a CUDA graph is captured or a graph is compiled nothing
+    is timed, and under `torch.use_deterministic_algorithms` neither, since results depend on the configuration in
+    their last bits: then it is the first, unless one has been chosen before.
+
+    Threads may call this at the same time, as those of `DataParallel` and of autograd do.
+
+    Args:
+        key (`Hashable`): What the choice depends on.
+        device (`torch.device`): Where it runs.
+        choices (`Sequence`): Launch [`configurations`].
+        run (`Callable`): Launches the kernel in a configuration.
+    """
+    if len(choices) == 1 or torch.are_deterministic_algorithms_enabled():
+        return choices[0]
+    if key not in _CHOSEN:
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return choices[0]
+        with _LOCKS.setdefault(device, threading.Lock()):
+            if key not in _CHOSEN:
+                _CHOSEN[key] = _fastest(key, choices, run)
+    return _CHOSEN[key]
+
+
+def _fastest(key, choices, run):
+    from triton import knobs
+
+    try:
+        times = {choice: _milliseconds(functools.partial(run, choice)) for choice in choices}
+    except torch.OutOfMemoryError:
+        # The kernel needs no memory of its own, but timing empties the cache of the GPU by writing to a large buffer.
+        return choices[0]
+    best = min(choices, key=times.__getitem__)
+    if knobs.autotuning.print:
+        print(f"{key}: {best} of {times} (warps, stages, step; ms)")
+    return best
+
+
+def _milliseconds(run):
+    """Median time of a launch; infinite if it asks for more than the GPU has."""
+    from triton import testing
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return testing.do_bench(run, warmup=25, rep=100, return_mode="median")
+    except OutOfResources:
+        return math.inf
