@@ -2,7 +2,7 @@
 The compiled libraries of the CPU operator, one per level of vector instructions.
 
 They need neither Python nor PyTorch, at build time and after. `setup.py` runs this file on its own, so it imports the
-standard library only.
+standard library only. As a script it compiles them beside the sources, with its arguments as further flags.
 """
 
 import hashlib
@@ -11,6 +11,8 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -51,21 +53,27 @@ def find_compiler() -> list[str]:
     return command
 
 
-def compile_library(level: str, target: Path) -> None:
+def compile_library(level: str, target: Path, flags: Sequence[str] = ()) -> None:
     """
     Compiles the operator. Takes some seconds.
 
     Args:
         level (`str`): One of `LEVELS`.
         target (`Path`): The library to write.
+        flags (`Sequence` of `str`, *optional*): Further flags of the compiler.
 
     Raises:
         CompilationError: If there is no compiler, or it fails.
     """
-    command = [*find_compiler(), *FLAGS, *LEVELS[level], str(SOURCE), "-o", str(target)]
+    command = [*find_compiler(), *FLAGS, *LEVELS[level], *flags, str(SOURCE), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"the compiler ended with {result.returncode}"]
         raise CompilationError(
             f"its operator could not be compiled: {next((line for line in lines if 'error' in line), lines[-1])}"
         )
+
+
+if __name__ == "__main__":
+    for each in LEVELS:
+        compile_library(each, FOLDER / library_name(each), sys.argv[1:])
