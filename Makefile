@@ -1,5 +1,5 @@
 # make demo, make test, make lint, make docs: each sets up $(VENV) first where that is needed. make clean removes it,
-# runs/ and what was built.
+# runs/ and what was built. make sanitize runs the tests of the CPU kernel under sanitizers of memory and behaviour.
 # Another interpreter: make test PYTHON=python3.12. Other extras of setup.cfg: make test EXTRAS=dev,gpu.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ EXTRAS ?= dev
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test lint docs sanitize clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -37,7 +37,22 @@ docs: $(INSTALLED)
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	@echo "docs/_build/index.html"
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+SANITIZED := $(CURDIR)/build/sanitized
+SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+
+# Of a copy of the package. libstdc++ must be there when the sanitizer starts; Python's own leaks are not of interest.
+sanitize: $(INSTALLED)
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -r sparsebert $(SANITIZED)
+	rm -f $(SANITIZED)/sparsebert/attention/*.so
+	CXX="$(CXX)" $(VENV)/bin/python $(SANITIZED)/sparsebert/attention/compilation.py $(SANITIZERS)
+	PYTHONPATH=$(SANITIZED) CXX=none TORCH_EXTENSIONS_DIR=$(SANITIZED) OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(VENV)/bin/pytest -p no:cacheprovider tests/test_cpu.py tests/test_attention.py \
+		-k "(test_cpu or sparse_cpu) and not (compile or opcheck or reason or allocation)"
+
+$(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "$(PYTHON) is not Python 3.10 or newer with the venv module. Install it (Debian, Ubuntu: apt install" \
 			"python3-venv) or name another: make PYTHON=python3.12" >&2; exit 1; }
@@ -47,5 +62,5 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) docs/_build runs build dist *.egg-info sparsebert/attention/*.so .mypy_cache .pytest_cache .ruff_cache
 	find sparsebert tests -name __pycache__ -type d -prune -exec rm -rf {} +

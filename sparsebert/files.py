@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from accelerate import PartialState
 from filelock import FileLock, Timeout
 
 
@@ -83,6 +82,8 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     Raises:
         FileExistsError: If another run has the folder. The message names its process and host.
     """
+    from accelerate import PartialState  # which the attention kernel of the kernel hub does without
+
     folder, state = Path(path), PartialState()
     mark = folder / UNFINISHED_NAME
     unfinished = mark.is_file()
@@ -183,6 +184,8 @@ def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     Returns:
         `dict` or `list`: The metrics as read back from the file.
     """
+    from accelerate import PartialState
+
     text = json.dumps(_rounded(metrics), indent=2) + "\n"
     state = PartialState()
     if state.is_main_process:

@@ -5,14 +5,20 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
 import copy
+import os
 import pickle
 
 import pytest
 import torch
 from conftest import growth
+from test_attention import assert_as_good_as_plain, kept, with_gradients
+from torch.utils.data import DataLoader
+from transformers.utils import logging
 
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
-from sparsebert.attention.cpu import compressed_rows, unavailable
+from sparsebert.attention import compilation, cpu
+from sparsebert.attention.compilation import LEVELS, library_name
+from sparsebert.attention.cpu import compressed_rows, find_level, unavailable
 
 
 HEADS = 3
@@ -62,6 +68,134 @@ def test_longest_rows_do_not_wrap():
     table = torch.zeros(1, 3, 2**16, dtype=torch.bool)
     table[0, 1, [0, 2**15, 2**16 - 1]] = True
     assert compressed_rows(table)[2].tolist() == [0, 2**15, 2**16 - 1]
+
+
+# Compiled libraries
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """`loaded(level)`: run the operator that is compiled for one of `LEVELS`."""
+
+    def load(level):
+        monkeypatch.setattr(cpu, "find_level", lambda: level)
+        cpu._operator.cache_clear()
+
+    yield load
+    monkeypatch.undo()
+    cpu._operator.cache_clear()
+
+
+@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_level_of_vector_instructions(level, dtype, loaded):
+    """On this CPU: those up to the one that PyTorch finds. The 2x rule, forward and gradients."""
+    levels = list(LEVELS)
+    if level not in levels[: levels.index(find_level()) + 1]:
+        pytest.skip(f"this CPU lacks {level}")
+    loaded(level)
+    for length, head_size in ((1, 32), (37, 20), (37, 64), (129, 32), (65, 128)):
+        table = torch.rand(HEADS, length, length) < torch.tensor([0.03, 0.3, 0.9])[:, None, None]
+        table[0, ::3] = False
+        mask = SparseMask(table, length)
+        padding = torch.arange(length) < torch.tensor([length, -(-length // 2)])[:, None]
+        query, key, value, grad = torch.randn(4, 2, HEADS, length, head_size).to(dtype).unbind(0)
+        results = with_gradients(
+            lambda *inputs, mask=mask, padding=padding: sparse_dot_product_attention(
+                *inputs, mask, padding, backend="sparse_cpu"
+            ),
+            *(query, key, value, grad),
+        )
+        keep = kept(mask, length, padding)
+        assert_as_good_as_plain(results, query, key, value, grad, keep, about=f"{level} {length} {head_size}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_read_and_rounded_as_by_pytorch(dtype):
+    """Every number of 16 bits, through a token that attends to itself alone; and sums of two of them."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 1, 1024, 64)
+    none, nothing = torch.zeros_like(every), (None, None, torch.tensor([0]), False, True, False, 0.0, 1.0)
+    single = torch.ops.sparsebert.csr_attention(
+        none, none, every, *compressed_rows(torch.eye(1024)[None] > 0), *nothing
+    )
+    assert single.isnan().equal(every.isnan()) and single.nan_to_num(0).equal(every.nan_to_num(0))
+    shuffled = every.flatten()[torch.randperm(2**16)].view_as(every).nan_to_num(0, 0, 0)
+    pairs = compressed_rows(torch.eye(1024)[None] + torch.eye(1024).flip(0) > 0)
+    rounded = torch.ops.sparsebert.csr_attention(none, none, shuffled, *pairs, *nothing)
+    exact = torch.ops.sparsebert.csr_attention(none.float(), none.float(), shuffled.float(), *pairs, *nothing)
+    assert rounded.equal(exact.to(dtype)) and rounded.float().ne(exact).float().mean() > 0.05
+
+
+def test_compiled_at_first_use_where_none_was_installed(loaded, monkeypatch, tmp_path, caplog):
+    """Into PyTorch's folder of extensions, with a line that says so; afterwards it is there."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, "-O0"))  # for the time it takes
+    logging.warning_once.cache_clear()
+    path = tmp_path / "built" / library_name("default")
+    cpu.load_library("default")
+    assert "compiles its operator" in caplog.text and list(path.parent.iterdir()) == [path]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cpu.load_library("default")
+
+
+def test_without_library_or_compiler_the_reason_is_named(loaded, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    for compiler, reason in (
+        ("no-such-compiler -O1", "there is no C++ compiler 'no-such-compiler'; install one"),
+        ("false", "its operator could not be compiled: the compiler ended with 1"),
+        ("c++ -no-such-flag", "no-such-flag"),
+    ):
+        monkeypatch.setenv("CXX", compiler)
+        cpu._operator.cache_clear()
+        unavailable.cache_clear()
+        assert reason in unavailable()
+    assert not list((tmp_path / "built").iterdir())
+    (tmp_path / library_name(find_level())).write_text("not a library")
+    unavailable.cache_clear()
+    assert "cannot be loaded" in unavailable()
+    unavailable.cache_clear()
+
+
+def test_a_library_is_of_its_sources(monkeypatch, tmp_path):
+    """One that was compiled from other sources, or with other flags, has another name."""
+    names = [library_name(level) for level in LEVELS]
+    monkeypatch.setattr(compilation, "FLAGS", ("-O2", *compilation.FLAGS))
+    names += [library_name(level) for level in LEVELS]
+    monkeypatch.undo()
+    for path in compilation.FOLDER.glob("*.h"):
+        (tmp_path / path.name).write_text(path.read_text() + "//")
+    monkeypatch.setattr(compilation, "FOLDER", tmp_path)
+    names += [library_name(level) for level in LEVELS]
+    assert len(set(names)) == 3 * len(LEVELS)
+
+
+def test_runs_on_the_threads_of_pytorch():
+    torch.set_num_threads(2)
+    (torch.randn(512, 512) @ torch.randn(512, 512)).sum()
+    torch.randn(2**20).sort()
+    before = len(os.listdir("/proc/self/task"))
+    torch.ops.sparsebert.csr_attention(*numbers(2, HEADS, 100, 64), *operator_arguments(100))
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+class Attended(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        torch.manual_seed(index)
+        return torch.ops.sparsebert.csr_attention(*numbers(2, HEADS, LENGTH, 8), *operator_arguments())
+
+
+def test_runs_in_a_forked_process():
+    """After it has run on several threads in the parent."""
+    torch.set_num_threads(2)
+    expected = [Attended()[index] for index in range(2)]
+    loader = DataLoader(Attended(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
+    for got, want in zip(loader, expected, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 # Dropout
@@ -311,3 +445,45 @@ def test_inputs_that_do_not_fit_are_refused(change, message):
             *(query, key, value, begin, end, columns, None, None, torch.zeros(1, dtype=torch.int64)),
             *(False, True, False, 0.0, 1.0),
         )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"begin": lambda t: t[:, :5]},
+        {"begin": lambda t: t.long()},
+        {"end": lambda t: t[:1]},
+        {"columns": lambda t: t.int()},
+        {"padding": lambda t: t[:1]},
+        {"padding": lambda t: t.int()},
+        {"padding": lambda t: t.mT.contiguous().mT},
+        {"last": lambda t: t[:1]},
+        {"last": lambda t: t.long()},
+        {"starts": lambda t: torch.tensor([0, 20])},  # two rows are not packed
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_operator_stays_within_its_memory(change):
+    """What no caller of this package passes."""
+    names = ("begin", "end", "columns", "padding", "last")
+    arguments = [*operator_arguments(), None, LENGTH]
+    for name, function in change.items():
+        if name == "starts":
+            arguments[-2] = function(None)
+        else:
+            arguments[names.index(name)] = function(arguments[names.index(name)])
+    query, key, value, grad = numbers(2, HEADS, LENGTH, 8, count=4)
+    with pytest.raises(RuntimeError, match="csr_attention: "):
+        torch.ops.sparsebert.csr_attention(query, key, value, *arguments)
+    with pytest.raises(RuntimeError, match="csr_attention_backward: "):
+        torch.ops.sparsebert.csr_attention_backward(grad, query, key, value, *arguments)
+
+
+def test_packed_sequences_must_be_among_the_tokens():
+    arguments = [*operator_arguments(), torch.tensor([0, 20]), LENGTH]
+    packed = numbers(1, HEADS, 33, 8)
+    torch.ops.sparsebert.csr_attention(*packed, *arguments)
+    for starts in ([0, 21], [-1, 20]):
+        arguments[-2] = torch.tensor(starts)
+        with pytest.raises(RuntimeError, match="a packed sequence is not among the tokens"):
+            torch.ops.sparsebert.csr_attention(*packed, *arguments)

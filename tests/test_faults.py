@@ -779,15 +779,21 @@ def wrong_key(said, tmp_path):
 
 
 @row(29, "backend missing")
-def backend_missing(tiny_config, caplog, monkeypatch, request):
-    request.addfinalizer(cpu.unavailable.cache_clear)
+def backend_missing(tiny_config, caplog, monkeypatch, request, tmp_path):
+    def forget():
+        cpu._operator.cache_clear()
+        cpu.unavailable.cache_clear()
+
+    request.addfinalizer(forget)
     ids = torch.randint(5, 100, (2, 32))
     config = tiny_config(pattern="window", mask_length=32)
     hf_logging.warning_once.cache_clear()
     model = SparseBertModel(config).eval()
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
-        cpu.unavailable.cache_clear()
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        patch.setattr(cpu, "FOLDER", tmp_path)  # installed without the operator
+        forget()
         assert model(ids).last_hidden_state.isfinite().all()
         lines = [record.getMessage() for record in caplog.records if "sparse_auto runs" in record.getMessage()]
         assert len(lines) == 1 and "\n" not in lines[0]
@@ -795,7 +801,7 @@ def backend_missing(tiny_config, caplog, monkeypatch, request):
         model.set_attn_implementation("sparse_cpu")
         with pytest.raises(ValueError, match=r"sparse_cpu cannot run here: there is no C\+\+ compiler.*sparse_auto"):
             model(ids)
-    cpu.unavailable.cache_clear()  # with the compiler that there is
+    forget()  # with the operator that there is
     wide = torch.randn(1, 4, 16, 520)
     with pytest.raises(ValueError, match="head size must be at most"):
         sparse_dot_product_attention(wide, wide, wide, build_pattern("window", 16, 4), backend="sparse_cpu")

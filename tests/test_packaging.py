@@ -3,6 +3,7 @@
 import configparser
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("sparsebert", "recipes", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("sparsebert", "recipes", "setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def run(*command, **options):
@@ -24,14 +25,30 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy of the sources."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory):
+    """A copy of the sources, with nothing compiled."""
+    folder = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
-            shutil.copy(ROOT / name, source / name)
+            shutil.copy(ROOT / name, folder / name)
+    compilation = folder / "sparsebert/attention/compilation.py"
+    compilation.write_text(compilation.read_text().replace('"-O3"', '"-O0"'))  # for the time it takes
+    return folder
+
+
+@pytest.fixture(scope="module")
+def libraries(source):
+    """The file names of the compiled operator, by level."""
+    compilation = runpy.run_path(str(source / "sparsebert/attention/compilation.py"))
+    return {level: compilation["library_name"](level) for level in compilation["LEVELS"]}
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    """A wheel built from the sources, with a C++ compiler."""
+    target = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", target, source)
     return next(target.glob("*.whl"))
 
@@ -53,17 +70,72 @@ def installed(wheel, tmp_path_factory):
     def call(*arguments):
         return run(environment / "bin" / "sparsebert", *arguments, cwd=folder, env=variables)
 
-    call.folder = folder
+    call.folder, call.python, call.variables = folder, python, variables
     return call
 
 
-def test_wheel_holds_every_module_and_recipe(wheel):
+def test_wheel_holds_every_module_and_recipe(wheel, libraries):
     files = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "sparsebert").rglob("*.*") if path.suffix != ".pyc"}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "sparsebert").rglob("*.*")}
     recipes = [path for path in (ROOT / "recipes").rglob("*.*") if path.suffix in (".yaml", ".json")]
     expected |= {f"sparsebert/{path.relative_to(ROOT)}" for path in recipes}
+    expected = {name for name in expected if not name.endswith((".pyc", ".so"))}
+    expected |= {f"sparsebert/attention/{name}" for name in libraries.values()}
     assert {name for name in files if name.startswith("sparsebert/")} == expected
     assert not {name for name in files if not name.startswith(("sparsebert/", "sparsebert-"))}
+
+
+def test_wheel_is_for_one_platform_and_every_python(wheel):
+    tag = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+    assert wheel.stem.endswith(tag)
+    with zipfile.ZipFile(wheel) as archive:
+        about = next(name for name in archive.namelist() if name.endswith(".dist-info/WHEEL"))
+        lines = archive.read(about).decode().splitlines()
+    assert f"Tag: {tag}" in lines and "Root-Is-Purelib: false" in lines
+
+
+def test_a_tree_without_a_compiler_can_be_installed(source, tmp_path):
+    """The wheel is for every platform, and a line says what is missing."""
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path / "made"]
+    command += ["--bdist-dir", tmp_path / "wheel", "egg_info", "--egg-base", tmp_path]
+    command[3:3] = ["build", "--build-base", str(tmp_path / "build")]
+    result = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        cwd=source,
+        env={**os.environ, "CXX": "no-such-compiler"},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "there is no C++ compiler 'no-such-compiler'" in result.stderr and "sparse_cpu" in result.stderr
+    (made,) = (tmp_path / "made").iterdir()
+    assert made.stem.endswith("py3-none-any")
+    assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
+
+
+RUN_OPERATOR = """
+import torch
+import sparsebert
+from sparsebert.attention import cpu
+
+mask = sparsebert.build_pattern("bigbird", 50, 2)
+inputs = torch.randn(3, 1, 2, 50, 32).unbind()
+got, want = (
+    sparsebert.sparse_dot_product_attention(*inputs, mask, backend=name) for name in ("sparse_cpu", "sparse_eager")
+)
+torch.testing.assert_close(got, want)
+print(cpu.find_level(), next(line.split()[-1] for line in open("/proc/self/maps") if "csr_attention" in line))
+"""
+
+
+def test_installed_operator_runs_without_a_compiler(installed, libraries, tmp_path):
+    """`PATH` is empty, nothing was compiled before, and PyTorch is asked for the plainest instructions."""
+    variables = {name: value for name, value in installed.variables.items() if name != "CXX"}
+    variables |= {"PATH": "", "TORCH_EXTENSIONS_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}
+    level, path = run(installed.python, "-c", RUN_OPERATOR, cwd=installed.folder, env=variables).split()[-2:]
+    assert level == "default" and Path(path).name == libraries["default"]
+    assert Path(path).is_relative_to(installed.python.parents[1]) and not list(tmp_path.iterdir())
 
 
 def test_setup_lists_every_package():

@@ -6,12 +6,10 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 K parameters of a Toeplitz form.
 """
 
+import ctypes
 import functools
-import hashlib
 import os
-import shlex
-import shutil
-import sys
+import struct
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from transformers.utils import logging
 
 from ..masks.compiled import compiled, compiled_parameters
 from ..masks.sparse_mask import SparseMask
+from .compilation import FOLDER, LEVELS, CompilationError, compile_library, library_name
 from .mask_inputs import MaskInputs, compiled_length, per_sequence
 
 
@@ -30,14 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-SOURCE = Path(__file__).with_name("csr_attention.cpp")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the operator knows them by their place
 MAX_HEAD_SIZE = 256
-# Compiler flags, by the vector instructions that PyTorch finds on this machine.
-FLAGS = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    "AVX2": ("-mavx2", "-mfma"),
-}
 
 library = torch.library.Library("sparsebert", "FRAGMENT")
 _MASK = (
@@ -52,9 +45,137 @@ library.define(
 )
 
 
+# `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
+# fields of a `ctypes.Structure` would take as long as a short attention.
+_pack = struct.Struct("=28q7q17q2d").pack
+_NO_ARRAYS = (0,) * 12
+
+
 def _rows(tensor):
-    """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`."""
-    return torch.empty_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`, which the host's next layer reads."""
+    batch, heads, rows, size = tensor.shape
+    return tensor.new_empty((batch, rows, heads, size)).transpose(1, 2)
+
+
+def _fits(tensor, dtype, shape):
+    """Whether `tensor` is `None` or can be read as a plain array of that shape."""
+    return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
+
+
+def _run(
+    function,
+    arrays,
+    begin,
+    end,
+    columns,
+    padding,
+    last,
+    seed,
+    first,
+    self_attention,
+    causal,
+    dropout,
+    scale,
+    starts=None,
+    longest=0,
+    block=0,
+    known=0,
+    keep_self=False,
+    window=-1,
+):
+    """
+    Calls a function of the compiled library on `arrays`: query, key, value, output and gradients.
+
+    What is checked here keeps the library within its memory; callers have checked the same with better messages.
+    """
+    query, key, value, output = arrays[:4]
+    shape, dtype = query.shape, query.dtype
+    rows, heads, tokens, head_size = shape
+    batch, num_queries, num_keys = rows, tokens, key.shape[2]
+    if starts is not None:
+        batch, num_queries, num_keys = len(starts), longest, longest
+    key_shape = (rows, heads, tokens if starts is not None else num_keys, head_size)
+    if not (
+        batch
+        and 0 < num_queries <= num_keys
+        and 0 < head_size <= MAX_HEAD_SIZE
+        and key.shape == value.shape == key_shape
+        and output.shape == shape
+        and key.dtype == value.dtype == output.dtype == dtype
+        and dtype in DTYPES
+    ):
+        got = ", ".join(f"{array.dtype} {tuple(array.shape)}" for array in arrays[:4])
+        raise RuntimeError(f"{function}: query, key, value and output (or its gradient) do not fit: {got}")
+    table = begin.shape
+    if not (
+        len(table) == 2
+        and table[0] == heads
+        and (table[1] == 1 if block else table[1] >= num_keys)
+        and _fits(begin, torch.int32, table)
+        and _fits(end, torch.int32, table)
+        and _fits(columns, torch.int32 if block else torch.uint16, (columns.numel(),))
+    ):
+        raise RuntimeError(f"{function}: the mask {tuple(table)} does not go with {heads} heads and {num_keys} keys")
+    if not (
+        _fits(padding, torch.bool, (batch, num_keys))
+        and _fits(last, torch.int32, (batch,))
+        and _fits(starts, torch.int64, (batch,))
+        and (starts is None or rows == 1)
+    ):
+        raise RuntimeError(f"{function}: padding, last and starts must have a row for each of {batch} sequences")
+    # Copies must live until the call has ended.
+    arrays = [array if array.stride(3) == 1 or head_size == 1 else array.contiguous() for array in arrays]
+    places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
+    operator, parallel_for = _operator()
+    error = operator[function](
+        _pack(
+            *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
+            begin.data_ptr(),
+            end.data_ptr(),
+            columns.data_ptr(),
+            0 if padding is None else padding.data_ptr(),
+            0 if last is None else last.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
+            parallel_for,
+            table[1],
+            batch,
+            heads,
+            num_queries,
+            num_keys,
+            head_size,
+            tokens,
+            DTYPES.index(dtype),
+            torch.get_num_threads(),
+            seed.item(),
+            first,
+            self_attention,
+            causal,
+            block,
+            known,
+            keep_self,
+            window,
+            dropout,
+            scale,
+        )
+    )
+    if error is not None:
+        raise RuntimeError(f"{function}: {error.decode()}")
+
+
+def _forward(query, key, value, *mask):
+    output = _rows(query)
+    _run("csr_attention", (query, key, value, output), *mask)
+    return output
+
+
+def _backward(grad, query, key, value, *mask):
+    gradients = _rows(query), _rows(key), _rows(value)
+    _run("csr_attention_backward", (query, key, value, grad, *gradients), *mask)
+    return gradients
+
+
+library.impl("csr_attention", _forward, "CPU")
+library.impl("csr_attention_backward", _backward, "CPU")
 
 
 @torch.library.register_fake("sparsebert::csr_attention", lib=library)
@@ -136,43 +257,65 @@ def signed_offsets(
     return (end - counts).int(), end.int(), offsets.flatten().int()
 
 
+def find_level() -> str:
+    """The one of `LEVELS` that PyTorch finds on this machine; the variable `ATEN_CPU_CAPABILITY` lowers it."""
+    found = torch.backends.cpu.get_cpu_capability().lower()
+    return next((level for level in reversed(LEVELS) if found.startswith(level)), "default")
+
+
+def load_library(level: str) -> ctypes.CDLL:
+    """
+    The compiled operator: as it was installed, or else compiled on this machine, once.
+
+    Args:
+        level (`str`): One of `LEVELS`.
+
+    Returns:
+        `ctypes.CDLL`: The library.
+    Raises:
+        CompilationError: If there is neither a library nor a compiler that can make it.
+        OSError: If it cannot be written or loaded.
+    """
+    path = FOLDER / library_name(level)
+    if not path.is_file():
+        from torch.utils import cpp_extension
+
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+        path = root / path.name
+    if not path.is_file():
+        logger.warning_once("sparse_cpu compiles its operator, as none was installed (once; this takes some seconds).")
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            target = Path(folder) / path.name
+            compile_library(level, target)
+            os.replace(target, path)
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def _operator():
+    """The functions of the compiled operator by name, and PyTorch's loop over its threads for them to call."""
+    loaded = load_library(find_level())
+    functions = {name: getattr(loaded, name) for name in ("csr_attention", "csr_attention_backward")}
+    for function in functions.values():
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
+    parallel_for = ctypes.CDLL(str(torch._C.__file__)).torch_parallel_for
+    return functions, ctypes.cast(parallel_for, ctypes.c_void_p).value
+
+
 @functools.cache
 def unavailable() -> str | None:
     """
     The reason why the operator cannot be used on this machine, or `None` if it can.
 
-    Compiles the operator if this machine has no build of this version yet.
+    Compiles the operator if none was installed and this machine has none of this version yet.
     """
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        return f"there is no C++ compiler {compiler!r}; install one (Debian, Ubuntu: apt install g++)"
-    from torch.utils import cpp_extension
-
-    # OpenMP resolves to the runtime that PyTorch has loaded: a second one would start threads of its own.
-    flags = ["-O3", "-fopenmp", *FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    made_of = [source.read_text() for source in sorted(SOURCE.parent.glob("*.h"))] + [SOURCE.read_text()]
-    digest = hashlib.sha256("\0".join([*made_of, *flags, compiler, torch.__version__]).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    built = root / f"sparsebert_{digest}.so"
-    path = os.environ.get("PATH", "")
     try:
-        if not built.is_file():
-            logger.warning_once("sparse_cpu compiles its operator (once; this takes up to a minute).")
-            root.mkdir(parents=True, exist_ok=True)
-            # The builder calls ninja, which is beside the interpreter even if its environment is not activated.
-            os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
-            # In a new folder: in a shared one the builder waits forever for the lock of a build that was killed.
-            with tempfile.TemporaryDirectory(dir=root) as folder:
-                cpp_extension.load(
-                    built.stem, [str(SOURCE)], extra_cflags=flags, build_directory=folder, is_python_module=False
-                )
-                os.replace(Path(folder) / built.name, built)
-        else:
-            torch.ops.load_library(built)
-    except (RuntimeError, OSError, ImportError) as error:
-        return f"its operator could not be compiled: {str(error).strip().splitlines()[-1]}"
-    finally:
-        os.environ["PATH"] = path
+        _operator()
+    except CompilationError as error:
+        return str(error)
+    except OSError as error:
+        return f"its operator cannot be loaded: {error}"
     return None
 
 

@@ -8,14 +8,10 @@
 //
 // Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, W floats per vector.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <limits>
 #include <numeric>
-#include <tuple>
+#include <stdexcept>
+#include <type_traits>
 
 #include "csr_inputs.h"
 
@@ -148,6 +144,7 @@ struct Problem {
   int64_t groups, chunks;  // groups of heads and chunks of queries per sequence; a task is one of each
   const int64_t* starts;   // first token of each packed sequence; null if they are not packed
   std::vector<int64_t> lengths;  // of the packed sequences
+  ParallelFor parallel_for;
 
   int64_t num_keys(int64_t b) const { return starts ? lengths[b] : m; }
   struct Task {
@@ -160,7 +157,7 @@ struct Problem {
   }
   template <class Function>
   void for_each_range(Function&& function) const {  // calls function(begin, end) for ranges of task numbers
-    at::parallel_for(0, B * groups * chunks, 1, function);
+    parallel(parallel_for, B * groups * chunks, 1, function);
   }
 };
 
@@ -316,7 +313,7 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
     }
   });
   if (p.chunks == 1) return;
-  at::parallel_for(0, p.B * p.H * p.m, 64, [&](int64_t from, int64_t to) {
+  parallel(p.parallel_for, p.B * p.H * p.m, 64, [&](int64_t from, int64_t to) {
     for (int64_t item = from; item < to; ++item) {
       const int64_t head = item / p.m, b = head / p.H, h = head % p.H, j = item % p.m;
       if (j >= p.num_keys(b)) continue;
@@ -336,7 +333,6 @@ void backward_kernel(const Problem& p, const Rows& grad, const Rows& dq, const R
 
 template <class Function>
 void for_head_size(int64_t d, Function&& function) {
-  TORCH_CHECK(d >= 1 && d <= 256, "head size must be in [1, 256], got ", d);
   if (d <= 16) function(std::integral_constant<int, 16>{});
   else if (d <= 32) function(std::integral_constant<int, 32>{});
   else if (d <= 64) function(std::integral_constant<int, 64>{});
@@ -344,96 +340,74 @@ void for_head_size(int64_t d, Function&& function) {
   else function(std::integral_constant<int, 256>{});
 }
 
-at::Tensor rows_of(const at::Tensor& t) { return t.stride(3) == 1 || t.size(3) == 1 ? t : t.contiguous(); }
-
-// A tensor (B, H, rows, d) in the memory order (B, rows, H, d), which the host's next layer reads. Tokens that belong to
-// no packed sequence are 0.
-at::Tensor empty_rows(const at::Tensor& like, const Problem& p) {
-  auto made = at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options());
-  if (p.starts && std::accumulate(p.lengths.begin(), p.lengths.end(), int64_t{0}) < like.size(2)) made.zero_();
-  return made.transpose(1, 2);
-}
-
-// The arguments of the operators after query, key and value, see `Mask`.
-#define MASK_ARGUMENTS                                                                                                \
-  const at::Tensor &begin, const at::Tensor &end, const at::Tensor &columns, const std::optional<at::Tensor>&padding, \
-      const std::optional<at::Tensor>&last, const at::Tensor &seed, bool first, bool self, bool causal,               \
-      double dropout, double scale, const std::optional<at::Tensor>&starts, int64_t longest, int64_t block,           \
-      int64_t known, bool keep_self, int64_t window
-
-Problem problem(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, MASK_ARGUMENTS,
-                int64_t buffers) {
-  const int64_t H = query.size(1), B = starts ? starts->numel() : query.size(0);
-  const int64_t n = starts ? longest : query.size(2), m = starts ? longest : key.size(2);
-  TORCH_CHECK(B > 0 && n > 0 && n <= m, "expected sequences of at most as many queries as keys, got ", query.sizes(),
-              " and ", key.sizes());
-  TORCH_CHECK(!starts || (query.size(0) == 1 && starts->is_contiguous()), "packed sequences must lie in one row");
-  const std::vector<int64_t> expected{query.size(0), H, starts ? query.size(2) : m, query.size(3)};
-  for (const auto* t : {&key, &value})
-    TORCH_CHECK(t->sizes() == expected && t->scalar_type() == query.scalar_type(), "query of ", query.sizes(),
-                " does not go with ", t->scalar_type(), " of ", t->sizes());
-  TORCH_CHECK(query.scalar_type() == at::kFloat || query.scalar_type() == at::kBFloat16 ||
-              query.scalar_type() == at::kHalf, "dtype ", query.scalar_type(), " is not supported");
-  TORCH_CHECK(!padding || (padding->sizes() == std::vector<int64_t>{B, m} && padding->is_contiguous()),
-              "padding must be contiguous, one row of ", m, " for each sequence");
-  TORCH_CHECK(!last || last->numel() == B, "last must have one position for each sequence");
-  const bool toeplitz = block > 0;
-  TORCH_CHECK(begin.size(0) == H && (toeplitz || begin.size(1) >= m), "the mask has ", begin.size(0),
-              " heads of length ", begin.size(1), ", the input ", H, " heads and ", m, " keys");
-  Mask mask{begin.const_data_ptr<int32_t>(), end.const_data_ptr<int32_t>(),
-            toeplitz ? nullptr : columns.const_data_ptr<uint16_t>(),
-            toeplitz ? columns.const_data_ptr<int32_t>() : nullptr, block, known,
-            padding ? padding->const_data_ptr<bool>() : nullptr, last ? last->const_data_ptr<int32_t>() : nullptr,
-            begin.size(1), m, m - n, first, self, keep_self, causal, window};
+Problem problem(const Arguments& a, int64_t buffers) {
+  Mask mask{a.begin, a.end, a.block ? nullptr : static_cast<const uint16_t*>(a.columns),
+            a.block ? static_cast<const int32_t*>(a.columns) : nullptr, a.block, a.known, a.padding, a.last, a.mask_rows,
+            a.m, a.m - a.n, a.first != 0, a.self != 0, a.keep_self != 0, a.causal != 0, a.window};
   // At least two tasks per thread, split by heads first and then by rows. Fewer than 64 rows are not worth packing the
   // keys.
-  const int64_t threads = at::get_num_threads(), floats = buffers * m * std::max<int64_t>(query.size(3), 16);
-  const int64_t wanted = (2 * threads + B - 1) / B;
-  const int64_t group = std::max<int64_t>(1, std::min((1 << 18) / floats, H / std::min(H, wanted)));
-  const int64_t groups = (H + group - 1) / group;
+  const int64_t floats = buffers * a.m * std::max<int64_t>(a.d, 16);
+  const int64_t wanted = (2 * a.threads + a.B - 1) / a.B;
+  const int64_t group = std::max<int64_t>(1, std::min((1 << 18) / floats, a.H / std::min(a.H, wanted)));
+  const int64_t groups = (a.H + group - 1) / group;
   // In the backward, the chunks' own sums (buffers 3 and 4) may take at most 256 MiB.
-  const int64_t sums = buffers > 2 ? (int64_t{1} << 27) / (B * H * floats) : n;
-  const int64_t chunks = std::max<int64_t>(1, std::min({(wanted + groups - 1) / groups, n / 64, sums}));
+  const int64_t sums = buffers > 2 ? (int64_t{1} << 27) / (a.B * a.H * floats) : a.n;
+  const int64_t chunks = std::max<int64_t>(1, std::min({(wanted + groups - 1) / groups, a.n / 64, sums}));
   // A multiple of BLOCK, so that the random numbers do not depend on the number of threads.
-  const int64_t rows = ((n + chunks - 1) / chunks + BLOCK - 1) / BLOCK * BLOCK;
-  const int64_t* begins = starts ? starts->const_data_ptr<int64_t>() : nullptr;
-  std::vector<int64_t> lengths(starts ? B : 0);
+  const int64_t rows = ((a.n + chunks - 1) / chunks + BLOCK - 1) / BLOCK * BLOCK;
+  std::vector<int64_t> lengths(a.starts ? a.B : 0);
   for (size_t b = 0; b < lengths.size(); ++b) {
     lengths[b] = mask.sequence(b).end_key;
-    TORCH_CHECK(begins[b] >= 0 && begins[b] + lengths[b] <= query.size(2), "sequence ", b, " is not among the tokens");
+    if (a.starts[b] < 0 || a.starts[b] + lengths[b] > a.tokens)
+      throw std::out_of_range("a packed sequence is not among the tokens");
   }
-  return Problem{Rows(query, begins), Rows(key, begins), Rows(value, begins), mask,
-                 Dropout{static_cast<float>(dropout), static_cast<uint64_t>(seed.const_data_ptr<int64_t>()[0])},
-                 static_cast<float>(scale), B, H, n, m, group, rows, groups, std::max<int64_t>(1, (n + rows - 1) / rows),
-                 begins, std::move(lengths)};
+  return Problem{Rows(a.query, a), Rows(a.key, a), Rows(a.value, a), mask,
+                 Dropout{static_cast<float>(a.dropout), static_cast<uint64_t>(a.seed)}, static_cast<float>(a.scale),
+                 a.B, a.H, a.n, a.m, group, rows, groups, std::max<int64_t>(1, (a.n + rows - 1) / rows), a.starts,
+                 std::move(lengths), a.parallel_for};
 }
 
-at::Tensor csr_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, MASK_ARGUMENTS) {
-  const auto q = rows_of(query), k = rows_of(key), v = rows_of(value);
-  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale,
-                         starts, longest, block, known, keep_self, window, 2);
-  auto output = empty_rows(query, p);
-  for_head_size(query.size(3), [&](auto D) { forward_kernel<D>(p, Rows(output, p.starts)); });
-  return output;
+// The rows of a result, (B, H, rows, d) in the memory order (B, rows, H, d). Tokens that belong to no packed sequence
+// are 0.
+Rows results(const Array& array, const Arguments& a, const Problem& p) {
+  const Rows rows(array, a);
+  if (p.starts && std::accumulate(p.lengths.begin(), p.lengths.end(), int64_t{0}) < a.tokens)
+    std::memset(array.data, 0, a.tokens * a.H * a.d * rows.itemsize);
+  return rows;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> csr_attention_backward(const at::Tensor& grad, const at::Tensor& query,
-                                                                      const at::Tensor& key, const at::Tensor& value,
-                                                                      MASK_ARGUMENTS) {
-  const auto g = rows_of(grad), q = rows_of(query), k = rows_of(key), v = rows_of(value);
-  const auto p = problem(q, k, v, begin, end, columns, padding, last, seed, first, self, causal, dropout, scale,
-                         starts, longest, block, known, keep_self, window, 4);
-  auto dq = empty_rows(query, p), dk = empty_rows(key, p), dv = empty_rows(value, p);
-  for_head_size(query.size(3), [&](auto D) {
-    const auto rows = [&](const at::Tensor& t) { return Rows(t, p.starts); };
-    backward_kernel<D>(p, rows(g), rows(dq), rows(dk), rows(dv));
-  });
-  return {dq, dk, dv};
+// Calls function and returns null, or what was wrong.
+template <class Function>
+const char* message(Function&& function) {
+  try {
+    function();
+  } catch (const std::out_of_range&) {
+    return "a packed sequence is not among the tokens";
+  } catch (...) {
+    return "out of memory";
+  }
+  return nullptr;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sparsebert, CPU, library) {
-  library.impl("csr_attention", &csr_attention);
-  library.impl("csr_attention_backward", &csr_attention_backward);
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED const char* csr_attention(const Arguments* arguments) {
+  const auto& a = *arguments;
+  return message([&] {
+    const auto p = problem(a, 2);
+    const auto output = results(a.output, a, p);
+    for_head_size(a.d, [&](auto D) { forward_kernel<D>(p, output); });
+  });
+}
+
+EXPORTED const char* csr_attention_backward(const Arguments* arguments) {
+  const auto& a = *arguments;
+  return message([&] {
+    const auto p = problem(a, 4);
+    const Rows grad(a.output, a);
+    const auto dq = results(a.grad_query, a, p), dk = results(a.grad_key, a, p), dv = results(a.grad_value, a, p);
+    for_head_size(a.d, [&](auto D) { backward_kernel<D>(p, grad, dq, dk, dv); });
+  });
 }

@@ -4,24 +4,22 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "arguments.h"
 #include "vectors.h"
 
 struct Rows {
   // A query, key, value, output or gradient: (B, H, rows, d), any strides but a contiguous last dimension. With
   // `starts` it is (1, H, tokens, d) instead, and sequence b begins at token starts[b].
   char* data;
-  c10::ScalarType dtype;
-  int64_t stride_b, stride_h, stride_n, itemsize, d;
+  int64_t dtype, stride_b, stride_h, stride_n, itemsize, d;
   const int64_t* starts;
 
-  explicit Rows(const at::Tensor& t, const int64_t* starts = nullptr)
-      : data(static_cast<char*>(t.data_ptr())), dtype(t.scalar_type()), stride_b(t.stride(0)), stride_h(t.stride(1)),
-        stride_n(t.stride(2)), itemsize(t.element_size()), d(t.size(3)), starts(starts) {}
+  Rows(const Array& array, const Arguments& a)
+      : data(array.data), dtype(a.dtype), stride_b(array.stride_b), stride_h(array.stride_h), stride_n(array.stride_n),
+        itemsize(a.dtype == FLOAT32 ? 4 : 2), d(a.d), starts(a.starts) {}
 
   char* row(int64_t b, int64_t h, int64_t i) const {
     return data + ((starts ? starts[b] * stride_n : b * stride_b) + h * stride_h + i * stride_n) * itemsize;
@@ -30,47 +28,36 @@ struct Rows {
   template <int D>
   void read(int64_t b, int64_t h, int64_t i, float* out, float factor) const {
     const char* from = row(b, h, i);
-    if (dtype == at::kFloat && d == D) {
+    if (dtype == FLOAT32) {
       auto p = reinterpret_cast<const float*>(from);
-      for (int64_t c = 0; c < D; c += W) store(out + c, load(p + c) * factor);
-    } else if (dtype == at::kFloat) {
-      auto p = reinterpret_cast<const float*>(from);
-      for (int64_t c = 0; c < d; ++c) out[c] = p[c] * factor;
-    } else if (dtype == at::kBFloat16) {
-      auto p = reinterpret_cast<const uint16_t*>(from);
-      for (int64_t c = 0; c < d; ++c) {
-        uint32_t bits = static_cast<uint32_t>(p[c]) << 16;
-        float x;
-        std::memcpy(&x, &bits, 4);
-        out[c] = x * factor;
-      }
+      if (d == D)
+        for (int64_t c = 0; c < D; c += W) store(out + c, load(p + c) * factor);
+      else
+        for (int64_t c = 0; c < d; ++c) out[c] = p[c] * factor;
     } else {
-      auto p = reinterpret_cast<const c10::Half*>(from);
-      for (int64_t c = 0; c < d; ++c) out[c] = static_cast<float>(p[c]) * factor;
+      auto p = reinterpret_cast<const uint16_t*>(from);
+      if (dtype == BFLOAT16)
+        for (int64_t c = 0; c < d; ++c) out[c] = from_bfloat16(p[c]) * factor;
+      else
+        for (int64_t c = 0; c < d; ++c) out[c] = from_float16(p[c]) * factor;
     }
     for (int64_t c = d; c < D; ++c) out[c] = 0;
   }
   template <int D>
   void write(int64_t b, int64_t h, int64_t i, const float* from) const {
     char* to = row(b, h, i);
-    if (dtype == at::kFloat && d == D) {
+    if (dtype == FLOAT32) {
       auto p = reinterpret_cast<float*>(to);
-      for (int64_t c = 0; c < D; c += W) store(p + c, load(from + c));
-    } else if (dtype == at::kFloat) {
-      auto p = reinterpret_cast<float*>(to);
-      for (int64_t c = 0; c < d; ++c) p[c] = from[c];
-    } else if (dtype == at::kBFloat16) {
-      auto p = reinterpret_cast<uint16_t*>(to);
-      for (int64_t c = 0; c < d; ++c) {
-        float x = from[c];
-        uint32_t bits;
-        std::memcpy(&bits, &x, 4);
-        // Round to nearest even; a NaN stays a NaN.
-        p[c] = x != x ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-      }
+      if (d == D)
+        for (int64_t c = 0; c < D; c += W) store(p + c, load(from + c));
+      else
+        for (int64_t c = 0; c < d; ++c) p[c] = from[c];
     } else {
-      auto p = reinterpret_cast<c10::Half*>(to);
-      for (int64_t c = 0; c < d; ++c) p[c] = static_cast<c10::Half>(from[c]);
+      auto p = reinterpret_cast<uint16_t*>(to);
+      if (dtype == BFLOAT16)
+        for (int64_t c = 0; c < d; ++c) p[c] = to_bfloat16(from[c]);
+      else
+        for (int64_t c = 0; c < d; ++c) p[c] = to_float16(from[c]);
     }
   }
 };

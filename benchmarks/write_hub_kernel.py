@@ -1,0 +1,138 @@
+"""
+Write attention under a frozen mask as a kernel for the kernel hub of Transformers.
+
+    python -m benchmarks.write_hub_kernel DIR
+
+DIR becomes a kernel repository in the universal layout of the library `kernels`: the parts `masks` and `attention` of
+this package, and the compiled libraries of the CPU operator that lie beside its sources. It is uploaded as it is, on a
+branch `v1`. Try it before: `LOCAL_KERNELS=organisation/sparsebert-attention=DIR`.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import sparsebert
+
+
+PACKAGE = Path(sparsebert.__file__).parent
+NAME = "sparsebert-attention"
+# What attention imports (see the floors of tests/test_layout.py), without its link to the models of this package.
+PARTS = ("checks.py", "files.py", "hub.py", "version.py", "masks/**/*", "attention/**/*")
+LEFT_OUT = ("attention/__init__.py", "attention/interface.py")
+INIT = '''"""Attention under a frozen sparse mask. See the README of the repository."""
+
+from .attention.dot_product import sparse_dot_product_attention
+from .attention.hub_kernel import flash_attn_forward, set_mask, supports_flash_attn
+from .masks.mask_files import MaskFileError
+from .masks.patterns import build_pattern
+from .masks.sparse_mask import SparseMask
+
+
+__all__ = [
+    "MaskFileError",
+    "SparseMask",
+    "build_pattern",
+    "flash_attn_forward",
+    "set_mask",
+    "sparse_dot_product_attention",
+    "supports_flash_attn",
+]
+'''
+CARD = """---
+library_name: kernels
+license: apache-2.0
+tags:
+- kernels
+- sparse-attention
+---
+
+# Attention under a frozen sparse mask
+
+For stock models, with a mask that [sparsebert](https://pypi.org/project/sparsebert) saved beside their weights:
+
+```python
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained(MODEL, attn_implementation="{repository}", allow_all_kernels=True)
+```
+
+A mask from elsewhere is set by the kernel itself:
+
+```python
+from kernels import get_kernel
+
+kernel = get_kernel("{repository}", version=1, trust_remote_code=True)
+kernel.set_mask(model, kernel.SparseMask.from_pretrained(MASK))
+```
+
+On CPUs it compiles its operator at the first use if it holds none for the machine. It imports transformers.
+"""
+
+
+def write(folder: Path, repository: str) -> Path:
+    """
+    Writes the kernel.
+
+    Args:
+        folder (`Path`): The repository; it must not exist yet.
+        repository (`str`): Its name on the Hub, for the card.
+
+    Returns:
+        `Path`: The folder that is loaded, `build/torch-universal` in the repository.
+    """
+    sources = sorted({path for part in PARTS for path in PACKAGE.glob(part) if path.suffix in (".py", ".cpp", ".h")})
+    contents = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in sources}
+    contents = {name: text for name, text in contents.items() if name not in LEFT_OUT}
+    contents["__init__.py"] = INIT
+    contents["attention/__init__.py"] = '"""How attention runs under a mask."""\n'
+    digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in sorted(contents.items())).encode())
+    # Several versions can be loaded in one process, so each has a module and a namespace of operators of its own.
+    identity = f"{NAME.replace('-', '_')}_{digest.hexdigest()[:8]}"
+    built = folder / "build" / "torch-universal"
+    for name, text in contents.items():
+        for before, after in (
+            ('"sparsebert::', f'"{identity}::'),
+            ('Library("sparsebert"', f'Library("{identity}"'),
+            ("torch.ops.sparsebert.", f"torch.ops.{identity}."),
+        ):
+            text = text.replace(before, after)
+        target = built / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    for library in (PACKAGE / "attention").glob("*.so"):
+        shutil.copy(library, built / "attention")
+    files = {
+        path.relative_to(built).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        for path in sorted(built.rglob("*"))
+        if path.is_file()
+    }
+    metadata = {
+        "name": NAME,
+        "id": identity,
+        "version": 1,
+        "license": "apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+        "digest": {"algorithm": "sha256", "files": files},
+    }
+    (built / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(CARD.format(repository=repository), encoding="utf-8")
+    return built
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the repository to write; it must not exist yet")
+    parser.add_argument("--repository", default=f"organisation/{NAME}", help="its name on the Hub")
+    options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} exists already: name a folder that does not")
+    print(write(options.folder, options.repository))
+
+
+if __name__ == "__main__":
+    main()

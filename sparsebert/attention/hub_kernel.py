@@ -1,0 +1,102 @@
+"""
+What the kernel hub of Transformers loads: attention under a frozen mask, for stock models and without this package.
+
+`python -m benchmarks.write_hub_kernel` writes the kernel, whose public names are those of this module. A model takes
+it as `attn_implementation="organisation/sparsebert-attention"`.
+
+Letters: B batch, H heads, n tokens, d head size.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..masks.mask_files import MaskFileError
+from ..masks.sparse_mask import SparseMask
+from .dot_product import sparse_dot_product_attention
+
+
+supports_flash_attn = True  # Transformers takes `flash_attn_forward` of modules that have both names
+# The masks that were read, by the `id` of their model's configuration, for as long as a layer of it has its mask.
+_READ: "weakref.WeakValueDictionary[int, SparseMask]" = weakref.WeakValueDictionary()
+
+
+def set_mask(model: nn.Module, mask: SparseMask) -> None:
+    """
+    Gives every attention layer of a stock model a mask, instead of the one beside its weights.
+
+    Args:
+        model (`torch.nn.Module`): A model of transformers.
+        mask ([`SparseMask`]): A mask for its heads.
+    """
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.sparse_mask = mask  # type: ignore[assignment]
+
+
+def _saved_mask(config):
+    mask = _READ.get(id(config))
+    if mask is None:
+        name, revision = config._name_or_path, getattr(config, "_commit_hash", None)
+        try:
+            mask = SparseMask.from_pretrained(name, **({"revision": revision} if revision else {}))
+        except (MaskFileError, OSError) as error:
+            raise ValueError(
+                f"there is no mask beside the weights of {name!r}, call set_mask(model, mask) of this kernel: {error}"
+            ) from error
+        _READ[id(config)] = mask
+    return mask
+
+
+def flash_attn_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attention under the mask that lies beside the weights of the module's model, or that [`set_mask`] gave it.
+
+    Args:
+        module (`torch.nn.Module`): The self-attention module of a layer.
+        query (`torch.Tensor` of shape `(B, H, n, d)`): Queries of all tokens.
+        key (`torch.Tensor` of shape `(B, H, n, d)`): Keys.
+        value (`torch.Tensor` of shape `(B, H, n, d)`): Values.
+        attention_mask (`torch.Tensor`, *optional*): Padding, of shape `(B, 1, n, n)` or `(B, n)`; true = real token.
+        scaling (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
+        dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout.
+
+    Returns:
+        `tuple`: The output `(B, n, H, d)`, and `None` for the probabilities.
+    Raises:
+        ValueError: If there is no mask, it does not fit, or this is not the self-attention of whole inputs.
+    """
+    if key.shape != query.shape:
+        raise ValueError(
+            "this kernel runs the self-attention of whole inputs, without key/value cache and with as many heads of "
+            f"keys as of queries, got queries {tuple(query.shape)} and keys {tuple(key.shape)}"
+        )
+    mask: Any = getattr(module, "sparse_mask", None)
+    if mask is None:
+        module.sparse_mask = mask = _saved_mask(module.config)
+    if attention_mask is not None:
+        # All rows are alike but those of a causal model, of which the last one is whole.
+        attention_mask = (attention_mask[:, 0, -1] if attention_mask.dim() == 4 else attention_mask).bool()
+    output = sparse_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        attention_mask,
+        layer=0 if mask.num_layers == 1 else int(module.layer_idx),  # type: ignore[arg-type]
+        dropout_p=dropout,
+        is_causal=bool(getattr(module, "is_causal", False)),
+        scale=scaling,
+    )
+    return output.transpose(1, 2), None

@@ -1,0 +1,169 @@
+"""Attention as a kernel of Transformers' kernel hub: its layout, and stock models that run through it."""
+
+import ast
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TINY
+from transformers import BertConfig, BertModel
+from transformers.utils import is_kernels_available
+
+from benchmarks.write_hub_kernel import NAME, write
+from sparsebert import SparseMask, attach, build_pattern
+from sparsebert.attention.hub_kernel import flash_attn_forward, set_mask
+
+
+REPOSITORY = f"organisation/{NAME}"
+# A process that does not import this package. The last lines are what the library `kernels` and
+# `transformers.integrations.hub_kernels` do with a folder that holds a kernel.
+LOADS = """
+import importlib.util, json, sys
+from pathlib import Path
+import torch
+from transformers import BertModel, AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+name, built, folder, output = sys.argv[1:]
+"""
+BY_HAND = """
+identity = json.loads(Path(built, "metadata.json").read_text())["id"]
+spec = importlib.util.spec_from_file_location(identity, Path(built, "__init__.py"))
+kernel = sys.modules[identity] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+assert hasattr(kernel, "flash_attn_forward") and hasattr(kernel, "supports_flash_attn")
+AttentionInterface.register("by_hand", kernel.flash_attn_forward)
+AttentionMaskInterface.register("by_hand", sdpa_mask)
+model = BertModel.from_pretrained(folder, attn_implementation="by_hand").eval()
+"""
+BY_TRANSFORMERS = """
+model = BertModel.from_pretrained(folder, attn_implementation=name, allow_all_kernels=True).eval()
+"""
+RUNS = """
+torch.manual_seed(0)
+ids = torch.randint(100, (2, 20))
+padding = (torch.arange(20) < torch.tensor([20, 13])[:, None]).long()
+states = [model(ids).last_hidden_state, model(ids, attention_mask=padding).last_hidden_state]
+states[1].square().mean().backward()
+gradient = model.encoder.layer[0].attention.self.query.weight.grad
+assert "sparsebert" not in sys.modules
+torch.save([*(state.detach() for state in states), gradient], output)
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("kernel") / "repository", REPOSITORY)
+
+
+def test_layout(built):
+    metadata = json.loads((built / "metadata.json").read_text())
+    assert built.parts[-2:] == ("build", "torch-universal") and (built.parents[1] / "README.md").is_file()
+    assert metadata["id"].isidentifier() and metadata["name"] == NAME and metadata["version"] == 1
+    files = {path.relative_to(built).as_posix(): path for path in built.rglob("*") if path.is_file()}
+    assert files.pop("metadata.json") and {"__init__.py", "attention/csr_attention.cpp"} <= set(files)
+    for name, digest in metadata["digest"]["files"].items():
+        assert base64.b64decode(digest) == hashlib.sha256(files.pop(name).read_bytes()).digest()
+    assert not files
+
+
+def test_the_kernel_stands_on_its_own(built):
+    """It imports nothing of this package by name, nor parts that it lacks; its operators are in its own namespace."""
+    identity = json.loads((built / "metadata.json").read_text())["id"]
+    operators = 0
+    for path in built.rglob("*.py"):
+        text = path.read_text()
+        assert "ops.sparsebert." not in text and '"sparsebert::' not in text and 'Library("sparsebert"' not in text
+        operators += text.count(f"torch.ops.{identity}.")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.split(".")[0] == "sparsebert" for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                folder = path.parents[node.level - 1]
+                target = folder.joinpath(*(node.module or "").split("."))
+                for found in [target] if node.module else [target / alias.name for alias in node.names]:
+                    assert found.with_suffix(".py").is_file() or (found / "__init__.py").is_file(), (path, found)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] != "sparsebert"
+    assert operators >= 4
+
+
+@pytest.fixture
+def tiny_bert():
+    return BertModel(BertConfig(**TINY)).eval()
+
+
+@pytest.fixture
+def stock_model(tiny_bert, tmp_path):
+    """A folder with a stock BERT and a mask beside its weights, and what sparsebert computes with it."""
+    model = attach(tiny_bert, build_pattern("bigbird", 40, 4))
+    model.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    ids = torch.randint(100, (2, 20))
+    padding = (torch.arange(20) < torch.tensor([20, 13])[:, None]).long()
+    states = [model(ids).last_hidden_state, model(ids, attention_mask=padding).last_hidden_state]
+    states[1].square().mean().backward()
+    gradient = model.encoder.layer[0].attention.self.query.weight.grad
+    return tmp_path / "model", [*(state.detach() for state in states), gradient]
+
+
+@pytest.mark.parametrize(
+    "loading",
+    [
+        pytest.param(BY_HAND, id="by hand"),
+        pytest.param(
+            BY_TRANSFORMERS,
+            id="by transformers",
+            marks=pytest.mark.skipif(
+                not is_kernels_available(), reason="the library kernels that transformers needs is not installed"
+            ),
+        ),
+    ],
+)
+def test_a_stock_model_runs_through_the_kernel(loading, built, stock_model, tmp_path):
+    folder, expected = stock_model
+    environment = {**os.environ, "LOCAL_KERNELS": f"{REPOSITORY}={built.parents[1]}"}
+    result = subprocess.run(
+        [sys.executable, "-c", LOADS + loading + RUNS, REPOSITORY, built, folder, tmp_path / "states"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,  # where there is no package to import
+        env=environment,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    for got, want in zip(torch.load(tmp_path / "states"), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def attention(model, hidden=32, **changes):
+    layer = model.encoder.layer[0].attention.self
+    query = key = value = torch.randn(1, 4, 20, hidden // 4)
+    fields = {"query": query, "key": key, "value": value, "attention_mask": None, **changes}
+    return flash_attn_forward(layer, **fields)[0]
+
+
+def test_a_mask_is_set_or_refused(tiny_bert):
+    with pytest.raises(ValueError, match=r"there is no mask beside the weights of '', call set_mask\(model, mask\)"):
+        attention(tiny_bert)
+    set_mask(tiny_bert, build_pattern("window", 40, 4))
+    one = attention(tiny_bert)
+    set_mask(tiny_bert, SparseMask(torch.ones(4, 40, 40, dtype=torch.bool), 40))
+    assert one.shape == (1, 20, 4, 8) and not torch.allclose(one, attention(tiny_bert))
+    with pytest.raises(ValueError, match="self-attention of whole inputs"):
+        attention(tiny_bert, key=torch.randn(1, 4, 21, 8))
+
+
+def test_padding_in_either_form_is_the_same(tiny_bert):
+    set_mask(tiny_bert, build_pattern("window", 40, 4))
+    padding = torch.arange(20)[None] < 13
+    outputs = []
+    for form in (padding, padding.long(), padding[:, None, None].expand(1, 1, 20, 20)):
+        torch.manual_seed(1)
+        outputs.append(attention(tiny_bert, attention_mask=form))
+    assert outputs[0].equal(outputs[1]) and outputs[0].equal(outputs[2]) and (outputs[0][:, 13:] == 0).all()
