@@ -47,7 +47,7 @@ def local_inputs(
         needs, cut = {*needs, "window"}, window
     else:
         mask = windowed(mask, window, inputs.num_keys)
-    backend = choose_backend(name, mask, *request, frozenset(needs))
+    backend = choose_backend(name, mask, *request, frozenset(needs), "softmax", inputs.device.index)
     local = MaskInputs(
         backend, inputs.num_queries, inputs.num_keys, inputs.device, mask, inputs.padding, inputs.causal, cut
     )
