@@ -26,7 +26,7 @@ from sparsebert.attention.self_check_results import FINISHED, Order, Setting
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REQUEST = Request("cuda", torch.float16, 2, 2, 512, 512, 64)
 SETTING = Setting("float32", 32, padded=True, gradients=True, length=64)
-ORDER = Order("cpu", SETTING, ("sparse_triton",), lengths=(20,))
+ORDER = Order("cpu", SETTING, ("sparse_triton",), lengths=(9,))
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")

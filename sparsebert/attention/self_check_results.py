@@ -119,19 +119,19 @@ class Outcome:
         found = [f"{name}: {finding.reason}" for name, finding in self.backends.items() if not finding.right]
         return found if self.ended == FINISHED else [*found, self.ended]
 
-    def fastest(self, without: Collection[str] = ()) -> tuple[str, str]:
+    def fastest(self, among: Collection[str] | None = None) -> tuple[str, str]:
         """
         The fastest backend that is right, and the reason for it; `TRUSTED` if the check did not finish.
 
         Args:
-            without (`Collection` of `str`, *optional*): Backends that do not count.
+            among (`Collection` of `str`, *optional*): Backends that may be chosen. Defaults to all.
         """
         if self.ended != FINISHED:
             return TRUSTED, f"the self-check failed ({self.ended})"
         times = {
             name: finding.milliseconds
             for name, finding in self.backends.items()
-            if finding.right and finding.milliseconds is not None and name not in without
+            if finding.right and finding.milliseconds is not None and (among is None or name in among)
         }
         if not times:
             return TRUSTED, "no backend passed the self-check"
