@@ -12,6 +12,8 @@ from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choice import refusal
 from sparsebert.attention.eager import power_of_two
+from sparsebert.attention.mask_inputs import MaskInputs
+from sparsebert.attention.padded_tokens import without_padding
 
 
 HEADS, LENGTH, SIZE = 2, 12, 8
@@ -59,6 +61,28 @@ def test_padding_never_reaches_real_tokens(name, dropout, value):
     for got, want in zip(*results, strict=True):
         assert want.abs().sum() > 0 and torch.equal(got[real], want[real])
     assert (results[1][0][~real] == 0).all()
+
+
+def test_finite_states_are_not_copied():
+    states, mask = torch.randn(3, 3, HEADS, LENGTH, SIZE).unbind(0), a_mask()
+    inputs = MaskInputs("sparse_sdpa", LENGTH, LENGTH, sparse_mask=mask, padding=PADDING)
+    assert all(one is other for one, other in zip(without_padding(inputs, *states), states, strict=True))
+    for state in without_padding(inputs, spoiled(states[0], math.inf), *states[1:]):
+        assert (state.transpose(1, 2)[~PADDING] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])
+def test_under_vmap_and_in_a_compiled_graph(name):
+    tensors, mask = torch.randn(2, 3, 3, HEADS, LENGTH, SIZE), a_mask()
+    given = torch.where(PADDING[:, None, :, None], tensors, math.nan)
+
+    def attention(query, key, value):
+        return sparse_dot_product_attention(query, key, value, mask, PADDING, backend=name)
+
+    want = torch.stack([attention(*each) for each in tensors])
+    torch.testing.assert_close(torch.vmap(attention)(*given.unbind(1)), want)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(attention, backend="eager", fullgraph=True)(*given[0]), want[0])
 
 
 @pytest.mark.parametrize("state", ["frozen", "searching"])

@@ -417,7 +417,7 @@ def test_many_shapes_are_not_compiled():
 @needs_triton
 def test_nothing_is_chosen_before_its_check():
     name, reason = auto(lambda order, mask: None)
-    assert name == "sparse_sdpa" and "no self-check of sparse_triton and sparse_flex has passed on this GPU" in reason
+    assert name == "sparse_sdpa" and "no self-check of sparse_triton and sparse_flex has passed on that GPU" in reason
     name, reason = auto(lambda order, mask: Outcome(order.setting, {}, "it was ended by SIGSEGV"))
     assert name == "sparse_sdpa" and "the self-check failed (it was ended by SIGSEGV)" in reason
 

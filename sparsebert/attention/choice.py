@@ -141,13 +141,13 @@ def _on_cuda(backends, mask, request, ask):
         why_not["sparse_triton"] = "in float32 it is slower than PyTorch's attention"
     able = tuple(name for name in GPU_BACKENDS if why_not[name] is None)
     if not able:
-        return None, "; ".join(f"{name} cannot run: {reason}" for name, reason in why_not.items())
+        return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
     longest = mask.length if mask.length_policy == "error" else None
     index = torch.cuda.current_device() if request.index is None and torch.cuda.is_available() else request.index
     order = Order(f"cuda:{index or 0}", setting_for(request, longest, live), (*able, TRUSTED))
     outcome = ask(order, mask)
     if outcome is None:
-        return None, f"no self-check of {' and '.join(able)} has passed on this GPU yet"
+        return None, f"no self-check of {' and '.join(able)} has passed on that GPU yet"
     worth = [name for name in order.backends if name != "sparse_flex" or num_shapes() <= FEW_SHAPES]
     name, reason = outcome.fastest(worth)
     return (None if name == TRUSTED else name), reason

@@ -61,7 +61,7 @@ def self_check(
     return outcomes
 
 
-def _one_process(orders, timeout, command):
+def _one_process(orders: Sequence[Order], timeout: float, command: Sequence[str]) -> list[Outcome]:
     """The outcomes of the orders that a process finishes, and of the one at which it ends."""
     outcomes: list[Outcome] = []
     text = json.dumps([asdict(order) for order in orders])
@@ -109,13 +109,13 @@ def _one_process(orders, timeout, command):
     return outcomes
 
 
-def _lines(process):
+def _lines(process: "subprocess.Popen[str]") -> "queue.Queue[str | None]":
     """A queue of the lines that a process writes, and `None` after the last."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
         with suppress(ValueError, OSError):  # closed while it waits
-            for line in process.stdout:
+            for line in process.stdout or ():
                 lines.put(line)
         lines.put(None)
 
