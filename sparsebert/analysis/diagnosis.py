@@ -35,6 +35,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy")
 # Padding, dropout and gradients of the checks: inference, and training.
 PHASES = ((False, False, False), (True, False, False), (True, False, True), (True, True, True))
+# Tokens of the comparisons, and heads of the inputs that are timed without a mask of one's own. On a CPU one kernel
+# serves all lengths.
+LENGTHS = {"cpu": (7, 77), "cuda": (77, 333)}
+NUM_HEADS = {"cpu": 4, "cuda": 12}
 # What a CPU may have beyond the vector instructions that PyTorch names.
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8", "neon", "asimd", "sve", "bf16")
 
@@ -186,7 +190,16 @@ def _orders(where, dtypes, head_sizes, length, mask, folder):
         else:
             live = live_tiles(base_table(mask, length)[0], TILE_SIZE)
             setting = setting_for(request, mask.length if mask.length_policy == "error" else None, live)
-        orders.append(Order(str(where), setting, (*able, TRUSTED), mask=None if mask is None else folder))
+        orders.append(
+            Order(
+                str(where),
+                setting,
+                (*able, TRUSTED),
+                lengths=LENGTHS[where.type],
+                mask=None if mask is None else folder,
+                num_heads=NUM_HEADS[where.type],
+            )
+        )
     return orders
 
 

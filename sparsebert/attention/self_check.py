@@ -117,7 +117,7 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> l
         truth = _results(formula, query.double(), key.double(), value.double(), grad.double(), setting.gradients)
         plain = _results(formula, query, key, value, grad, setting.gradients)
         names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
-        units = UNITS.get(query.dtype, 4) * torch.finfo(query.dtype).eps
+        units = UNITS.get(query.dtype, 1) * torch.finfo(query.dtype).eps
         for what, got, want, other in zip(names, results, truth, plain, strict=False):
             error, allowed = (_largest(each.double() - want) for each in (got, other))
             found.append(Comparison(length, what, error, 2 * allowed + units * max(1.0, _largest(want))))
