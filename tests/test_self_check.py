@@ -8,8 +8,9 @@ import math
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sparsebert.attention.backends import BACKENDS, CHOICES
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choice import by_table
 from sparsebert.attention.self_check import examine, near_tiles, request_of, times
-from sparsebert.attention.self_check_process import found_out, known_outcome, self_check
+from sparsebert.attention.self_check_process import found_out, known_outcome, program, self_check
 from sparsebert.attention.self_check_results import (
     FINISHED,
     TRUSTED,
@@ -213,6 +214,22 @@ def test_too_little_memory_is_not_for_ever():
 def test_a_process_that_cannot_start():
     (outcome,) = self_check([ORDER], 60.0, ["/no/such/program"])
     assert outcome.ended.startswith("its process could not be started: ") and not outcome.lasting
+
+
+@pytest.mark.slow
+def test_the_program_ends_with_the_process_that_asked():
+    orders = json.dumps([asdict(replace(ORDER, lengths=(1000,) * 1000))])
+    with subprocess.Popen([*program(), orders], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert b"sparse_cpu at 1000 tokens" in process.stdout.readline()
+        process.stdin.close()
+        assert process.wait(60) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_program_on_a_device_that_is_not_there():
+    (outcome,) = self_check([replace(ORDER, device="cuda:0")], 300.0)
+    assert "it ended with exit code 1: " in outcome.ended and not outcome.lasting
 
 
 def test_another_process_goes_on_after_a_crash():

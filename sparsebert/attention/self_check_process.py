@@ -69,7 +69,7 @@ def _one_process(orders: Sequence[Order], timeout: float, command: Sequence[str]
         try:
             process = subprocess.Popen(
                 [*command, text],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # ends with this process, and the program with it
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -150,7 +150,8 @@ def _stop(process):
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        pipe.close()
 
 
 def _last_line(log):
