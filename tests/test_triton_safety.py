@@ -173,11 +173,12 @@ def test_interpreter_with_a_fault_does_not_pass(fault, monkeypatch):
     assert not finding.right and "is off by" in finding.reason
 
 
+OTHERS = [(32, "float16", True), (64, "float32", True), (128, "float16", False)]
+
+
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, dtype, dropout", [(32, "float16", True), (64, "float32", True), (128, "float16", False)]
-)
+@pytest.mark.parametrize("size, dtype, dropout", OTHERS)
 def test_interpreter_passes_at_other_sizes(size, dtype, dropout):
     setting = Setting(dtype, size, True, dropout, True)
     finding = examine("sparse_triton", replace(ORDER, setting=setting, lengths=(77,)))
