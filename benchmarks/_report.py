@@ -182,9 +182,14 @@ def write_json(options, cells, **fields):
     return report
 
 
+def make_table(title, header, rows):
+    """A [`Table`] of any values."""
+    return Table(title, list(header), [list(map(str, row)) for row in rows])
+
+
 def print_table(title, header, rows):
-    """Print a table in Markdown, to be pasted into a README."""
-    print(f"\n{Table(title, list(header), [list(map(str, row)) for row in rows]).markdown()}", end="")
+    """Print a table in Markdown."""
+    print(f"\n{make_table(title, header, rows).markdown()}", end="")
 
 
 def milliseconds(entry):

@@ -124,14 +124,22 @@ def write(found, options):
         "runs": [{"start": start, "system": system} | run for (start, system), runs in found.items() for run in runs],
     }
     path.with_name(path.name + ".json").write_text(json.dumps(report, indent=1) + "\n")
+    path.with_name(path.name + ".md").write_text(table(report).markdown())
+
+
+def table(report):
+    """Mean over the seeds by start and recipe."""
+    found = {}
+    for result in report["runs"]:
+        found.setdefault((result["start"], result["system"]), []).append(result)
     rows = [
         [start, system, _mean([run["loss"] for run in runs], 3), f"{100 * runs[0]['sparsity']:.1f} %",
          _mean([run["steps"] for run in runs], 0), _mean([run["tokens_per_second"] for run in runs], 0)]
         for (start, system), runs in found.items()
     ]  # fmt: skip
     header = ["start", "recipe", "held-out MLM loss", "removed", "steps", "tokens/s"]
-    title = f"After {options.minutes:g} minutes each ({hardware_line(report['hardware'])})"
-    path.with_name(path.name + ".md").write_text(Table(title, header, rows).markdown())
+    title = f"After {report['minutes']:g} minutes each ({hardware_line(report['hardware'])})"
+    return Table(title, header, rows)
 
 
 def main(arguments=None):

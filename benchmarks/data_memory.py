@@ -24,7 +24,7 @@ from pathlib import Path
 
 from sparsebert.analysis.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
 
-from ._report import RESULTS, ROOT, hardware
+from ._report import RESULTS, ROOT, hardware, make_table
 
 
 MEGABYTE = 1e6
@@ -209,6 +209,36 @@ def plot(results, path):
     save_figure(figure, path)
 
 
+def tables(results):
+    """Starts by size of the text, and how long a training step waits."""
+    rows = []
+    for kind, label in (("packed", "packed rows"), ("pairs", "sentence pairs")):
+        for cell in sorted(results[kind].values(), key=lambda cell: cell["text_bytes"]):
+            starts = [(cell[start]["seconds"], cell[start]["peak_bytes"]) for start in ("first", "second")]
+            rows.append(
+                [label, f"{cell['text_bytes'] / MEGABYTE:,.0f}", f"{cell['file_bytes'] / MEGABYTE:,.0f}"]
+                + [f"{value:.1f}" if index == 0 else f"{value / MEGABYTE:,.0f}" for start in starts
+                   for index, value in enumerate(start)]
+            )  # fmt: skip
+    stream = results["stream"]
+    size, peak = stream["text_bytes"] / MEGABYTE, stream["peak_bytes"] / MEGABYTE
+    rows.append(["streaming", f"{size:,.0f}", "0", f"{stream['seconds']:.1f}", f"{peak:,.0f}", "the same", "the same"])
+    large = results["projected"]["1 TB"]
+    rows.append(
+        ["packed rows, by calculation", "1,000,000", f"{large['file_bytes'] / MEGABYTE:,.0f}"]
+        + [f"{large['first_start_hours']:.0f} h", f"{large['peak_bytes'] / MEGABYTE:,.0f}", "", ""]
+    )
+    head = ("", "text, MB", "on disk, MB", "first start, s", "memory, MB", "second start, s", "memory, MB")
+    waits = [
+        [name, f"{cell['wait_ms']:.2f}", f"{cell['step_ms']:.0f}", f"{cell['share']:.2%}"]
+        for name, cell in results["waiting"].items()
+    ]
+    return {
+        "starts": make_table("Until the first step", head, rows),
+        "waiting": make_table("Waiting for the batch", ("", "wait, ms", "step, ms", "share"), waits),
+    }
+
+
 def alone(function, *arguments):
     """The result of a function, run in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -264,7 +294,8 @@ def main(arguments=None):
         shutil.rmtree(folder)
     results["projected"] = {"1 TB": projected(results, 1e12)}
     keep()
-    print(json.dumps({name: results[name] for name in ("stream", "waiting", "projected")}, indent=1))
+    for table in tables(results).values():
+        print(f"\n{table.markdown()}", end="")
     plot(results, options.plot)
 
 

@@ -17,7 +17,7 @@ import torch
 from sparsebert import SparseBertForMaskedLM
 
 from ._engines import BATCH, EARLY, ENGINES, LATE, ONE, rows
-from ._report import RESULTS, argument_parser, hardware_line, prepare, print_table, write_json
+from ._report import RESULTS, argument_parser, hardware_line, make_table, prepare, write_json
 
 
 RESUMED = (f"resume {EARLY}", f"resume {LATE}")
@@ -97,6 +97,29 @@ def cell_of(engine, found, reference, folder):
     return cell
 
 
+def tables(cells):
+    """What each engine did, compared with one process, and what it resumed of others."""
+    table = []
+    for cell in cells:
+        gaps = {job: f"{value:.0e}" for job, value in cell["gaps"].items()}
+        table.append(
+            [cell["engine"], gaps["search"], f"loss {cell['target']['losses'][-1]:.4f}"]
+            + ["the same" if cell["same_mask"] else "another", f"{cell['load']:.0e}", gaps["finetune"]]
+            + [gaps["accumulate"], *(gaps[job] for job in RESUMED)]
+        )
+    lines = []
+    for cell in cells:
+        for job, value in cell["others"].items():
+            step, other = job.removeprefix("resume ").split(" of ")
+            lines.append([cell["engine"], other, step, value if isinstance(value, str) else f"{value:.0e}"])
+    return {
+        "jobs": make_table("Largest difference of a loss from one process", HEADER, table),
+        "crossed": make_table(
+            "Resumed from a checkpoint of another engine", ("engine", "checkpoint of", "step", "difference"), lines
+        ),
+    }
+
+
 def main(arguments=None):
     parser = argument_parser("benchmarks.engines", "Two processes of the CPU under every engine.")
     parser.set_defaults(output=RESULTS / "engines")
@@ -116,22 +139,8 @@ def main(arguments=None):
         cells = [cell_of(engine, found[engine], reference, folder) for engine in ENGINES]
     report = write_json(options, cells)
     print(hardware_line(report["hardware"]))
-    table = []
-    for cell in cells:
-        gaps = {job: f"{value:.0e}" for job, value in cell["gaps"].items()}
-        table.append(
-            [cell["engine"], gaps["search"], f"loss {cell['target']['losses'][-1]:.4f}"]
-            + ["the same" if cell["same_mask"] else "another", f"{cell['load']:.0e}", gaps["finetune"]]
-            + [gaps["accumulate"], *(gaps[job] for job in RESUMED)]
-        )
-    print_table("Largest difference of a loss from one process", HEADER, table)
-    lines = []
-    for cell in cells:
-        for job, value in cell["others"].items():
-            step, other = job.removeprefix("resume ").split(" of ")
-            lines.append([cell["engine"], other, step, value if isinstance(value, str) else f"{value:.0e}"])
-    header = ("engine", "checkpoint of", "step", "difference")
-    print_table("Resumed from a checkpoint of another engine", header, lines)
+    for table in tables(cells).values():
+        print(f"\n{table.markdown()}", end="")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from sparsebert import SparseBertConfig, SparseBertForSequenceClassification, bu
 
 from ._masks import build_mask
 from ._measure import WrongResult, cpu_seconds, cuda_wall_seconds, interleaved, process_seconds, speed_up, summary
-from ._report import DROPOUT, FORWARD, argument_parser, milliseconds, prepare, print_table, ratio_text, write_json
+from ._report import DROPOUT, FORWARD, argument_parser, make_table, prepare, ratio_text, write_json
 
 
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -198,26 +198,27 @@ def measured(task, size_name, options):
         }
 
 
-def report(records):
-    """Print the tables of some records."""
+def tables(records):
+    """Speed of all systems, and ratios of those that skip padding."""
     names = [STOCK, GROUPED, *OURS]
-    rows = [
+    head = ("task", "model", "phase")
+    speed = [
         (
-            *(record[key] for key in ("task", "model", "phase", "dtype")),
+            *(record[key] for key in head),
             f"{100 * record['padding']['as drawn']:.0f} / {100 * record['padding']['by length']:.0f} %",
             *(f"{record['systems'][name]['tokens_per_second']:,.0f}" for name in names),
         )
         for record in records
     ]
-    print_table("Real tokens per second", ("task", "model", "phase", "dtype", "padding", *names), rows)
-    rows = [
-        (*(record[key] for key in ("task", "model", "phase", "dtype")), name, ratio_text(entry))
+    pairs = list(records[0]["speed_up"])
+    ratios = [
+        (*(record[key] for key in head), *(ratio_text(record["speed_up"][name]) for name in pairs))
         for record in records
-        for name, entry in record["speed_up"].items()
     ]
-    print_table("Speed-up", ("task", "model", "phase", "dtype", "systems", "ratio"), rows)
-    slowest = max(records, key=lambda record: record["systems"][STOCK]["median_ms"])
-    print(f"\nlongest round: {milliseconds(slowest['systems'][STOCK])} ms ({slowest['task']}, {slowest['phase']})")
+    return {
+        "speed": make_table("Real tokens per second", (*head, "padding", *names), speed),
+        "ratios": make_table("Speed-up [95 % interval]", (*head, *pairs), ratios),
+    }
 
 
 def command_line():
@@ -253,7 +254,8 @@ def run(arguments=None):
                 for record in measured(task, model, options):
                     records.append(record)
                     write_json(options, records)
-    report(records)
+    for table in tables(records).values():
+        print(f"\n{table.markdown()}", end="")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ already are not measured again.
 import json
 
 from ._measure import WrongResult, interleaved, speed_up, summary
-from ._report import argument_parser, hardware, hardware_line, milliseconds, prepare, print_table, write_json
+from ._report import argument_parser, hardware, hardware_line, make_table, milliseconds, prepare, write_json
 from ._training_steps import OPTIONS, SEARCHES, SIZES, SYSTEMS, Worker
 
 
@@ -89,8 +89,9 @@ def missed(cells):
                 yield f"{cell['size']}, n = {cell['n']}: {name} is {entry['ratio']:.2f}x {other}, the goal is {goal}x"
 
 
-def show(cells):
-    """Print the tables of rows with the same systems."""
+def tables(cells):
+    """Speed, ratios, times and memory of rows with the same systems."""
+    cells = sorted(cells, key=lambda cell: (list(SIZES).index(cell["size"]), cell["n"]))
     head = ("model", "n", "batch")
 
     def rows(text):
@@ -104,21 +105,31 @@ def show(cells):
 
     names = cells[0]["systems"]
     step = f"{cells[0]['dtype']}, dropout {cells[0]['dropout']}"
-    print_table(
-        f"Tokens per second, {step}", (*head, *names),
-        rows(lambda cell, name: f"{cell['results'][name]['tokens_per_second']:,.0f}"),
-    )  # fmt: skip
-    print_table(
-        "Speed-up, ratio of medians [95 % interval]: dense to stock, others to dense, options to the system without",
-        (*head, *names[1:]), [row[:3] + row[4:] for row in rows(ratio)],
-    )  # fmt: skip
-    print_table(
-        "Step, ms, median (quartiles)", (*head, *names), rows(lambda c, name: milliseconds(c["results"][name]))
-    )
-    print_table(
-        "Peak memory, MiB", (*head, *names),
-        rows(lambda cell, name: f"{cell['results'][name]['peak_bytes'] / 2**20:,.0f}"),
-    )  # fmt: skip
+    return {
+        "speed": make_table(
+            f"Tokens per second, {step}", (*head, *names),
+            rows(lambda cell, name: f"{cell['results'][name]['tokens_per_second']:,.0f}"),
+        ),
+        "ratios": make_table(
+            "Speed-up of medians [95 % interval]: dense to stock, others to dense, options to the system without",
+            (*head, *names[1:]), [row[:3] + row[4:] for row in rows(ratio)],
+        ),
+        "times": make_table(
+            "Step, ms, median (quartiles)", (*head, *names), rows(lambda c, name: milliseconds(c["results"][name]))
+        ),
+        "memory": make_table(
+            "Peak memory, MiB", (*head, *names),
+            rows(lambda cell, name: f"{cell['results'][name]['peak_bytes'] / 2**20:,.0f}"),
+        ),
+    }  # fmt: skip
+
+
+def groups(cells):
+    """Rows by what makes a table: systems, dtype and dropout."""
+    found = {}
+    for cell in cells:
+        found.setdefault((tuple(cell["systems"]), cell["dtype"], cell["dropout"]), []).append(cell)
+    return found
 
 
 def command_line():
@@ -151,11 +162,9 @@ def run(arguments=None):
                 write_json(options, cells, seed=options.seed)
                 print(f"{size}, {length} tokens: done", flush=True)
     print(f"\n{hardware_line(hardware())}")
-    tables = {}
-    for cell in cells:
-        tables.setdefault((tuple(cell["systems"]), cell["dtype"], cell["dropout"]), []).append(cell)
-    for group in tables.values():
-        show(sorted(group, key=lambda cell: (list(SIZES).index(cell["size"]), cell["n"])))
+    for group in groups(cells).values():
+        for table in tables(group).values():
+            print(f"\n{table.markdown()}", end="")
     for goal in missed(cells):
         print(f"\nmissed: {goal}", end="")
     print()

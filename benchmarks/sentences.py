@@ -7,15 +7,11 @@ Embeddings are the mean of the last hidden states over the tokens. For each mask
 own length and from these sentences, the cosine of its embeddings with the dense model's, and Spearman's correlation of
 the cosines of STS-B pairs with their scores. A model's folder comes with its own weights; a mask alone runs with those
 of `--model`.
-
-Letters: N sentences, B batch, n length, D hidden size.
 """
 
 import argparse
 from pathlib import Path
 
-import torch
-from scipy.stats import spearmanr
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import CONFIG_NAME
 
@@ -26,65 +22,7 @@ from sparsebert.files import write_metrics
 from sparsebert.masks.matched import matched_patterns
 from sparsebert.models.attaching import read_mask
 from sparsebert.models.loading import find_file
-from sparsebert.training.task_models import input_sparsity
-
-
-def embed(model, tokenizer, sentences, max_length=128, batch_size=64):
-    """
-    Embed sentences as vectors of length 1.
-
-    Args:
-        model (`PreTrainedModel`): Base model.
-        tokenizer (`PreTrainedTokenizer`): Its tokenizer.
-        sentences (`list[str]`): N sentences.
-        max_length (`int`, *optional*, defaults to 128): Length in tokens to which sentences are truncated.
-        batch_size (`int`, *optional*, defaults to 64): Number of sentences per batch, B.
-
-    Returns:
-        `tuple`: `torch.Tensor` of shape `(N, D)`, float32 on the CPU, and the `list` of N lengths in tokens.
-    """
-    encoded = tokenizer(sentences, truncation=True, max_length=max_length, return_token_type_ids=False)
-    lengths = [len(ids) for ids in encoded["input_ids"]]
-    order = sorted(range(len(sentences)), key=lengths.__getitem__)
-    result = torch.empty(len(sentences), model.config.hidden_size)
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        inputs = {name: [values[place] for place in places] for name, values in encoded.items()}
-        inputs = tokenizer.pad(inputs, return_tensors="pt").to(model.device)
-        with torch.no_grad():
-            states = model(**inputs).last_hidden_state.float()  # (B, n, D)
-        weights = inputs["attention_mask"][..., None]
-        mean = (states * weights).sum(1) / weights.sum(1)
-        result[places] = torch.nn.functional.normalize(mean, dim=-1).cpu()
-    return result, lengths
-
-
-def measure(model, tokenizer, pairs, dense=None):
-    """
-    Measure one row of the table.
-
-    Args:
-        model (`PreTrainedModel`): Base model.
-        tokenizer (`PreTrainedTokenizer`): Its tokenizer.
-        pairs (`datasets.Dataset`): Sentence pairs in the columns `text`, `text_pair` and `label`.
-        dense (`torch.Tensor`, *optional*): Embeddings of the dense model.
-
-    Returns:
-        `tuple`: The row as a `dict`, and the embeddings.
-    """
-    count = len(pairs)
-    embeddings, lengths = embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
-    cosines = (embeddings[:count] * embeddings[count:]).sum(-1)
-    sparse_attention = getattr(model, "sparse_attention", None)
-    mask = None if sparse_attention is None else sparse_attention.mask
-    agreement = torch.ones(2 * count) if dense is None else (embeddings * dense).sum(-1)
-    return {
-        "sparsity": 0.0 if mask is None else mask.sparsity,
-        "input_sparsity": 0.0 if mask is None else input_sparsity(mask, lengths),
-        "cosine": agreement.mean().item(),
-        "cosine_5": agreement.quantile(0.05).item(),
-        "spearman": float(spearmanr(cosines, pairs["label"]).statistic),
-    }, embeddings
+from sparsebert.training.sentence_similarity import similarity
 
 
 def main(arguments=None):
@@ -106,18 +44,18 @@ def main(arguments=None):
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModel.from_pretrained(options.model).eval()
     rows = {}
-    rows["dense"], dense = measure(model, tokenizer, pairs)
+    rows["dense"], dense = similarity(model, tokenizer, pairs)
     for source in options.masks:
         if find_file(source, CONFIG_NAME):
             masked = load(source, AutoModel).eval()
         else:
             masked = attach(AutoModel.from_pretrained(options.model).eval(), read_mask(source))
-        rows[Path(source).name], _ = measure(masked, tokenizer, pairs, dense)
+        rows[Path(source).name], _ = similarity(masked, tokenizer, pairs, dense)
     for sparsity in options.sparsities:
         heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
         for name, mask in matched_patterns(sparsity, 128, heads, layers).items():
             masked = attach(AutoModel.from_pretrained(options.model).eval(), mask, allow_empty_rows=True)
-            rows[f"{name} for {sparsity}"], _ = measure(masked, tokenizer, pairs, dense)
+            rows[f"{name} for {sparsity}"], _ = similarity(masked, tokenizer, pairs, dense)
     if options.output:
         write_metrics(options.output, rows)
     texts = [

@@ -138,6 +138,27 @@ def test_sparsity_grows_on_schedule(tiny_config):
     assert found[0] == found[1] < found[2] < found[3] == found[4]
 
 
+def test_one_budget_for_all_heads(tiny_config):
+    fields = {"sparsity_scope": "global", "share_layers": False, "num_hidden_layers": 2}
+    attention = searching(tiny_config, 0.7, **fields).sparse_attention
+    with torch.no_grad():
+        attention.mask_logits[0, 0] += 0.3  # this head keeps more than the others
+    attention.set_progress(1.0)
+    probs = attention.mask_probs()
+    assert 1 - probs.mean().item() == pytest.approx(0.7, abs=0.01)
+    kept = probs.mean((-2, -1))
+    assert kept[0, 0] > 1.5 * kept.flatten()[1:].max()
+    loss = (probs_of := attention.learned.probs())[0, 0].sum()
+    loss.backward()
+    assert probs_of.shape == attention.mask_logits.shape
+    gradient = attention.mask_logits.grad
+    assert (gradient[0, 0] > 0).any() and (gradient[1] < 0).any()  # what one head gains, the others lose
+    mask = attention.freeze()
+    assert mask.sparsity == pytest.approx(0.7, abs=0.01)
+    sparsities = [sparsity for layer in mask.head_sparsities() for sparsity in layer]
+    assert sparsities[0] == min(sparsities) < max(sparsities)
+
+
 def test_no_penalty_under_a_target(tiny_config):
     model = searching(tiny_config, 0.8, sparsity_weight=1e3).train()
     ids = torch.randint(5, 100, (2, 32))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsebert.analysis.statistics import paired_bootstrap, summarize
+from sparsebert.analysis.statistics import holm, paired_bootstrap, paired_difference, summarize
 
 
 def accuracy(predictions, references):
@@ -65,3 +65,19 @@ def test_texts_and_lists_can_be_resampled():
 def test_systems_that_cannot_be_paired(ours, theirs):
     with pytest.raises(ValueError, match="the same seeds and examples"):
         paired_bootstrap(accuracy, ours, theirs, [0, 1])
+
+
+def test_paired_difference_is_students():
+    ours, theirs = [3.0, 5.0, 4.0], [1.0, 2.0, 3.0]
+    found = paired_difference(ours, theirs)
+    half = 4.302653 * 1 / 3**0.5  # t of two degrees of freedom; the differences 2, 3 and 1 have the deviation 1
+    assert found["difference"] == 2
+    assert (found["low"], found["high"]) == pytest.approx((2 - half, 2 + half), abs=1e-4)
+    assert found["p"] == pytest.approx(0.0742, abs=1e-4)
+    with pytest.raises(ValueError, match="two or more pairs, got 1 and 1"):
+        paired_difference([1.0], [2.0])
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([]) == []

@@ -17,14 +17,13 @@ from sparsebert import attach, build_pattern, load
 from sparsebert.training.matching import (
     agreement,
     carrier,
-    hidden_states,
     learn_mask,
     random_batches,
     recover,
     running_through,
-    squared_errors,
     start_from_attention,
 )
+from sparsebert.training.objectives import hidden_states, squared_errors
 from sparsebert.training.post_hoc import FIELDS, PostHocArguments, agreement_table, search_post_hoc
 
 
@@ -52,12 +51,6 @@ def test_running_through_is_the_model_with_that_mask(name):
                 states = hidden_states(model, ROWS[:2])
             torch.testing.assert_close(states[-1], expected(ROWS[:2]).last_hidden_state, atol=1e-5, rtol=1e-4)
     assert model.sparse_attention.searching
-
-
-def test_squared_errors():
-    target = torch.randn(2, 3, 5)
-    mean = target.mean((0, 1)).expand_as(target)
-    torch.testing.assert_close(squared_errors((target, mean), (target, target)), torch.tensor([0.0, 1.0]))
 
 
 def test_batches_use_every_row_and_keep_the_last_token():
@@ -147,6 +140,20 @@ def test_recovery():
     assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1]
 
 
+def test_recovery_through_masks_that_grow_sparser():
+    stock = base_model("bert")
+    model = masked(stock, build_pattern("dense", LENGTH, HEADS))
+    last = build_pattern("window", LENGTH, HEADS, window_size=1)
+    seen = []
+
+    def log(step, loss):
+        seen.append(model.sparse_attention.mask.sparsity)
+
+    masks = {2: build_pattern("window", LENGTH, HEADS, window_size=3), 4: last}
+    recover(model, stock, random_batches(ROWS, 8, 6), 6, 1e-3, log, masks=masks)
+    assert seen == [0, 0, *[masks[2].sparsity] * 2, *[last.sparsity] * 2] and model.sparse_attention.mask == last
+
+
 def test_library_errors():
     with pytest.raises(ValueError, match="frozen"):
         learn_mask(masked(base_model("bert"), "window"), [], 0, 0.1)
@@ -202,6 +209,30 @@ def test_run(model_folder, text, tmp_path):
     assert AutoModel.from_pretrained(tmp_path / "out").sparse_attention.mask == model.sparse_attention.mask
 
 
+def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folder, text, tmp_path):
+    fields = {"recover": 8, "recover_from": 0.3, "recover_objective": "tokens", "sparsity_scope": "global"}
+    metrics = search(model_folder, text, tmp_path / "out", objective="attention", patterns=False, **fields)
+    mask = load(tmp_path / "out").sparse_attention.mask
+    assert metrics["sparsity"]["learned, recovered"] == pytest.approx(mask.sparsity, abs=1e-6)
+    assert mask.sparsity == pytest.approx(0.7, abs=0.01)
+    assert len({sparsity for layer in mask.head_sparsities() for sparsity in layer}) > 1
+    assert mask.metadata["search"] == "dam_s" and metrics["objectives"] == ["attention", "tokens"]
+
+
+def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
+    metrics = search(model_folder, text, tmp_path / "window", mask="window", recover=3, patterns=False)
+    assert list(metrics["agreement"]) == ["dense", "given", "given, recovered"]
+    model = load(tmp_path / "window")
+    mask = model.sparse_attention.mask
+    assert mask.metadata["pattern"] == "window" and mask.sparsity == pytest.approx(0.7, abs=0.03)
+    assert not (tmp_path / "window/mask_probs.safetensors").exists() and metrics["search_outcome"] is None
+    fields = {"mask": str(tmp_path / "window"), "target_sparsity": None, "patterns": False}
+    search(model_folder, text, tmp_path / "again", recover=3, **fields)
+    again = load(tmp_path / "again")
+    assert again.sparse_attention.mask == mask
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
     base_model("albert").save_pretrained(tmp_path / "model")
     word_tokenizer.save_pretrained(tmp_path / "model")
@@ -210,6 +241,11 @@ def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_pat
     assert load(tmp_path / "out").sparse_attention.mask.num_layers == 1
     with pytest.raises(ValueError, match="share_layers must be true"):
         search(tmp_path / "model", text, tmp_path / "new", share_layers=False)
+
+
+def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path):
+    found = search(model_folder, text, tmp_path / "out", steps=0, patterns=False)["agreement"]
+    assert found["learned"]["layer_error"] == pytest.approx(found["dense model's attention"]["layer_error"])
 
 
 def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
@@ -234,6 +270,11 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"batch_size": 100_000}, "too few for a batch of 100000"),
         ({"steps": -1}, "steps must be an integer of at least 0"),
         ({"shortest": 64}, "shortest must be from 8 to max_length"),
+        ({"mask": "window"}, "recover must be at least 1 with mask"),
+        ({"mask": "window", "recover": 2, "search": "dam_s"}, "model.search has no meaning here: the mask is given"),
+        ({"mask": "window", "recover": 2, "recover_from": 0.5}, "recover_from has no meaning with mask"),
+        ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),
+        ({"recover_from": 0.7}, "recover_from must be at least 0 and below target_sparsity .0.7., got 0.7"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -253,6 +294,8 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
     transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="'gpt2' cannot carry a mask"):
         search(tmp_path / "gpt2", text, tmp_path / "new")
+    with pytest.raises(FileNotFoundError, match="mask: there is no folder 'no/such/mask'"):
+        search(model_folder, text, tmp_path / "new", mask="no/such/mask", recover=2)
     with pytest.raises(ValueError, match="--data is needed"):
         search(model_folder, text, tmp_path / "new", data=None)
     (tmp_path / "short.txt").write_text("w1 w2 w3")

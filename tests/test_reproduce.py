@@ -245,6 +245,14 @@ def text(tmp_path):
     return str(path)
 
 
+@pytest.fixture
+def words(tmp_path):
+    """A file in the words of the tokenizer of `checkpoints`."""
+    path = tmp_path / "words.txt"
+    path.write_text("\n\n".join(" ".join(f"w{(i * j) % 90}" for j in range(1, 30)) for i in range(1, 80)))
+    return str(path)
+
+
 # Each row of EXPERIMENTS, whatever it is; fields are given by their names.
 
 # Sizes that make any experiment run in seconds.
@@ -252,7 +260,8 @@ SMALLEST = {
     "source_length": 7, "num_symbols": 8, "vocab_size": 150, "max_length": 16, "max_validation_tokens": 1000,
     "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
-    "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1],
+    "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
+    "steps": 2, "recover": 2, "batch_tokens": 64,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -263,9 +272,14 @@ def known_fields(name, values):
 
 
 @pytest.fixture
-def inputs(text, pairs):
-    """`inputs(name)`: settings that name the data of an experiment."""
-    return lambda name: known_fields(name, {"text": text, "validation": text, "train": pairs, "test": pairs})
+def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
+    """`inputs(name)`: settings that name the data of an experiment, and the model that it starts from."""
+    (tmp_path / "cells/stock").mkdir(parents=True)
+    (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
+    values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
+    tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
+    own = {"minilm": {"text": words, "validation": words}, "minilm_tasks": tasks | {"max_length": 32}}
+    return lambda name: known_fields(name, values | own.get(name, {}))
 
 
 @EVERY
@@ -312,6 +326,44 @@ def test_smallest_run(name, inputs, tmp_path):
     # A finished cell is reused.
     run_experiment(name, options, settings)
     assert read(files[0])[cell] == made
+
+
+def test_masks_of_a_trained_model_are_compared_over_seeds(words, checkpoints, glue_folder, tmp_path):
+    settings = known_fields("minilm", SMALLEST) | {"text": words, "validation": words, "model": checkpoints["stock"]}
+    settings |= {"stsb": str(glue_folder), "masks": ["dam_s", "attention", "window", "dense"], "seeds": [0, 1]}
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    summary, cells = run_experiment("minilm", options, settings | {"lengths": [16, 48]})[1:]
+    assert len(cells.rows) == 16
+    rows = {row["mask"]: row for row in summary.as_json()["rows"]}
+    assert summary.title == "48 tokens, 50% to remove" and {"dam_s", "attention", "window", "dense"} == rows.keys()
+    assert all(row["seeds"] == "2" and float(row["STS-B Spearman"]) <= 100 for row in rows.values())
+    assert rows["dense"]["removed"] == "0.0%"
+    assert rows["dam_s"].get("p (Holm)", "") == "" and rows["window"]["p (Holm)"]
+    found = read(tmp_path / "results/minilm_tiny.json")
+    assert found["dense_16_0_seed_0"]["metrics"]["removed"] == 0
+    pairs = zip(
+        *([found[f"{name}_48_0.5_seed_{i}"]["metrics"]["cosine"] for i in (0, 1)] for name in ("dam_s", "window")),
+        strict=True,
+    )
+    mean = sum(ours - theirs for ours, theirs in pairs) / 2
+    assert rows["window"]["dam_s minus this"].startswith(f"{mean:+.4f} [")
+
+
+def test_tasks_are_compared_over_seeds(checkpoints, glue_folder, tmp_path):
+    for name in ("stock", "window"):
+        (tmp_path / "cells" / name).mkdir(parents=True)
+        (tmp_path / "cells" / name / "model").symlink_to(checkpoints[name])
+    settings = {"models": str(tmp_path / "cells"), "systems": ["stock", "window"], "data": str(glue_folder)}
+    settings |= {"tasks": ["rte", "stsb"], "seeds": [1, 2], "num_train_epochs": 1.0, "max_length": 32}
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    summary, cells = run_experiment("minilm_tasks", options, settings)
+    assert len(cells.rows) == 8
+    rows = {(row["task"], row["system"]): row for row in summary.as_json()["rows"]}
+    assert len(rows) == 6 and rows["mean", "window"]["p (Holm)"] and not rows["mean", "stock"].get("p (Holm)")
+    found = read(tmp_path / "results/minilm_tasks_tiny.json")
+    scores = {name: cell["metrics"]["score"] for name, cell in found.items()}
+    differences = [scores[f"rte_window_seed_{seed}"] - scores[f"rte_stock_seed_{seed}"] for seed in (1, 2)]
+    assert rows["rte", "window"]["minus the first"].startswith(f"{50 * sum(differences):+.1f} [")
 
 
 # What the papers' tables and figures hold.

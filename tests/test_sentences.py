@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertForMaskedLM
 
-from benchmarks.sentences import embed, main
+from benchmarks.sentences import main
 from sparsebert import attach, build_pattern
+from sparsebert.training.sentence_similarity import embed
 
 
 def test_embeddings_do_not_depend_on_the_batch(checkpoints):

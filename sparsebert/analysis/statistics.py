@@ -1,10 +1,11 @@
-"""How runs are compared: mean and deviation over seeds, and a paired bootstrap of their difference."""
+"""How runs are compared: mean and deviation over seeds, paired differences with intervals, and their correction."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import ttest_rel
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -79,6 +80,54 @@ def paired_bootstrap(
         "confidence": confidence,
         "num_seeds": num_seeds,
     }
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
+    """
+    Difference of two systems that ran with the same seeds, by Student's t test for pairs.
+
+    Args:
+        ours, theirs (`list[float]`): A number of each system by seed, two or more.
+        confidence (`float`, *optional*, defaults to 0.95): Confidence level of the interval.
+
+    Returns:
+        `dict[str, float]`: `"difference"` (ours minus theirs, mean over seeds), `"low"` and `"high"` of its interval,
+        and `"p"` of the two-sided test.
+    Raises:
+        ValueError: If there are fewer than two pairs.
+    """
+    if len(ours) != len(theirs) or len(ours) < 2:
+        raise ValueError(f"a paired test needs two or more pairs, got {len(ours)} and {len(theirs)} numbers")
+    test = ttest_rel(ours, theirs)
+    interval = test.confidence_interval(confidence)
+    difference = statistics.fmean(a - b for a, b in zip(ours, theirs, strict=True))
+    return {
+        "difference": difference,
+        "low": float(interval.low),
+        "high": float(interval.high),
+        "p": float(test.pvalue),
+    }
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """
+    P values corrected for the number of comparisons.
+
+    Args:
+        p_values (`list[float]`): One per comparison.
+
+    Returns:
+        `list[float]`: In the same order. The probability that any true hypothesis has one below alpha is at most
+        alpha.
+
+    Source: Holm (1979), A simple sequentially rejective multiple test procedure.
+    """
+    order = np.argsort(p_values)
+    factors = len(p_values) - np.arange(len(p_values))
+    corrected = np.maximum.accumulate(np.asarray(p_values, dtype=float)[order] * factors).clip(max=1.0)
+    result = np.empty(len(p_values))
+    result[order] = corrected
+    return result.tolist()
 
 
 def _array(values: Sequence[Any]) -> np.ndarray:

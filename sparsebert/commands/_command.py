@@ -32,6 +32,7 @@ class Command:
         sections (`dict[str, type]`): Dataclasses whose fields are the flags.
         examples (`tuple[str, ...]`): Command lines for the help, without the program's name.
         words (`str`): What stands before the first flag, for the help: `"[RECIPE]"`.
+        choices (`tuple[str, ...]`, *optional*): What these words can be, if that is known.
         positional (`str`, *optional*): `"section.field"` that these words set; by default they name a recipe.
         excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
         replaced (`dict[str, tuple]`): By the `"section.field"` of a flag, fields of the recipe that it drops.
@@ -42,6 +43,7 @@ class Command:
     sections: Mapping[str, type]
     examples: tuple
     words: str = "[RECIPE]"
+    choices: tuple[str, ...] = ()
     positional: str | None = None
     excluded: Mapping[str, tuple] = field(default_factory=dict)
     replaced: Mapping[str, tuple] = field(default_factory=dict)

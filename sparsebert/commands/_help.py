@@ -14,7 +14,8 @@ from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, LENGTH_POLICIES, SPECIAL
 from ..models.configuration_sparsebert import MASK_FORMS, SparseBertConfig
 from ..models.positions import METHODS
 from ..models.token_mixers import MIXERS
-from ..search.searches import SEARCHES
+from ..search.searches import SCOPES, SEARCHES
+from ..training.objectives import OBJECTIVES
 from ..training.recipes import recipe_names
 from ._command import Command
 
@@ -30,9 +31,11 @@ CHOICES = {
     "length_policy": LENGTH_POLICIES,
     "mask_form": MASK_FORMS,
     "method": METHODS,
+    "objective": OBJECTIVES,
     "pattern": PATTERNS,
     "probability_map": PROBABILITY_MAPS,
     "search": SEARCHES,
+    "sparsity_scope": SCOPES,
     "special_tokens": SPECIAL_TOKENS,
     "task": TASKS,
     "token_mixers": MIXERS,
@@ -66,6 +69,8 @@ def short_help(verb: str, command: Command) -> str:
     lines = [f"usage: sparsebert {verb} {command.words} [--field value ...]", ""]
     lines += [*_wrapped(" ".join(description[0].split()), hanging=""), "", "examples:"]
     lines += [f"  sparsebert {verb} {example}" for example in command.examples]
+    if command.choices:
+        lines += ["", *_wrapped(f"{command.words}: {', '.join(command.choices)}")]
     if recipes := command.positional is None and recipe_names(command.sections):
         lines += ["", *_wrapped(f"recipes: {', '.join(recipes)}, or the path of one")]
     for section, cls in command.sections.items():

@@ -9,6 +9,7 @@ Runs one seed or several (`--seeds`), given settings or the best of a grid (`--s
 from accelerate import PartialState
 
 from ..analysis.reports import read_metrics, report_tables
+from ..models.attaching import STATE_FIELDS
 from ..training.finetuning import SECTIONS, finetune
 from ._command import Command, Printing, Results
 
@@ -21,6 +22,7 @@ def command(words):
             "--task mrpc --model DIR_OR_HUB_ID --output_dir DIR",
             "--task rte --model bert-base-uncased --mask bigbird --seeds 3 --output_dir DIR",
         ),
+        excluded={"model": STATE_FIELDS},
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ..analysis.reports import report_tables
-from ..models.attaching import PATTERN_FIELDS, allowed_fields
+from ..models.attaching import PATTERN_FIELDS, STATE_FIELDS, allowed_fields
 from ..training.pretraining import SECTIONS, pretrain
 from ._command import Command, Printing, Results
 
@@ -34,8 +34,7 @@ def command(words):
             "demo_dam_s",
             "search --text FILE --validation FILE2 --target_sparsity 0.9 --output_dir DIR",
         ),
-        # What freezing, pruning and saving set.
-        excluded={"model": ("frozen", "pruned", "search_progress")},
+        excluded={"model": STATE_FIELDS},
         replaced={
             "model.search": ("data.mask", *_PATTERN),
             "model.pattern": ("data.mask", "model.pattern_kwargs", "model.head_configuration", *_SEARCH),

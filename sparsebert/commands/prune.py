@@ -8,6 +8,7 @@ same command again goes on where it stopped.
 """
 
 from ..files import locked_output
+from ..models.attaching import STATE_FIELDS
 from ..training.finetuning import SECTIONS
 from ..training.recipes import load_recipe
 from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_table
@@ -31,7 +32,7 @@ def command(words):
         ),
         words="RUN",
         positional="pruning.run",
-        excluded={"data": _EXCLUDED, "training": ("output_dir",)},
+        excluded={"data": _EXCLUDED, "model": STATE_FIELDS, "training": ("output_dir",)},
     )
 
 

@@ -23,7 +23,8 @@ def command(words):
         run,
         sections | {"print": Printing},
         examples=("copying --scale tiny --output DIR", "language_modelling --text FILE --output DIR --list_cells"),
-        words="|".join(EXPERIMENTS) if name is None else name,
+        words=name or "EXPERIMENT",
+        choices=() if name else tuple(EXPERIMENTS),
         positional="run.experiment",
     )
 

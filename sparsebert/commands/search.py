@@ -2,9 +2,10 @@
 Learn the mask of a model that is trained already, from text without labels, and nothing else of the model.
 
 The mask is learned by matching the hidden states of the dense model; `--recover STEPS` trains the weights through the
-frozen mask after that. The result is compared with random and manual masks at the same sparsity. Writes to
-`output_dir` the model with its mask (stock files, read back by `sparsebert.load`), the tokenizer, `metrics.json`,
-`mask_probs.safetensors` and pictures (with the extra `viz`).
+frozen mask after that, and with `--mask` through a given mask, without a search. The result is compared with random
+and manual masks at the same sparsity. Writes to `output_dir` the model with its mask (stock files, read back by
+`sparsebert.load`), the tokenizer, `metrics.json`, and of a search `mask_probs.safetensors` and pictures (with the
+extra `viz`).
 """
 
 import dataclasses
@@ -31,12 +32,14 @@ def command(words):
 
 
 def run(values):
-    needed(values, "data.model", "data.data", "data.output_dir", "model.target_sparsity")
+    needed(values, "data.model", "data.data", "data.output_dir")
     try:
         metrics = search_post_hoc(values)
     except KeyboardInterrupt as error:
         error.args = (f"{error or 'interrupted'}: nothing is written, the same command begins anew",)
         raise
-    asked, got = metrics["search_outcome"]["asked"], metrics["search_outcome"]["got"]
-    found = f"asked for {asked:.1%}, got {got:.1%}; the search took {metrics['seconds']['search']:.0f} s"
-    return Results(metrics, [agreement_table(metrics)], [found, f"written to {values['data']['output_dir']}"])
+    lines = [f"written to {values['data']['output_dir']}"]
+    if outcome := metrics["search_outcome"]:
+        found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"
+        lines.insert(0, f"{found}; the search took {metrics['seconds']['search']:.0f} s")
+    return Results(metrics, [agreement_table(metrics)], lines)

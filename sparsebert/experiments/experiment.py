@@ -1,9 +1,11 @@
 """What an experiment is: one table or figure of a paper, as cells that are run one by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..analysis.tables import Table
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Experiment:
             Names of rows, columns and entries of a second table, laid out like the paper's.
         notes (`tuple[str, ...]`):
             Lines below the table.
+        summary (`Callable[[dict], list[Table]]`, *optional*):
+            From the `"settings"` and `"metrics"` of the finished cells by name, makes tables that go before the one
+            with a row per cell, such as means over seeds.
     """
 
     title: str
@@ -49,3 +54,4 @@ class Experiment:
     published: dict[str, dict[str, float]] = field(default_factory=dict)
     layout: tuple[str, str, str] | None = None
     notes: tuple[str, ...] = ()
+    summary: Callable[[Mapping[str, dict[str, Any]]], list[Table]] | None = None

@@ -217,7 +217,8 @@ def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str,
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
 
     Returns:
-        `list[Table]`: If the experiment has a layout, a table laid out like the paper's; then one with a row per cell.
+        `list[Table]`: The experiment's summary, if it has one; if it has a layout, a table laid out like the paper's;
+        then one with a row per cell.
     """
     title = f"{experiment.title}, scale {scale}"
     rows = []
@@ -231,6 +232,8 @@ def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str,
     result = [Table.of(title, rows, (*_differences(experiment, finished), *experiment.notes))]
     if experiment.layout is not None:
         result.insert(0, _pivot(experiment, title, finished))
+    if experiment.summary is not None:
+        result = [*experiment.summary(finished), *result]
     return result
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..checks import check_range
+from ..checks import check_choice, check_range
 from .patterns import build_pattern
 from .sparse_mask import SparseMask
 
@@ -57,15 +57,29 @@ def matched_patterns(
     Raises:
         ValueError: If `sparsity` or `length` is out of range.
     """
+    return {name: matched_pattern(name, sparsity, length, num_heads, num_layers, seed) for name in VARIED}
+
+
+def matched_pattern(
+    name: str, sparsity: float, length: int, num_heads: int, num_layers: int = 1, seed: int = 0
+) -> SparseMask:
+    """
+    A pattern with the parameters that come nearest to a given sparsity.
+
+    Args:
+        name (`str`): A key of `VARIED`.
+        sparsity, length, num_heads, num_layers, seed: See [`matched_patterns`].
+
+    Raises:
+        ValueError: If `name` is unknown, or `sparsity` or `length` out of range.
+    """
+    check_choice("pattern", name, tuple(VARIED))
     check_range("sparsity", sparsity, 0, 1, kinds=(int, float))
     check_range("length", length, 8)
-    masks = {}
-    for name, varied in VARIED.items():
-        # One head is enough to choose by: the heads of a random pattern differ only a little.
-        distances = [
-            (abs(build_pattern(name, length, 1, num_layers, seed=seed, **parameters).sparsity - sparsity), index)
-            for index, parameters in enumerate(varied(length, sparsity))
-        ]
-        parameters = varied(length, sparsity)[min(distances)[1]]
-        masks[name] = build_pattern(name, length, num_heads, num_layers, seed=seed, **parameters)
-    return masks
+    varied = VARIED[name](length, sparsity)
+    # One head is enough to choose by: the heads of a random pattern differ only a little.
+    distances = [
+        (abs(build_pattern(name, length, 1, num_layers, seed=seed, **parameters).sparsity - sparsity), index)
+        for index, parameters in enumerate(varied)
+    ]
+    return build_pattern(name, length, num_heads, num_layers, seed=seed, **varied[min(distances)[1]])

@@ -17,7 +17,7 @@ from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
-from ..search.searches import SEARCHES
+from ..search.searches import SCOPES, SEARCHES
 from .masked_configs import MaskedConfigMixin
 from .remote_code import saved_with_code
 from .token_mixers import MIXERS, check_token_mixers
@@ -115,8 +115,10 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             default, or `"position"` for the last position of the input. Unset once a mask is frozen.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
             of the mask. Not used with a target.
-        target_sparsity (`float`, *optional*): Fraction of entries to remove in every head, in (0, 1). The search is
+        target_sparsity (`float`, *optional*): Fraction of entries to remove, in (0, 1). The search is
             then annealed instead of penalized: it uses P itself instead of samples, with a temperature that falls.
+        sparsity_scope (`str`, *optional*, defaults to `"head"`): What has the target sparsity: `"head"` for every head
+            of its own, `"global"` for all heads and layers together, of which some then keep more than others.
         initial_decay (`float`, *optional*): How local a search starts: the odds of keeping an entry are proportional
             to `max(distance, 1)^-d`, d in [0, 100], with the distance in tokens (`"dam_b"`: tiles). Defaults to 0,
             where all are alike, or to 3 with a target, where a search that starts local learns much faster.
@@ -177,6 +179,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     last_token: str | None = validated_field(_choice(LAST_TOKENS), default=None)
     sparsity_weight: float | int = validated_field(_between(0, 1e9), default=1e-4)
     target_sparsity: float | None = validated_field(_between(0, 1, low_open=True, high_open=True), default=None)
+    sparsity_scope: str = validated_field(_choice(SCOPES), default="head")
     initial_decay: float | int | None = validated_field(_between(0, 100), default=None)
     initial_sparsity: float | int | None = validated_field(_between(0, 1, high_open=True), default=None)
     sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
@@ -362,6 +365,7 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
         initial_decay=decay,
         sparsity_weight=config.sparsity_weight,
         target_sparsity=config.target_sparsity,
+        sparsity_scope=config.sparsity_scope,
         initial_sparsity=config.initial_sparsity,
         sparsity_warmup=config.sparsity_warmup,
         sparsity_ramp=config.sparsity_ramp,

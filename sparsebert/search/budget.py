@@ -56,14 +56,14 @@ def budget_shift(
     other.
 
     Args:
-        logits (`torch.Tensor` of shape `(L, H, K)`): float32.
+        logits (`torch.Tensor` of shape `(..., K)`): float32, usually `(L, H, K)`.
         counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides. Parameters with 0 have
             no influence.
         budget (`torch.Tensor` or `float`): Number of these entries to keep in each head, at least 0.
         width (`torch.Tensor` or `float`): Positive.
 
     Returns:
-        `torch.Tensor` of shape `(L, H, 1)`.
+        `torch.Tensor` of shape `(..., 1)`.
     """
     counts = counts.to(logits.dtype)
     budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device)

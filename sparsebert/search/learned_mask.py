@@ -100,7 +100,10 @@ class LearnedMask:
         budget = (1 - self.current_sparsity().to(alpha.device)) * search.length**2 - search.num_fixed
         margin = _MARGIN * counts.sum()
         budget = torch.clamp(budget, margin, counts.sum() - margin)
-        return alpha - budget_shift(alpha, counts, budget, width), width
+        if search.sparsity_scope == "head":
+            return alpha - budget_shift(alpha, counts, budget, width), width
+        heads = alpha[..., 0].numel()
+        return alpha - budget_shift(alpha.flatten(), counts.repeat(heads), heads * budget, width), width
 
     def probs(self) -> torch.Tensor:
         """P of every parameter, `(L, H, K)`: sigmoid(alpha), with a target shifted to meet the budget."""
@@ -150,6 +153,7 @@ class LearnedMask:
             threshold=0.5 if threshold is None else threshold,
             sparsity=sparsity,
             length=search.length,
+            scope=search.sparsity_scope,
         )
 
     @torch.no_grad()
@@ -160,8 +164,8 @@ class LearnedMask:
         Args:
             threshold (`float`, *optional*): Keep parameters with P above this, in [0, 1). Defaults to 1/2 in a search
                 without a target.
-            sparsity (`float`, *optional*): Remove this fraction of the entries in every head instead, in [0, 1).
-                Defaults to the sparsity that is due in a search with a target.
+            sparsity (`float`, *optional*): Remove this fraction of the entries instead, in [0, 1): of every head or of
+                all together (`sparsity_scope`). Defaults to the sparsity that is due in a search with a target.
 
         Raises:
             ValueError: If a value is out of its range.
@@ -204,7 +208,7 @@ class LearnedMask:
                 f"{search.name!r} with {int((counts > 0).sum())} parameters per head can express at {search.length} "
                 "tokens"
             )
-        if dense or empty:
+        if (dense or empty) and search.sparsity_scope == "head":  # with one budget for all, some may well be
             heads = search.num_layers * search.num_heads
             warnings.append(f"the mask collapsed: of {heads} heads {dense} keep everything, {empty} remove everything")
         outcome = {

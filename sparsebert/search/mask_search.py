@@ -51,7 +51,8 @@ class MaskSearch:
         temperature_end (`float`): tau at its end.
         initial_decay (`float`): How fast the initial logits fall with the logarithm of the distance.
         sparsity_weight (`float`): lambda of the penalty. Not used with a target.
-        target_sparsity (`float`, *optional*): Fraction of entries to remove in every head, instead of a penalty.
+        target_sparsity (`float`, *optional*): Fraction of entries to remove, instead of a penalty.
+        sparsity_scope (`str`): Whether the target is that of every head (`"head"`) or of all together (`"global"`).
         initial_sparsity (`float`, *optional*): Sparsity that the search starts from. Defaults to the target.
         sparsity_warmup (`float`): Fraction of the search after which sparsity starts to grow.
         sparsity_ramp (`float`): Fraction of the search after which it has reached the target.
@@ -89,6 +90,7 @@ class MaskSearch:
     initial_decay: float
     sparsity_weight: float
     target_sparsity: float | None
+    sparsity_scope: str
     initial_sparsity: float | None
     sparsity_warmup: float
     sparsity_ramp: float

@@ -27,13 +27,12 @@ from ..masks.sparse_mask import SparseMask
 from .budget import scheduled
 from .learned_mask import MASK_PROBS_NAME, LearnedMask
 from .search_schedule import forget
-from .searches import prune
+from .searches import SCOPES, prune
 
 
 logger = logging.get_logger(__name__)
 
 PRUNING_NAME = "pruning.safetensors"
-SCOPES = ("head", "global")
 # Share of the entries that the schedule "step" removes at once.
 STEP = 0.1
 

@@ -46,6 +46,10 @@ SEARCHES = {
 }
 
 
+# What a sparsity is of: every head, or all heads and layers together.
+SCOPES = ("head", "global")
+
+
 class _StraightThrough(torch.autograd.Function):
     """Rounds to 0 or 1. The gradient is that of the identity."""
 
@@ -178,6 +182,7 @@ def select(
     sparsity: float | None = None,
     *,
     length: int,
+    scope: str = "head",
 ) -> torch.Tensor:
     """
     Choose the parameters to keep.
@@ -188,9 +193,11 @@ def select(
         fixed (`int`): Number of entries per head that are always on (special tokens, a kept diagonal).
         threshold (`float`, *optional*, defaults to 0.5): Keep parameters with P above this, in [0, 1). Ignored if
             `sparsity` is given.
-        sparsity (`float`, *optional*): Keep the largest P of each head, so that the fraction of entries removed is as
-            near as possible to this, in [0, 1).
+        sparsity (`float`, *optional*): Keep the largest P, so that the fraction of entries removed is as near as
+            possible to this, in [0, 1).
         length (`int`): n. A head has `n^2` entries.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` removes this fraction of each head, `"global"` of all
+            heads and layers together.
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool.
@@ -203,7 +210,15 @@ def select(
         return probs > threshold
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity must be in [0, 1), got {sparsity!r}")
-    return keep_largest(probs, counts, (1.0 - sparsity) * length**2 - fixed)
+    return _keep_in_scope(probs, counts, (1.0 - sparsity) * length**2 - fixed, scope)
+
+
+def _keep_in_scope(scores, counts, budget, scope):
+    """[`keep_largest`] of each head, or with the budget of all heads of all of them together."""
+    if scope == "head":
+        return keep_largest(scores, counts, budget)
+    heads = scores[..., 0].numel()
+    return keep_largest(scores.flatten(), counts.repeat(heads), heads * budget).view_as(scores)
 
 
 def keep_largest(scores: torch.Tensor, counts: torch.Tensor, budget: float) -> torch.Tensor:
@@ -277,11 +292,7 @@ def prune(
     scores = scores.masked_fill(~kept, -torch.inf)
     needed = torch.zeros_like(kept) if empty_rows else best_of_rows(scores, index, fixed)
     scores = scores.masked_fill(needed, torch.inf)
-    if scope == "global":
-        heads = kept[..., 0].numel()
-        chosen = keep_largest(scores.flatten(), counts.repeat(heads), heads * budget).view_as(kept)
-    else:
-        chosen = keep_largest(scores, counts, budget)
+    chosen = _keep_in_scope(scores, counts, budget, scope)
     return (chosen | needed) & kept
 
 

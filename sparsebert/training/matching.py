@@ -1,6 +1,6 @@
 """
-The algorithm of the post-hoc search: learn the mask of a trained model by matching the hidden states of the model
-without the mask.
+The algorithm of the post-hoc search: learn the mask of a trained model by matching what the model without the mask
+computes, and train the weights through it in the same way.
 
 Nothing here reads or writes files; [`~sparsebert.training.post_hoc`] has the run around it.
 
@@ -17,11 +17,13 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
+from ..checks import check_choice
 from ..masks.patterns import build_pattern
 from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
 from ..models.sparse_attention import SparseAttention
 from ..search.mask_search import MaskSearch
+from .objectives import OBJECTIVES, hidden_states, recorded, squared_errors, token_logits
 
 
 if TYPE_CHECKING:
@@ -53,30 +55,6 @@ def carrier(model: "PreTrainedModel", mask: "SparseMask | None" = None) -> "Spar
     return make_sparse_attention(model, description, mask).to(model.device).eval()
 
 
-def hidden_states(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output of every layer for token ids `(B, n)`: tensors of shape `(B, n, D)`."""
-    return model.base_model(input_ids=ids, output_hidden_states=True).hidden_states[1:]
-
-
-def squared_errors(states: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> torch.Tensor:
-    """
-    Relative squared error of every layer: `||s - t||^2 / ||t - mean(t)||^2`, with the mean over the batch's tokens.
-    Replacing every state by the mean would give 1.
-
-    Args:
-        states, targets (`Iterable[torch.Tensor]`): Hidden states of shape `(B, n, D)`, one tensor per layer.
-
-    Returns:
-        `torch.Tensor` of shape `(L,)`, float32.
-    """
-
-    def error(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        state, target = state.float(), target.float()
-        return (state - target).square().sum() / (target - target.mean((0, 1))).square().sum().clamp(min=1e-12)
-
-    return torch.stack([error(*pair) for pair in zip(states, targets, strict=True)])
-
-
 def random_batches(
     rows: torch.Tensor, batch_size: int, steps: int, seed: int = 0, shortest: int | None = None
 ) -> Iterator[torch.Tensor]:
@@ -104,21 +82,6 @@ def random_batches(
         yield ids
 
 
-@contextmanager
-def _recorded(model: "PreTrainedModel", outputs: list) -> Iterator[None]:
-    """Inside the block, the outputs of the self-attention modules are appended to `outputs`."""
-
-    def record(module: torch.nn.Module, args: Any, output: Any) -> None:
-        outputs.append(output)
-
-    handles = [module.register_forward_hook(record) for module in attention_modules(model)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
@@ -139,7 +102,7 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
         for ids in batches:
             if ids.shape[1] == length:
                 outputs: list = []
-                with _recorded(model, outputs):
+                with recorded(attention_modules(model), outputs):
                     model.base_model(input_ids=ids)
                 total = total + torch.stack([output[1].float().mean(0) for output in outputs])  # (L, H, n, n)
     model.set_attn_implementation(implementation)
@@ -152,7 +115,8 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     density = sums / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
-        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)
+        dims = -1 if search.sparsity_scope == "head" else (-3, -2, -1)
+        logits.copy_((alpha - alpha.mean(dims, keepdim=True)) / search.logit_scale)
 
 
 def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.Parameter]:
@@ -170,10 +134,11 @@ def learn_mask(
     dense: "SparseAttention | None" = None,
     train_norms: bool = False,
     log: Callable[[int, float], None] | None = None,
+    objective: str = "layers",
 ) -> None:
     """
-    Learn the mask so that the layers of the masked model give the same outputs as those of the dense model on the
-    same text. The weights do not change, except those of the normalization layers if `train_norms`.
+    Learn the mask so that the masked model computes the same as the dense model on the same text. The weights do not
+    change, except those of the normalization layers if `train_norms`.
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
@@ -184,10 +149,12 @@ def learn_mask(
         train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
             the learning rate.
         log (`Callable`, *optional*): Called with step and loss.
+        objective (`str`, *optional*, defaults to `"layers"`): What shall be the same, a key of `OBJECTIVES`.
 
     Raises:
-        ValueError: If the mask is not being searched.
+        ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
     """
+    compared = _objective(objective, model)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
     if not sparse_attention.searching:
         raise ValueError("the mask of this model is frozen: there is nothing to learn")
@@ -204,12 +171,12 @@ def learn_mask(
     for parameter in (logits, *norms):
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
     for step, ids in enumerate(_progress(batches, steps, "Searching")):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
-            targets = hidden_states(model, ids)
-        loss = squared_errors(hidden_states(model, ids), targets).mean()
+            targets = compared.record(model, ids)
+        loss = compared.loss(compared.record(model, ids), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -240,9 +207,11 @@ def recover(
     steps: int,
     learning_rate: float,
     log: Callable[[int, float], None] | None = None,
+    objective: str = "pooled",
+    masks: "Mapping[int, SparseMask] | None" = None,
 ) -> None:
     """
-    Train the weights through the frozen mask, without dropout, to reproduce the hidden states of the dense model.
+    Train the weights through the frozen mask, without dropout, to compute the same as the dense model.
 
     Args:
         model (`PreTrainedModel`): A model with a frozen mask.
@@ -252,34 +221,45 @@ def recover(
         learning_rate (`float`): Peak learning rate (AdamW), reached after a tenth of the steps; it then decays
             linearly to 0.
         log (`Callable`, *optional*): Called with step and loss.
+        objective (`str`, *optional*, defaults to `"pooled"`): What shall be the same, a key of `OBJECTIVES`.
+        masks (`Mapping[int, SparseMask]`, *optional*): Masks to go on with, by the step that they begin with.
+
+    Raises:
+        ValueError: If the model has nothing of what the objective compares.
     """
+    compared, sparse_attention = _objective(objective, model), get_sparse_attention(model)
     model.eval().requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.base_model.parameters(), lr=learning_rate, weight_decay=0.0)
+    trained = model if objective == "tokens" else model.base_model
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0)
     warmup = max(steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
     )
     for step, ids in enumerate(_progress(batches, steps, "Recovering")):
+        if masks is not None and step in masks:
+            sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
         with torch.no_grad():
-            targets = hidden_states(teacher, ids)
-        loss = squared_errors(hidden_states(model, ids), targets).mean()
+            targets = compared.record(teacher, ids)
+        loss = compared.loss(compared.record(model, ids), targets)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.base_model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if log is not None:
             log(step, loss.item())
 
 
+def _objective(name, model):
+    check_choice("objective", name, tuple(OBJECTIVES))
+    if reason := OBJECTIVES[name].refuse(model):
+        raise ValueError(f"objective {name!r} has no meaning here: {reason}")
+    return OBJECTIVES[name]
+
+
 def _progress(batches: Iterable, total: int, description: str) -> Iterable:
     """The batches with a progress bar, if the error output is a terminal."""
     return tqdm(batches, description, total, disable=None)
-
-
-def _mlm_logits(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tensor:
-    output = model(input_ids=ids)
-    return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
 def agreement(
@@ -326,7 +306,7 @@ def agreement(
                 with running_through(model, sparse_attention):
                     states = hidden_states(model, ids)
                     if collator is not None:
-                        logits = _mlm_logits(model, masked).flatten(0, 1).float()
+                        logits = token_logits(model, masked).flatten(0, 1).float()
                         losses[name].append(
                             cross_entropy(logits, labels.flatten(), reduction="none")[labels.flatten() != -100]
                         )

@@ -23,23 +23,29 @@ from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..files import check_output_dir, locked_output, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer
-from ..masks.matched import matched_patterns
+from ..masks.matched import VARIED, matched_pattern, matched_patterns
+from ..masks.patterns import PATTERNS, build_pattern
+from ..masks.sparse_mask import SparseMask
 from ..models.architectures import attention_modules, check_architecture, num_positions
-from ..models.attaching import allowed_fields, attach
+from ..models.attaching import MASK_FIELDS, allowed_fields, attach
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import carries_mask, model_class_of
-from ..search.learned_mask import MASK_PROBS_NAME
+from ..search.budget import scheduled
+from ..search.learned_mask import MASK_PROBS_NAME, LearnedMask
 from ..search.searches import SEARCHES
 from .matching import agreement, carrier, learn_mask, random_batches, recover, start_from_attention
+from .objectives import OBJECTIVES, predicts_tokens
 from .run_cards import add_search, hardware
-from .run_checks import check_source
+from .run_checks import check_source, read_given_mask
 from .run_folders import run_folder
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-LEARNED, STARTED_FROM, RECOVERED = "learned", "dense model's attention", "learned, recovered"
+# Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
+GROWTH, GROWTH_STAGES = 0.5, 8
+LEARNED, STARTED_FROM, GIVEN, RECOVERED = "learned", "dense model's attention", "given", "{}, recovered"
 # Number of batches over which the attention probabilities that the search starts from are averaged.
 START_BATCHES = 8
 # Defaults of SparseBertConfig that differ after training: the search uses P itself instead of samples of it, ever
@@ -69,6 +75,8 @@ class PostHocArguments(HubArguments):
         data (`str` or `list`): Unlabelled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         output_dir (`str`): Output folder.
+        mask (`str`, *optional*): Instead of a search: a mask to recover through, as a folder or Hub id, or the name of
+            a pattern, which gets the parameters that come nearest to `target_sparsity`. `"dense"` trains without one.
         max_length (`int`): Tokens per row of text, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
@@ -80,6 +88,10 @@ class PostHocArguments(HubArguments):
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
         recover (`int`): Steps of training the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
+        objective (`str`): What the search compares of the masked and the dense model, a key of `OBJECTIVES`.
+        recover_objective (`str`): What the recovery compares.
+        recover_from (`float`, *optional*): Sparsity at which the recovery begins; the mask then becomes sparser in
+            its first half. By default it has its final sparsity all along.
         patterns (`bool`): Compare with random and manual masks.
         seed (`int`): Random seed.
         overwrite (`bool`): Replace what is in the output folder, once the search is finished.
@@ -89,6 +101,7 @@ class PostHocArguments(HubArguments):
     data: str | list | None = None
     validation: str | list | None = None
     output_dir: str | None = None
+    mask: str | None = None
     max_length: int = 128
     max_tokens: int = 1_000_000
     max_validation_tokens: int = 8192
@@ -99,6 +112,9 @@ class PostHocArguments(HubArguments):
     train: str | None = None
     recover: int = 0
     recover_learning_rate: float = 1e-4
+    objective: str = "layers"
+    recover_objective: str = "pooled"
+    recover_from: float | None = None
     patterns: bool = True
     seed: int = 0
     overwrite: bool = False
@@ -157,21 +173,19 @@ def _search(
     model = model.to(device).eval()
     # Until its weights change, the model itself serves as the dense one.
     teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
-    _attach(model, options, fields)
-    sparse_attention, dense = model.sparse_attention, carrier(model)
     begin = time.perf_counter()
-    start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
-    started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
-    batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
-    learn_mask(model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log)
-    outcome, probs = sparse_attention.outcome(), sparse_attention.mask_probs()
-    mask = model.freeze(metadata={"run": output.name})
-    seconds["search"] = time.perf_counter() - begin
+    given = _given_mask(options, fields, config)
+    _attach(model, options, fields, given)
+    outcome, probs, learned = None, None, None
+    masks = {} if given is None else {GIVEN: given}
+    if given is None:
+        started_from, outcome, learned = _learn(model, options, fields, rows, log)
+        probs = learned.entry_probs()
+        masks = {LEARNED: model.freeze(metadata={"run": output.name}), STARTED_FROM: started_from}
+        seconds["search"] = time.perf_counter() - begin
+    mask = model.sparse_attention.mask
 
-    # ELECTRA is not pre-trained to predict tokens.
-    heads = ("ForMaskedLM",) if config.model_type == "electra" else ("ForMaskedLM", "ForPreTraining")
-    mlm_tokenizer = tokenizer if type(model).__name__.endswith(heads) else None
-    masks = {LEARNED: mask, STARTED_FROM: started_from}
+    mlm_tokenizer = tokenizer if predicts_tokens(model) else None
     if options.patterns:
         masks |= matched_patterns(
             mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
@@ -184,25 +198,36 @@ def _search(
         begin = time.perf_counter()
         model.set_attn_implementation("sparse_auto")
         batches = random_batches(rows, options.batch_size, options.recover, options.seed + 1, options.shortest)
-        recover(model, teacher, batches, options.recover, options.recover_learning_rate, log)
+        growing = None
+        if options.recover_from is not None and learned is not None:
+            growing = _growing_masks(learned, mask, options.recover_from, options.recover)
+        recover(
+            model, teacher, batches, options.recover, options.recover_learning_rate, log, options.recover_objective,
+            growing,
+        )  # fmt: skip
         seconds["recover"] = time.perf_counter() - begin
-        report |= agreement(model, {RECOVERED: mask}, held_out, teacher, mlm_tokenizer, seed=options.seed)
-        masks[RECOVERED] = mask
+        recovered = RECOVERED.format(LEARNED if given is None else GIVEN)
+        report |= agreement(model, {recovered: mask}, held_out, teacher, mlm_tokenizer, seed=options.seed)
+        masks[recovered] = mask
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
     if find_spec("matplotlib"):
         plot_heads(mask, output / "heads.png")
-        plot_mean_probs(probs, output / "mean_probs.png")
-        plot_offset_profile(probs, output / "offset_profile.png", mask.special_tokens)
+    if probs is not None:
+        save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
+        if find_spec("matplotlib"):
+            plot_mean_probs(probs, output / "mean_probs.png")
+            plot_offset_profile(probs, output / "offset_profile.png", mask.special_tokens)
     parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
     seconds["total"] = time.perf_counter() - start
     metrics = {
         "model": options.model,
-        "search": fields["search"],
-        "share_layers": fields["share_layers"],
+        "mask": options.mask,
+        "search": fields.get("search"),
+        "share_layers": fields.get("share_layers"),
         "steps": options.steps,
         "recover": options.recover,
+        "objectives": [options.objective, options.recover_objective],
         "search_outcome": outcome,
         "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
         "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
@@ -212,6 +237,46 @@ def _search(
     metrics["hardware"] = hardware()
     add_search(output, metrics, model, options.data or "", [agreement_table(metrics)])
     return write_metrics(output / "metrics.json", metrics)
+
+
+def _given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTrainedConfig") -> SparseMask | None:
+    if options.mask is None:
+        return None
+    sizes = options.max_length, config.num_attention_heads, config.num_hidden_layers
+    if options.mask in VARIED:
+        return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
+    if options.mask in PATTERNS:
+        return build_pattern(options.mask, *sizes)
+    return read_given_mask(options.mask)
+
+
+def _learn(
+    model: Any,
+    options: PostHocArguments,
+    fields: dict[str, Any],
+    rows: torch.Tensor,
+    log: Callable[[int, float], None] | None,
+) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
+    """Run the search: the mask that it starts from, how well it decides, and what it learned."""
+    sparse_attention, dense = model.sparse_attention, carrier(model)
+    start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
+    started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
+    batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
+    learn_mask(
+        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log, options.objective
+    )
+    return started_from, sparse_attention.outcome(), sparse_attention.learned
+
+
+def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps: int) -> dict[int, SparseMask]:
+    """The masks of a recovery that begins with `initial` sparsity, by the step that they begin with."""
+    ends = steps * GROWTH
+    masks = {}
+    for stage in range(GROWTH_STAGES):
+        done = stage / GROWTH_STAGES
+        sparsity = scheduled(done, 0.0, 1.0, initial, last.sparsity).item()
+        masks[round(done * ends)] = learned.thresholded_mask(sparsity=sparsity)
+    return masks | {round(ends): last}
 
 
 def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
@@ -228,17 +293,33 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         ValueError: If a field is missing, wrong or has no effect here, or the model cannot be searched.
         OSError: If the model does not exist, or the output folder is not empty.
     """
-    fields = FIELDS | given
-    check_choice("search", fields["search"], tuple(SEARCHES))
+    fields = given if options.mask else FIELDS | given
+    if options.mask is None:
+        check_choice("search", fields["search"], tuple(SEARCHES))
     for name in ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
     check_output_dir(str(options.output_dir), options.overwrite)
-    if fields.get("target_sparsity") is None:
+    if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
-    if refused := sorted(fields.keys() - set(allowed_fields(fields["search"])) - {"search"}):
-        raise ValueError(f"--model.{refused[0]} has no meaning here: the model keeps its own configuration")
+    allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
+    if refused := sorted(fields.keys() - {*allowed, "target_sparsity"}):
+        why = "the mask is given" if options.mask else "the model keeps its own configuration"
+        raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
+    if options.mask and not options.recover:
+        raise ValueError("recover must be at least 1 with mask, which is not searched, got 0")
+    if options.mask not in (None, *PATTERNS):
+        check_source("mask", options.mask)
     check_choice("train", options.train, (None, "norms"))
+    for name in ("objective", "recover_objective"):
+        check_choice(name, getattr(options, name), tuple(OBJECTIVES))
+    if options.recover_from is not None and options.mask:
+        raise ValueError("recover_from has no meaning with mask, of which there are no sparser and denser ones")
+    if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
+        raise ValueError(
+            f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "
+            f"{options.recover_from!r}"
+        )
     for name in ("learning_rate", "recover_learning_rate"):
         check_range(name, getattr(options, name), 0, 1e6, (int, float))
     check_range("seed", options.seed, 0, 2**32 - 1)
@@ -261,13 +342,21 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     # Rejects wrong fields, such as a target out of reach, without loading weights.
     with torch.device("meta"):
         model = model_class_of(config)(copy.deepcopy(config))
+    for name in ("objective", "recover_objective"):
+        if reason := OBJECTIVES[getattr(options, name)].refuse(model):
+            raise ValueError(f"{name} {getattr(options, name)!r} has no meaning here: {reason}")
     if len(attention_modules(model)) < config.num_hidden_layers:
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
-    _attach(model, options, fields)
+    _attach(model, options, fields, _given_mask(options, fields, config))
     return config, fields
 
 
-def _attach(model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any]) -> "PreTrainedModel":
+def _attach(
+    model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any], given: SparseMask | None
+) -> "PreTrainedModel":
+    if given is not None:
+        others = {name: value for name, value in fields.items() if name in MASK_FIELDS}
+        return attach(model, given, **others)
     others = {name: value for name, value in fields.items() if name != "search"}
     return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)
 

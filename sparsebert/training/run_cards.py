@@ -148,7 +148,8 @@ def add_search(folder: Path, metrics: dict[str, Any], network: Any, text: str | 
     """
     datasets = _hub_datasets(text if isinstance(text, list) else [text])
     dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
-    found = metrics["agreement"].get("learned, recovered") or metrics["agreement"]["learned"]
+    last = "learned" if metrics["mask"] is None else "given"
+    found = metrics["agreement"].get(f"{last}, recovered") or metrics["agreement"][last]
     names = {"cosine": ("cosine_similarity", "Cosine to the dense model's mean hidden states")}
     names |= {"mlm_loss": ("loss", "Loss of masked tokens")}
     results = [

@@ -209,6 +209,19 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
             f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
             "give one of them"
         )
+    for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
+        if data.pruning is not None and getattr(data, name) != unset:
+            raise ValueError(
+                f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask itself"
+            )
+    if data.nsp and model.get("is_decoder"):
+        raise ValueError(
+            "nsp true has no meaning with is_decoder true, which predicts the next token: set nsp to false"
+        )
+    if data.nsp and data.pack_documents:
+        raise ValueError(
+            "pack_documents true has no meaning with nsp true, whose rows are pairs of two documents: set nsp to false"
+        )
     if data.base_model is None:
         data.hub_arguments()
     check_source("base_model", data.base_model, **data.hub_arguments(data.base_model))

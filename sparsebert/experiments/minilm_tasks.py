@@ -1,0 +1,169 @@
+"""What masks for a trained encoder cost on GLUE: fine-tuning through the masks of [`minilm`]."""
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.tables import Table
+from ..checks import check_range, nearest
+from ..data.tasks import TASKS
+from ..models.loading import check_folder
+from ..training.finetuning import finetune
+from .experiment import Experiment
+
+
+@dataclass
+class MiniLMTasks:
+    """
+    Settings of the study: every system on every task, with every seed.
+
+    Args:
+        models (`str`): Folder of the cells of `reproduce minilm`.
+        systems (`list[str]`): Cells whose models are fine-tuned. The first is what the others are compared with.
+        tasks (`list[str]`): Keys of `TASKS`.
+        data (`str`, *optional*): Folder of GLUE; by default the Hub.
+        seeds (`list[int]`): Seeds of the head, the order of the examples and dropout.
+        learning_rate, num_train_epochs: See `TrainingArguments`.
+        max_train_examples (`int`): Maximum number of examples to train on.
+        max_length (`int`, *optional*): Maximum number of tokens per input; by default the task's.
+    """
+
+    models: str = "runs/reproduce/minilm_tiny"
+    systems: list[str] = field(
+        default_factory=lambda: ["dense_128_0_seed_0", "dam_s_128_0.9_seed_0", "window_128_0.9_seed_0"]
+    )
+    tasks: list[str] = field(default_factory=lambda: ["cola", "sst2", "mrpc", "stsb", "rte", "qnli"])
+    data: str | None = None
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    learning_rate: float = 5e-5
+    num_train_epochs: float = 3.0
+    max_train_examples: int = 10_000
+    max_length: int | None = None
+
+
+def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    names = ("data", "learning_rate", "num_train_epochs", "max_train_examples", "max_length")
+    common = {name: getattr(settings, name) for name in names}
+    return {
+        f"{task}_{system}_seed_{seed}": common
+        | {"task": task, "system": system, "model": str(Path(settings.models, system, "model")), "seed": seed}
+        | {"baseline": settings.systems[0]}
+        for seed in settings.seeds
+        for task in settings.tasks
+        for system in settings.systems
+    }
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model or task.
+    """
+    if cell["task"] not in TASKS:
+        raise nearest("task", str(cell["task"]), list(TASKS))
+    check_range("max_train_examples", cell["max_train_examples"], 1)
+    check_folder(cell["model"], "models")
+    TASKS[cell["task"]].splits(cell["data"])
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Fine-tune and score on the validation split.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    data = {name: cell[name] for name in ("task", "data", "model", "max_train_examples", "max_length")}
+    training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "seed")}
+    training |= {"output_dir": str(folder / "run"), "disable_tqdm": True, "report_to": "none"}
+    training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
+    own = {"test_split": [], "simple_baseline": False, "skip_bad": True}
+    output = finetune({"data": data | own, "model": {}, "training": training})
+    found = json.loads((output / "metrics.json").read_text())
+    names = ("score", "train_examples", "input_sparsity", "train_seconds", "main_metric")
+    return {name: found[name] for name in names}
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Means over seeds by task and system, and the paired difference of each system to the first.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table.
+    """
+    scores: dict[str, dict[str, dict[int, float]]] = {}
+    baseline, examples = "", {}
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        by_system = scores.setdefault(settings["task"], {})
+        by_system.setdefault(settings["system"], {})[settings["seed"]] = 100 * metrics["score"]
+        baseline, examples[settings["task"]] = settings["baseline"], metrics["train_examples"]
+    everywhere = set.intersection(*(set(by_system) for by_system in scores.values()))
+    if len(scores) > 1:  # the mean over the tasks, where a seed has all of them
+        means = {}
+        for system in everywhere:
+            seeds = set.intersection(*(set(by_system[system]) for by_system in scores.values()))
+            means[system] = {
+                seed: statistics.fmean(by_system[system][seed] for by_system in scores.values()) for seed in seeds
+            }
+        scores = scores | {"mean": means}
+    tests = {}
+    for task, by_system in scores.items():
+        for system, values in by_system.items():
+            both = sorted(values.keys() & by_system.get(baseline, {}).keys())
+            if system != baseline and len(both) > 1:
+                theirs = by_system[baseline]
+                tests[task, system] = paired_difference([values[s] for s in both], [theirs[s] for s in both])
+    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
+    rows = []
+    for task, by_system in scores.items():
+        for system, values in by_system.items():
+            mean = summarize(list(values.values()))
+            row = {"task": task, "system": system, "training examples": str(examples.get(task, ""))}
+            row["score"] = f"{mean['mean']:.1f}" + (f" ± {mean['std']:.1f}" if "std" in mean else "")
+            if test := tests.get((task, system)):
+                row["minus the first"] = f"{test['difference']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}]"
+                row["p (Holm)"] = f"{corrected[task, system]:.3g}"
+            rows.append(row | {"seeds": str(len(values))})
+    notes = (
+        "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
+        "the head, the order of the examples and dropout; difference: paired t interval of 95 %, not corrected; p: "
+        "two-sided, corrected by Holm for the comparisons of this table",
+    )
+    return [Table.of("GLUE through the masks", rows, notes)]
+
+
+EXPERIMENT = Experiment(
+    title="Tasks through the masks of a trained MiniLM",
+    arguments=MiniLMTasks,
+    scales={"tiny": {}, "paper": {"max_train_examples": 10**9}},
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "score": ("score", "{:.3f}"),
+        "input_sparsity": ("removed on inputs", "{:.1%}"),
+        "train_examples": ("training examples", "{:,.0f}"),
+        "train_seconds": ("training, s", "{:.0f}"),
+    },
+    plot=("seed", "score", "system"),
+    summary=summary,
+)
