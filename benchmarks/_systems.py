@@ -184,7 +184,7 @@ UNMASKED = ("sdpa_unmasked", "flash")
 
 def auto_choice(case, gradients, dropout):
     """Name and reason of what `sparse_auto` chooses."""
-    return choice.by_table(BACKENDS, case.mask, case.request(gradients, dropout))
+    return choice.automatic(BACKENDS, case.mask, case.request(gradients, dropout))
 
 
 def _exact(case, keep):

@@ -134,9 +134,13 @@ def test_on_cuda():
     pytest.importorskip("triton")
     blocks = SparseMask(torch.arange(16).repeat(HEADS, 1) % 8 == 0, 1024, "blocks", 64)
     scattered = build_pattern("random", 1024, HEADS)
-    assert plan(blocks, device="cuda").choices["training with dropout"][0] == "sparse_triton"
-    assert plan(scattered, device="cuda").choices["inference"][0] == "sparse_sdpa"
-    assert plan(blocks, 128, device="cuda").choices["inference"][0] == "sparse_sdpa"
+    half = plan(blocks, device="cuda", dtype=torch.bfloat16).choices
+    assert {name for name, _ in half.values()} == {"sparse_sdpa"}
+    assert "no self-check of sparse_triton has passed on that GPU yet" in half["training with dropout"][1]
+    assert "no self-check of sparse_triton and sparse_flex has passed" in half["inference"][1]
+    assert "not sparse_triton: in float32" in plan(blocks, device="cuda").choices["training with dropout"][1]
+    assert "100 % of the 64 x 64 tiles" in plan(scattered, device="cuda").choices["inference"][1]
+    assert "at most 256 tokens" in plan(blocks, 128, device="cuda").choices["inference"][1]
 
 
 def test_a_search_has_no_plan(tiny_config):

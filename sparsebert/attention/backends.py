@@ -2,7 +2,8 @@
 The registry of attention backends, and how one is selected and run.
 
 To add a backend, write a function and give it a row in `BACKENDS`. A backend that is named explicitly either serves a
-request or raises. Only `sparse_auto` (by a table of measurements) and `sparse_measure` (by measuring) choose one.
+request or raises. Only `sparse_auto` (by a table of measurements, or a self-check) and `sparse_measure` (by measuring)
+choose one.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ BACKENDS: dict[str, Backend] = {
 }
 # The names that choose a backend for each request.
 CHOICES: dict[str, Callable[..., tuple[str, str]]] = {
-    "sparse_auto": choice.by_table,
+    "sparse_auto": choice.automatic,
     "sparse_measure": choice.by_measurement,
 }
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
@@ -94,15 +95,22 @@ def check_backend(name: str, probability_map: str = "softmax") -> None:
 
 # A compiled graph holds the answer as a constant, since it depends on the mask and the request alone.
 @torch.compiler.assume_constant_result
-def _choose(name, handle, fields):
+def _choose(name, handle, fields, compiling):
     mask = None if handle is None else SparseMask.instances[handle]
     request = Request(*fields)
     if name in BACKENDS:
         choice.check(BACKENDS, name, request)
         return name
-    chosen, reason = CHOICES[name](BACKENDS, mask, request)
+    choose = CHOICES[name]
+    if choose is choice.automatic and (compiling or _capturing(request.device)):
+        choose = choice.by_table  # no self-check in the middle of a graph
+    chosen, reason = choose(BACKENDS, mask, request)
     logger.warning_once(f"{name} runs {chosen}: {reason}.")
     return chosen
+
+
+def _capturing(device):
+    return device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def choose_backend(name: str, mask: SparseMask | None, *fields: Any) -> str:
@@ -124,7 +132,7 @@ def choose_backend(name: str, mask: SparseMask | None, *fields: Any) -> str:
             f"this model carries a sparse mask, which the attention implementation {name!r} would ignore: use one of "
             f"{', '.join(ATTENTION_NAMES)}, for example model.set_attn_implementation('sparse_auto')"
         )
-    return _choose(name, None if mask is None else mask.handle, fields)
+    return _choose(name, None if mask is None else mask.handle, fields, torch.compiler.is_compiling())
 
 
 def run_backend(

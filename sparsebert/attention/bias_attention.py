@@ -9,6 +9,7 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 
 import torch
 
+from .eager import power_of_two
 from .mask_inputs import REMOVED, token_entries
 
 
@@ -86,7 +87,8 @@ def _blocks(query, key, bias, padding, first, last, seed, learned_diagonal, caus
             if query.dtype == bias.dtype:
                 torch.baddbmm(term, query[at], key[at].mT, alpha=scale, out=scores)
             else:
-                torch.add(term, torch.bmm(query[at], key[at].mT), alpha=scale, out=scores)
+                power, rest = power_of_two(scale)
+                torch.add(term, torch.bmm(query[at] * power, key[at].mT), alpha=rest, out=scores)
             torch.softmax(scores, -1, out=weights)
             if dropout:
                 numbers.random_(-(2**63), None, generator=generator)

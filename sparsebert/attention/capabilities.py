@@ -40,6 +40,7 @@ class Request:
         causal (`bool`): Whether future keys are removed.
         needs (`frozenset` of `str`): Keys of `WANTED`.
         probability_map (`str`): A key of `PROBABILITY_MAPS`.
+        index (`int`, *optional*): Index of the device among those of its type; `None` for the current one.
     """
 
     device: str
@@ -55,6 +56,11 @@ class Request:
     causal: bool = False
     needs: frozenset[str] = frozenset()
     probability_map: str = "softmax"
+    index: int | None = None
+
+    def on_device(self) -> torch.device:
+        """Device of query, key and value."""
+        return torch.device(self.device if self.index is None else f"{self.device}:{self.index}")
 
 
 @dataclass(frozen=True)

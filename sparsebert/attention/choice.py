@@ -13,13 +13,20 @@ from transformers.utils import logging
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_live_tiles
 from .capabilities import WANTED, Backend, Request
+from .flex import num_shapes
 from .mask_inputs import MaskInputs
+from .self_check_process import found_out, known_outcome
+from .self_check_results import TRUSTED, Order, Outcome, setting_for
 
 
 logger = logging.get_logger(__name__)
 
 TILE_SIZE = 64
 ROUNDS = 5
+# What `sparse_auto` may choose on GPUs besides PyTorch's own attention, once a self-check there has passed.
+GPU_BACKENDS = ("sparse_triton", "sparse_flex")
+# With more shapes than this, compiling `sparse_flex` for each costs more than it saves.
+FEW_SHAPES = 4
 
 
 def refusal(backends: Mapping[str, Backend], name: str, request: Request) -> str | None:
@@ -46,15 +53,24 @@ def _live_tiles(handle, length, causal):
     return mask_live_tiles(SparseMask.instances[handle], length, TILE_SIZE, causal)
 
 
-def by_table(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:
+def _known(order: Order, mask: SparseMask) -> Outcome | None:
+    return known_outcome(order.device, order.setting) if torch.cuda.is_available() else None
+
+
+def by_table(
+    backends: Mapping[str, Backend],
+    mask: SparseMask | None,
+    request: Request,
+    ask: Callable[[Order, SparseMask], Outcome | None] = _known,
+) -> tuple[str, str]:
     """
-    The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md), or the reference
-    where nothing was measured.
+    What [`automatic`] chooses from what is known, without a self-check.
 
     Args:
         backends (`Mapping`): `BACKENDS`.
         mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
         request ([`Request`]): The request to serve.
+        ask (`Callable`, *optional*): Gives the [`Outcome`] of a self-check, or `None` if it is not known.
 
     Returns:
         `tuple` of `str`: The name of the backend and the reason for it.
@@ -76,7 +92,7 @@ def by_table(backends: Mapping[str, Backend], mask: SparseMask | None, request: 
         return "sparse_sdpa", "the mask is being learned; its gradient is summed over the sequences block by block"
     name: str | None
     if request.device == "cuda":
-        name, reason = _on_cuda(mask, request)
+        name, reason = _on_cuda(backends, mask, request, ask)
     else:
         limit = _csr_limit(request)
         name, reason = "sparse_cpu", f"density {mask.density:.2f} is at most {limit:.2f}"
@@ -112,19 +128,37 @@ def _csr_limit(request):
     return 0.5 if full and request.num_keys <= 128 else 0.3
 
 
-def _on_cuda(mask, request):
+def _on_cuda(backends, mask, request, ask):
     if request.num_keys <= 256:
         return None, "with at most 256 tokens a masked kernel has little to skip"
     live = _live_tiles(mask.handle, request.num_keys, request.causal)
-    percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
-    if live <= 0.6:
-        return "sparse_triton", percent
-    if request.dropout or request.padded:
-        return (
-            "sparse_triton",
-            f"{percent}, but it fuses dropout and padding (with a mask from search dam_b it could also skip tiles)",
-        )
-    return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
+    if live > 0.6 and not (request.dropout or request.padded):
+        percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
+        return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
+    why_not = {name: refusal(backends, name, request) for name in GPU_BACKENDS}
+    if request.dtype == torch.float32:
+        why_not["sparse_triton"] = "in float32 it is slower than PyTorch's attention"
+    able = tuple(name for name in GPU_BACKENDS if why_not[name] is None)
+    if not able:
+        return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
+    longest = mask.length if mask.length_policy == "error" else None
+    index = torch.cuda.current_device() if request.index is None and torch.cuda.is_available() else request.index
+    order = Order(f"cuda:{index or 0}", setting_for(request, longest, live), (*able, TRUSTED))
+    outcome = ask(order, mask)
+    if outcome is None:
+        return None, f"no self-check of {' and '.join(able)} has passed on that GPU yet"
+    worth = [name for name in order.backends if name != "sparse_flex" or num_shapes() <= FEW_SHAPES]
+    name, reason = outcome.fastest(worth)
+    return (None if name == TRUSTED else name), reason
+
+
+def automatic(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:
+    """
+    The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md) or, on a GPU, in a
+    self-check there, which is done once; the reference where nothing was measured. Arguments and result are those of
+    [`by_table`].
+    """
+    return by_table(backends, mask, request, found_out if torch.cuda.is_available() else _known)
 
 
 _MEASURED: dict[tuple[int | None, Request], tuple[str, str]] = {}
@@ -153,24 +187,33 @@ def by_measurement(backends: Mapping[str, Backend], mask: SparseMask | None, req
 
 def _times(backends, names, mask, request):
     """Median seconds of each backend that runs without an error, on random inputs."""
-    devices = [torch.cuda.current_device()] if request.device == "cuda" else []
+    device = request.on_device()
+    devices = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     trials = {}
     # The caller's random numbers must not depend on whether something was measured.
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         for name in names:
             try:
-                trial = _trial(backends[name], name, mask, request)
-                trial()
+                run = trial(backends[name], name, mask, request)
+                run()
             except RuntimeError as error:  # out of memory, or a failing compiler: measure the others
                 logger.warning_once(f"sparse_measure leaves out {name}: {str(error).strip().splitlines()[-1]}")
             else:
-                trials[name] = trial
-        return measure(trials, request.device)
+                trials[name] = run
+        return measure(trials, str(device))
 
 
-def _trial(backend, name, mask, request):
-    """A function that runs the backend once on random inputs, forward and, with gradients, backward."""
-    device = torch.device(request.device)
+def trial(backend: Backend, name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
+    """
+    A function that runs a backend once on random inputs, forward and, with gradients, backward.
+
+    Args:
+        backend ([`Backend`]): The backend.
+        name (`str`): Its name.
+        mask ([`SparseMask`]): The mask.
+        request ([`Request`]): Shapes and options of the inputs.
+    """
+    device = request.on_device()
     # The host's memory layout: (B, n, H, d), transposed.
     query, key, value = (
         torch.randn(request.batch, rows, request.num_heads, request.head_size, dtype=request.dtype, device=device)
@@ -201,7 +244,7 @@ def measure(functions: Mapping[str, Callable[[], Any]], device: str, rounds: int
 
     Args:
         functions (`Mapping`): Functions without arguments, by name.
-        device (`str`): Type of the device; `"cuda"` is synchronized after every call.
+        device (`str`): The device, such as `"cpu"`; a GPU is synchronized after every call.
         rounds (`int`, *optional*): Number of counted calls of each function.
 
     Returns:
@@ -212,8 +255,8 @@ def measure(functions: Mapping[str, Callable[[], Any]], device: str, rounds: int
         for name, function in functions.items():
             start = time.perf_counter()
             function()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)
             if turn:
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}

@@ -97,7 +97,8 @@ def sparse_dot_product_attention(
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     sizes = (0, mask.num_heads, 0, 0) if exported else (batch, num_heads, num_queries, num_keys)  # symbols say nothing
     request = (query.device.type, query.dtype, *sizes, head_size, dropout_p, gradients, padding is not None, is_causal)
-    name = choose_backend(backend, mask, *request, frozenset({"export"} if exported else ()), probability_map)
+    needs = frozenset({"export"} if exported else ())
+    name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
     inputs = MaskInputs(
         name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
     )

@@ -1,9 +1,21 @@
 """The reference backend in plain PyTorch. It serves every kind of mask and returns the probabilities."""
 
+import math
+
 import torch
 from torch import nn
 
 from .mask_inputs import REMOVED_BELOW, MaskInputs
+from .padded_tokens import without_padding
+
+
+def power_of_two(scaling: float) -> tuple[float, float]:
+    """
+    The factor of the scores as a power of two, which can scale the query without rounding, and a rest from 1 to 2.
+    With the power, scores in half precision overflow no earlier than those of PyTorch's fused attention.
+    """
+    exponent = math.frexp(scaling)[1] - 1
+    return 2.0**exponent, scaling * 2.0**-exponent
 
 
 def eager_attention(
@@ -19,8 +31,10 @@ def eager_attention(
 
     Mask and softmax are computed in float32 (float64 for float64 inputs), whatever the autocast dtype.
     """
+    query, key, value = without_padding(inputs, query, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.matmul(query, key.transpose(2, 3)).to(dtype) * scaling  # (B, H, n, m)
+    power, rest = power_of_two(scaling)
+    scores = torch.matmul(query * power, key.transpose(2, 3)).to(dtype) * rest  # (B, H, n, m)
     probability_map = inputs.probability_map[0]
     if inputs.bias[0] is not None:
         scores = scores + inputs.bias[0].to(dtype)

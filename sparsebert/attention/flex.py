@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..masks.compiled import compiled, remember
 from ..masks.sparse_mask import SparseMask
 from .mask_inputs import MaskInputs
+from .padded_tokens import without_padding
 
 
 if TYPE_CHECKING:
@@ -205,6 +206,11 @@ def _compiled(*shape):
     return torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False)
 
 
+def num_shapes() -> int:
+    """Number of input shapes for which this process has compiled the attention, which takes seconds each."""
+    return _compiled.cache_info().currsize
+
+
 def _cpu_forms(table):
     block = BLOCK_SIZES["cpu"]
     return table, block_map(table, block), full_map(table, block)
@@ -258,6 +264,7 @@ def flex_backend(
     """
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
+    query, key, value = without_padding(inputs, query, key, value)
     return block_attention(query, key, value, inputs.compiled[0], scaling), None
 
 

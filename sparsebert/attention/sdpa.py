@@ -5,6 +5,7 @@ import torch
 from ..masks.exported import exporting
 from .bias_attention import bias_attention
 from .mask_inputs import MaskInputs
+from .padded_tokens import without_padding
 
 
 def sdpa_attention(
@@ -19,6 +20,7 @@ def sdpa_attention(
     PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned. See
     [`Backend`] for the shapes; returns no probabilities.
     """
+    query, key, value = without_padding(inputs, query, key, value)
     if inputs.learned[0] is not None:
         # PyTorch's attention would take its slow path and keep the gradient of the bias for every sequence.
         output = bias_attention(

@@ -18,7 +18,8 @@ from ..masks.compiled import compiled
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import TileForm, tile_form
 from .mask_inputs import MaskInputs, per_sequence
-from .triton_launch import AMPERE, HOPPER, configurations, interpreted, launch
+from .padded_tokens import without_padding
+from .triton_launch import configurations, interpreted, launch
 
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ HEAD_SIZES = (32, 64, 128)
 # Queries and keys in a tile: the usual block of `dam_b`, and small enough that two tiles fit on the chip.
 TILE = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Head sizes of the GPUs for which the kernels were compiled and spill nothing in 16 bits, by compute capability times
+# 10. Others are refused.
+GPUS = {80: (32, 64), 86: (32, 64), 89: (32, 64), 90: HEAD_SIZES, 100: HEAD_SIZES, 120: (32, 64)}
 # Largest n of the forward without tile lists.
 SHORT_LENGTH = 256
 # Largest n of the single-kernel backward for 16-bit dtypes, by head size, on GPUs of compute capability 9.0 and later.
 # Beyond it, registers would spill.
 SHORT_BACKWARD = {32: 128, 64: 128, 128: 64}
+INTERPRETED_BFLOAT16 = "Triton's interpreter computes wrong numbers in torch.bfloat16; use float16 or float32"
 
 
 def tile_attention(
@@ -150,6 +155,8 @@ def check(
             )
     if query.device.type != "cuda" and not interpreted():
         raise ValueError(f"sparse_triton needs a CUDA device, got query on {query.device.type}: use sparse_sdpa")
+    if query.dtype == torch.bfloat16 and interpreted():
+        raise ValueError(f"sparse_triton cannot run here: {INTERPRETED_BFLOAT16}")
     shape = (num_heads, -(-length // TILE), -(-length // TILE))
     if tuple(form.tiles.shape) != shape or form.pool.shape[1] != TILE or form.pool.dtype != torch.int64:
         raise ValueError(
@@ -165,16 +172,34 @@ def check(
 
 
 def head_sizes(capability: int) -> tuple[int, ...]:
-    """The head sizes that run without spilling registers on GPUs of this compute capability (80 or 90)."""
-    return tuple((AMPERE if capability < 90 else HOPPER)["forward"])
+    """The head sizes that run without spilling registers on GPUs of this compute capability; none if it is unknown."""
+    return GPUS.get(capability, ())
 
 
-def _capability():
-    """The compute capability of the current GPU, or the newest known if there is none."""
+def _capability(index=None):
+    """The compute capability of a GPU (by default the current one), or that of Hopper if there is none."""
     if not torch.cuda.is_available():
         return 90
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
+
+
+def unsupported_gpu(head_size: int, index: int | None = None) -> str | None:
+    """
+    The reason why the kernels do not run on a GPU, or `None` if they do.
+
+    Args:
+        head_size (`int`): d, one of `HEAD_SIZES`.
+        index (`int`, *optional*): Index of the GPU; by default the current one.
+    """
+    if torch.version.hip is not None:
+        return "it runs on NVIDIA GPUs, and this PyTorch is built for ROCm"
+    capability = _capability(index)
+    able = [known for known, sizes in GPUS.items() if head_size in sizes]
+    if capability in able:
+        return None
+    listed = ", ".join(f"{known / 10:.1f}" for known in able)
+    return f"with heads of {head_size} it needs a GPU of compute capability {listed}, got {capability / 10:.1f}"
 
 
 def short_backward_limit(head_size: int, dtype: torch.dtype, capability: int) -> int:
@@ -186,7 +211,7 @@ def _hardware(query):
     """The dtype and compute capability that select configurations; the interpreter treats float32 like 16 bits."""
     if interpreted():
         return torch.bfloat16, 90
-    return query.dtype, _capability()
+    return query.dtype, _capability(query.device.index)
 
 
 def _bucket(length):
@@ -306,6 +331,13 @@ def _attention_backward_shapes(output_grad, query, key, value, output, lse, *mas
     return query_grad, key_grad, value_grad
 
 
+def _no_second_derivatives(ctx, *grads):
+    raise RuntimeError("sparse_triton has no second derivatives: use sparse_eager")
+
+
+_attention_backward.register_autograd(_no_second_derivatives)
+
+
 def _remember(ctx, inputs, output):
     query, key, value, tiles, padding, spans, first, last, seed, *ctx.options = inputs
     ctx.num_tiles = len(tiles)
@@ -347,10 +379,12 @@ def refuse(request: "Request") -> str | None:
         return f"it needs as many queries as keys, got {request.num_queries} and {request.num_keys}; use_cache=False"
     if request.head_size not in HEAD_SIZES:
         return f"head size must be one of {', '.join(map(str, HEAD_SIZES))}, got {request.head_size}"
-    if request.head_size not in head_sizes(_capability()):
-        return f"head size {request.head_size} needs a GPU of compute capability 9.0 or later"
+    if not on_cpu and (reason := unsupported_gpu(request.head_size, request.index)):
+        return reason
     if request.dtype not in DTYPES:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
+    if on_cpu and request.dtype == torch.bfloat16:
+        return INTERPRETED_BFLOAT16
     return None
 
 
@@ -382,6 +416,7 @@ def triton_backend(
     """
     mask = inputs.sparse_mask
     assert mask is not None
+    query, key, value = without_padding(inputs, query, key, value)
     seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=query.device) if dropout else None
     *tiles, spans = inputs.compiled[0]
     output = tile_attention(

@@ -49,7 +49,7 @@ def local_inputs(
         local_mask = narrowed(mask, window) if toeplitz else mask
     else:
         local_mask = windowed(mask, window, inputs.num_keys)
-    backend = choose_backend(name, local_mask, *request, frozenset(needs))
+    backend = choose_backend(name, local_mask, *request, frozenset(needs), "softmax", inputs.device.index)
     cut = differs or (toeplitz and backend == "sparse_cpu")  # which needs no table for it
     if toeplitz and not cut:
         local_mask = windowed(mask, window, inputs.num_keys)

@@ -31,6 +31,7 @@ VERBS = {
     "lengthen": "extend the position embeddings of a model for longer inputs",
     "analyze": "which positions a search, a mask or several seeds keep",
     "plan": "what a mask costs to run: live tiles, and which backend would be chosen",
+    "doctor": "what runs on this machine, and whether it is right; for reports of problems",
     "theory": "which universality theorems apply to a pattern or mask",
     "draw": "pictures of patterns and masks",
     "report": "tables of finished runs, and a web page to look at masks",
@@ -158,6 +159,7 @@ def _close_output():
 
 def _run(verb, arguments):
     """The exit code of a command line that does not fail."""
+    exit_code = 0
     if verb == "--version":
         print(__version__)
     elif verb in ("", "-h", "--help", "--help-all"):
@@ -176,6 +178,7 @@ def _run(verb, arguments):
         with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
             results = command.run(values)
         results.show(as_json)
+        exit_code = results.exit_code
     with suppress(AttributeError):  # there may be no output stream
         sys.stdout.flush()
-    return 0 if verb else 2
+    return exit_code if verb else 2

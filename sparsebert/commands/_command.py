@@ -59,11 +59,13 @@ class Results:
         content (`dict` or `list`): What `--json` prints.
         tables (`Sequence[Table]`): Printed without `--json`.
         notes (`Sequence[str]`): Lines below the tables.
+        exit_code (`int`): That of the command: 1 if what was looked at is not as it should be.
     """
 
     content: object
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    exit_code: int = 0
 
     def show(self, as_json: bool) -> None:
         """Print them; of several processes the main one does. Numbers that JSON does not know become `null`."""

@@ -369,7 +369,7 @@ class SparseAttention(nn.Module):
         sizes = (0, 0) if exported else (num_queries, num_keys)  # symbols say nothing
         shape = (batch, config.num_attention_heads, *sizes, self.head_size)
         request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
-        backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map)
+        backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map, device.index)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         inputs = inputs if documents is None else replace(inputs, documents=documents)

@@ -347,5 +347,6 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
         request = Request(
             *(device, dtype, *shape, dropout if trains else 0.0, trains, True, causal, frozenset(wanted)),
             probability_map=config.probability_map,
+            index=training.device.index,
         )
         choice.check(BACKENDS, name, request)

@@ -1,0 +1,58 @@
+"""
+What can run on this machine: versions, hardware, and which attention backends give right results, and how fast.
+
+Every backend that `sparse_auto` may choose is compared with float64, output and gradients, in a process of its own: it
+must not be more than twice as far off as plain PyTorch in the same dtype. Then it is timed. On a GPU, `sparse_auto`
+uses what was found from then on. Please add the output of `sparsebert doctor --json` to every report of a problem.
+
+Exit codes: 0 if all that can run on this device is right; 1 if something is wrong, crashes or hangs, or if a compiler
+or a package is missing without which the kernels of this device do not run; 2 if there is no such device.
+"""
+
+from dataclasses import dataclass, field
+
+from ..analysis.diagnosis import DTYPES, diagnose
+from ..analysis.runs import read_mask
+from ..hub import HubArguments
+from ._command import Command, Printing, Results
+
+
+@dataclass
+class DoctorArguments(HubArguments):
+    """
+    What to check.
+
+    Args:
+        device (`str`, *optional*): `cpu`, `cuda` or `cuda:1`; by default the GPU, or the CPU if there is none.
+        dtypes (`list[str]`): Dtypes: `float32`, `bfloat16`, `float16`.
+        head_sizes (`list[int]`): Sizes of a head.
+        length (`int`): Tokens of the inputs with which times are taken.
+        mask (`str`, *optional*): Folder or Hub id of the mask or model with which times are taken; by default a mask
+            of tiles near the diagonal.
+        timeout (`float`): Seconds that one check may take.
+    """
+
+    device: str | None = None
+    dtypes: list[str] = field(default_factory=lambda: list(DTYPES))
+    head_sizes: list[int] = field(default_factory=lambda: [64])
+    length: int = 512
+    mask: str | None = None
+    timeout: float = 600.0
+
+
+def command(words):
+    return Command(
+        run,
+        {"doctor": DoctorArguments, "print": Printing},
+        examples=("--json", "cuda:1 --dtypes bfloat16 --head_sizes 32 64"),
+        words="[DEVICE]",
+        positional="doctor.device",
+    )
+
+
+def run(values):
+    options = DoctorArguments(**values["doctor"])
+    mask = None if options.mask is None else read_mask(options.mask, **options.hub_arguments(options.mask)).mask
+    found = diagnose(options.device, options.dtypes, options.head_sizes, options.length, mask, timeout=options.timeout)
+    notes = [f"problem: {problem}" for problem in found.problems] or ["no problem found"]
+    return Results(found.as_json(), found.tables(), notes, exit_code=int(bool(found.problems)))
