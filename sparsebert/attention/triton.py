@@ -30,8 +30,8 @@ HEAD_SIZES = (32, 64, 128)
 # Queries and keys in a tile: the usual block of `dam_b`, and small enough that two tiles fit on the chip.
 TILE = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Head sizes of the GPUs for which the kernels were compiled, by compute capability times 10. Others are refused: on 12.0,
-# for one, most configurations spill registers.
+# Head sizes of the GPUs for which the kernels were compiled, by compute capability times 10. Others are refused: on
+# 12.0, for one, most configurations spill registers.
 GPUS = {80: (32, 64), 86: (32, 64), 89: (32, 64), 90: HEAD_SIZES, 100: HEAD_SIZES}
 # Largest n of the forward without tile lists.
 SHORT_LENGTH = 256
