@@ -30,6 +30,7 @@ def compiled(*arguments):
     return [dict(zip(header, line, strict=True)) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_short_kernel():
     lines = compiled("--arch", "90", "--head_size", "32", "--kernel", "short_forward")
     assert [line["drop"] for line in lines] == ["no", "yes"]
