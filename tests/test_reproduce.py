@@ -4,10 +4,13 @@ import json
 from dataclasses import dataclass, field, fields, replace
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
 from sparsebert.experiments import EXPERIMENTS, Experiment
+from sparsebert.experiments.long_reviews import classify
 from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
 from sparsebert.masks.patterns import build_pattern
 
@@ -261,7 +264,7 @@ SMALLEST = {
     "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
     "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
-    "steps": 2, "recover": 2, "batch_tokens": 64,
+    "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -277,8 +280,18 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
     (tmp_path / "cells/stock").mkdir(parents=True)
     (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
     values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
+    values |= {"base_model": checkpoints["stock"]}
     tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
-    own = {"minilm": {"text": words, "validation": words}, "minilm_tasks": tasks | {"max_length": 32}}
+    own = {"minilm_tasks": tasks | {"max_length": 32}}
+    reviews = tmp_path / "reviews"
+    reviews.mkdir()
+    for split in ("train", "test"):
+        rows = [{"text": " ".join(["w1", "w2"][i % 2 : i % 2 + 1] * (4 + 3 * i)), "label": i % 2} for i in range(12)]
+        (reviews / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
+    # These start from a model that has its words already.
+    for name in ("minilm", "sparsebert_table1", "sparsebert_table3", "sparsebert_figure7"):
+        own[name] = {"text": words, "validation": words}
     return lambda name: known_fields(name, values | own.get(name, {}))
 
 
@@ -347,6 +360,35 @@ def test_masks_of_a_trained_model_are_compared_over_seeds(words, checkpoints, gl
     )
     mean = sum(ours - theirs for ours, theirs in pairs) / 2
     assert rows["window"]["dam_s minus this"].startswith(f"{mean:+.4f} [")
+
+
+def test_long_texts_are_truncated_split_or_read_whole(inputs, tmp_path):
+    settings = inputs("long_reviews") | {"seeds": [1, 2], "batch_size": 4}
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    summary, cells = run_experiment("long_reviews", options, settings)
+    assert len(cells.rows) == 8
+    rows = {row["system"]: row for row in summary.as_json()["rows"]}
+    names = {"dense, 16 tokens, truncated", "dense, 16 tokens, split", "dense, 48 tokens", "window, 16 tokens"}
+    assert names | {"window, 48 tokens"} == rows.keys()
+    assert "p (Holm)" in rows["window, 48 tokens"] and all(row["seeds"] == "2" for row in rows.values())
+
+
+def test_parts_of_a_text_are_averaged(checkpoints):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["stock"])
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoints["stock"], num_labels=3).eval()
+    texts = [" ".join(f"w{(7 * i + j) % 90}" for j in range(5 * i + 1)) for i in range(6)]
+    expected = []
+    for text in texts:
+        words = text.split()
+        parts = [" ".join(words[start : start + 6]) for start in range(0, len(words), 6)]
+        with torch.no_grad():
+            probs = [model(**tokenizer(part, return_tensors="pt")).logits.softmax(-1) for part in parts]
+        expected.append(int(torch.cat(probs).mean(0).argmax()))
+    assert classify(model, tokenizer, texts, 8, split=True) == expected
+    with torch.no_grad():
+        first = [model(**tokenizer(" ".join(text.split()[:6]), return_tensors="pt")).logits.argmax() for text in texts]
+    assert classify(model, tokenizer, texts, 8) == first
 
 
 def test_tasks_are_compared_over_seeds(checkpoints, glue_folder, tmp_path):

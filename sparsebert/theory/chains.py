@@ -4,10 +4,12 @@ Hamiltonian chains: an order of all tokens in which each attends to the one befo
 Letters: n length, k query (row), j key (column). A table `(n, n)` is bool, True = k may attend to j. A link j -> k is
 an entry `[k, j]` off the diagonal; a chain is a Hamiltonian path of these links.
 
-A chain that is found is always verified. That there is none is claimed only with a proof: exhaustive search or an
-obstruction. Otherwise the answer is "unknown".
+A chain that is found is always verified. That there is none is claimed only with a proof: exhaustive search, an
+obstruction, or the circuit constraint of OR-tools (the extra `theory`). Otherwise the answer is "unknown".
 """
 
+import importlib.util
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -21,8 +23,13 @@ from scipy.sparse.csgraph import connected_components, maximum_bipartite_matchin
 EXACT_LENGTH = 20
 # Number of strides tried as a chain, the shortest first.
 MAX_STRIDES = 64
-# Most connections that are visited to find a token whose removal disconnects the others.
+# Most connections that are visited to find tokens whose removal disconnects the others.
 MAX_CUT_WORK = 10**9
+# Up to this length pairs of tokens are removed too.
+PAIRS_LENGTH = 64
+# The solver: most links that it is given, and its limit in deterministic time, about half a minute.
+MAX_LINKS = 200_000
+SOLVER_TIME = 20.0
 # Heuristic search: steps per token, and attempts.
 STEPS_PER_TOKEN = 30
 RESTARTS = 4
@@ -87,14 +94,28 @@ def find_chain(table: np.ndarray, seed: int = 0) -> Chain:
         if order is None:
             return Chain(False, None, "exhaustive search finds none")
         return _found(table, order, "by exhaustive search")
+    if len(table) <= PAIRS_LENGTH and (cut := _cut(table)):
+        return Chain(False, None, cut)
+    undecided = "the extra 'theory' adds a solver"
+    if importlib.util.find_spec("ortools") is not None:
+        undecided = "the solver has not decided it in its time"
+        if np.count_nonzero(table) > MAX_LINKS:
+            undecided = f"its {np.count_nonzero(table)} links are too many for the solver"
+        else:
+            exists, order = _solve(table)
+            if exists is False:
+                return Chain(False, None, "proved by OR-tools' solver CP-SAT")
+            if exists:
+                return _found(table, order, "by OR-tools")
     rng = np.random.default_rng(seed)
     for _ in range(RESTARTS):
         order = _grow(table, rng)
         if is_chain(table, order):
             return _found(table, order, "by heuristic search")
-    if cut := _cut(table):
+    if len(table) > PAIRS_LENGTH and (cut := _cut(table)):
         return Chain(False, None, cut)
-    return Chain(None, None, f"heuristic search finds none in {RESTARTS} attempts, and nothing excludes one")
+    tried = f"heuristic search finds none in {RESTARTS} attempts, and nothing excludes one"
+    return Chain(None, None, f"{tried}; {undecided}")
 
 
 def _found(table, order, reason):
@@ -145,17 +166,42 @@ def _obstruction(table):
 
 
 def _cut(table):
-    """A reason: a token whose removal leaves more than the two parts that a chain would leave."""
-    if len(table) * np.count_nonzero(table) > MAX_CUT_WORK:
-        return None
-    links = csr_array(table)
-    for token in range(len(table)):
-        others = np.delete(np.arange(len(table)), token)
-        rest = links[others][:, others]
-        num_groups = connected_components(rest, connection="weak", return_labels=False)
-        if num_groups > 2:
-            return f"without token {token} there are {num_groups} groups that have no connection with each other"
+    """A reason: one or two tokens whose removal leaves more parts than a chain would leave, one more than tokens."""
+    for number in (1, 2) if len(table) <= PAIRS_LENGTH else (1,):
+        if len(table) ** number * np.count_nonzero(table) > MAX_CUT_WORK:
+            return None
+        for removed in itertools.combinations(range(len(table)), number):
+            others = np.delete(np.arange(len(table)), removed)
+            rest = csr_array(table[np.ix_(others, others)])
+            num_groups = connected_components(rest, connection="weak", return_labels=False)
+            if num_groups > number + 1:
+                tokens = f"token {removed[0]}" if number == 1 else f"tokens {removed[0]} and {removed[1]}"
+                return f"without {tokens} there are {num_groups} groups that have no connection with each other"
     return None
+
+
+def _solve(table):
+    """Whether there is a chain, `None` if undecided, and the chain: a circuit through one more token, with CP-SAT."""
+    from ortools.sat.python import cp_model
+
+    model, length = cp_model.CpModel(), len(table)
+    links = [(int(earlier), int(later)) for later, earlier in zip(*table.nonzero(), strict=True)]
+    ends = [pair for token in range(length) for pair in ((length, token), (token, length))]
+    arcs = [(*pair, model.new_bool_var("")) for pair in (*links, *ends)]
+    model.add_circuit(arcs)
+    solver = cp_model.CpSolver()
+    # One worker and deterministic time: the same answer on every machine.
+    solver.parameters.num_workers, solver.parameters.max_deterministic_time = 1, SOLVER_TIME
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return False, None
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, None
+    following = {earlier: later for earlier, later, used in arcs if solver.value(used)}
+    order = [following[length]]
+    while len(order) < length:
+        order.append(following[order[-1]])
+    return True, np.array(order)
 
 
 def _exhaustive(table):

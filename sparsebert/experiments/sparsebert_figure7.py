@@ -1,0 +1,140 @@
+"""
+Two stages or one: Figures 3 and 7 of [S], SparseBERT (arXiv 2102.12871), on a model that has left the plateau. Masks
+of every sparsity from the P of one soft search, as many entries removed at random, and searches for that sparsity.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..analysis.runs import read_run
+from ..analysis.tables import Table
+from ..checks import check_range
+from ..training.two_stage_pruning import prune_by_probs, random_control
+from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
+from .experiment import Experiment
+
+
+STAGES = ("two_stage", "random", "one_stage")
+
+
+@dataclass
+class StagesStudy(ContinuedSettings):
+    """
+    Settings of the study, with those of [`ContinuedSettings`].
+
+    Args:
+        sparsities (`list[float]`): Fractions of the entries to remove.
+        search_end (`float`): Fraction of the steps after which the mask of the one stage freezes.
+        mask_logit_scale (`float`): How much faster the logits of the soft search move than the weights.
+    """
+
+    sparsities: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
+    search_end: float = 0.5
+    mask_logit_scale: float = 50.0
+
+
+def cells(settings: StagesStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    common = continued_fields(settings)
+    common |= {name: getattr(settings, name) for name in ("search_end", "mask_logit_scale")}
+    return {
+        f"{stage}_{sparsity:g}_seed_{seed}": common
+        | {"stage": stage, "target": sparsity, "system": f"{stage} {sparsity:g}", "seed": seed}
+        for seed in settings.seeds
+        for sparsity in settings.sparsities
+        for stage in STAGES
+    }
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model or text.
+    """
+    check_continued(cell)
+    check_range("sparsities", cell["target"], 0, 1, (int, float))
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Make the mask of a cell and continue the pre-training through it, or search for it.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run; the soft search that the masks come from is beside it.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    if cell["stage"] == "one_stage":
+        model = {"search": "dam_u", "target_sparsity": cell["target"]}
+        return continue_training(cell, folder, {"search_end": cell["search_end"]}, model)
+    mask = prune_by_probs(read_run(_soft_search(cell, folder.parent)), cell["target"])
+    if cell["stage"] == "random":
+        mask = random_control(mask, cell["seed"])
+    mask.save_pretrained(folder / "given_mask")
+    return continue_training(cell, folder / "run", {"mask": str(folder / "given_mask")})
+
+
+def _soft_search(cell, runs):
+    """The soft search of a seed, which all its masks come from."""
+    own = {name: value for name, value in cell.items() if name not in ("stage", "target", "system", "search_end")}
+    path = runs / f"soft_{zlib.crc32(json.dumps(own, sort_keys=True).encode()):08x}"
+    if not (path / "metrics.json").is_file():
+        model = {"search": "soft", "mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
+        continue_training(cell, path, {"freeze_threshold": 0.5, "overwrite": True}, model)
+    return path
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    The losses at each sparsity, with the paired difference to random masks.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table per sparsity.
+    """
+    targets = sorted({cell["settings"]["target"] for cell in finished.values()})
+    return [
+        loss_table(
+            {name: cell for name, cell in finished.items() if cell["settings"]["target"] == target},
+            f"{target:.0%} to remove", f"random {target:g}",
+        )
+        for target in targets
+    ]  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    title="Two stages or one ([S] Figures 3 and 7)",
+    arguments=StagesStudy,
+    scales={
+        "tiny": {},
+        "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+    },
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "sparsity": ("removed", "{:.1%}"),
+        "mlm_loss": ("MLM loss", "{:.3f}"),
+        "train_seconds": ("seconds", "{:.0f}"),
+    },
+    plot=("sparsity", "mlm_loss", "stage"),
+    notes=(
+        "two_stage: the entries of lowest P of a soft search are removed in every head, and training goes on through "
+        "the mask; random: as many entries at random; one_stage: dam_u with this sparsity as its target",
+    ),
+    summary=summary,
+)

@@ -1,0 +1,128 @@
+"""
+Which positions can go: Figure 2 and Table 1 of [S], SparseBERT (arXiv 2102.12871), on a model that has left the
+plateau.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
+from ..analysis.tables import Table
+from ..search.learned_mask import MASK_PROBS_NAME
+from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
+from .experiment import Experiment
+
+
+@dataclass
+class ImportanceStudy(ContinuedSettings):
+    """
+    Settings of the study: a soft search that starts with all positions alike, and training without a mask, without the
+    diagonal and without as many random entries, with the settings of [`ContinuedSettings`].
+
+    Args:
+        mask_logit_scale (`float`): How much faster the logits move than the weights.
+        draws (`int`): Number of random masks per seed.
+    """
+
+    mask_logit_scale: float = 50.0
+    draws: int = 3
+
+
+def cells(settings: ImportanceStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    common = continued_fields(settings) | {"mask_logit_scale": settings.mask_logit_scale}
+    systems: dict[str, dict[str, Any]] = {"soft": {"search": "soft"}, "dense": {"pattern": "dense"}}
+    systems["no_diag"] = {"pattern": "no_diag"}
+    result = {}
+    for seed in settings.seeds:
+        for system, model in systems.items():
+            result[f"{system}_seed_{seed}"] = common | {"system": system, "model": model, "seed": seed}
+        for draw in range(settings.draws):
+            model = {"pattern": "random_drop", "mask_seed": 1000 * seed + draw}
+            own = {"system": f"random_drop, draw {draw}", "model": model, "seed": seed}
+            result[f"random_drop_{draw}_seed_{seed}"] = common | own
+    return result
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Continue the pre-training, and of a search read P by group of positions.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict`: Metrics; of a search with the interval of each group over the heads.
+    """
+    if cell["system"] != "soft":
+        return continue_training(cell, folder, model=cell["model"])
+    # P as it is, without a penalty: what attention wants to look at.
+    own = {"mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
+    metrics = continue_training(cell, folder, {"freeze_threshold": 0.5}, cell["model"] | own)
+    probs = load_file(folder / MASK_PROBS_NAME)["probs"]  # (H, n, n)
+    for name, values in head_groups(probs, "first_last", OFFSET_GROUPS).items():
+        low, high = estimate(values.reshape(1, -1))["over_heads"]
+        metrics |= {f"p_{name}_low": float(low), f"p_{name}_high": float(high)}
+    return metrics
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    P by group of positions, and the losses.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`
+    """
+    rows = []
+    for cell in finished.values():
+        if cell["settings"]["system"] != "soft":
+            continue
+        metrics, row = cell["metrics"], {"seed": str(cell["settings"]["seed"])}
+        for name in (*OFFSET_GROUPS, "special_tokens"):
+            if f"p_{name}_low" in metrics:
+                low, high = metrics[f"p_{name}_low"], metrics[f"p_{name}_high"]
+                row[name.replace("_", " ")] = f"{metrics[f'p_{name}']:.3f} [{low:.3f}, {high:.3f}]"
+        rows.append(row)
+    note = "mean P over the heads, with the 95 % interval over them; all positions start at 0.5"
+    tables = [Table.of("P by group of positions (Figure 2)", rows, (note,))] if rows else []
+    systems = {name: cell for name, cell in finished.items() if cell["settings"]["system"] != "soft"}
+    return [*tables, loss_table(systems, "Removing the diagonal or as much at random (Table 1)", "dense")]
+
+
+EXPERIMENT = Experiment(
+    title="Which positions can go ([S] Table 1, Figure 2)",
+    arguments=ImportanceStudy,
+    scales={
+        "tiny": {},
+        "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+    },
+    cells=cells,
+    check=check_continued,
+    run=run,
+    columns={
+        "mlm_loss": ("MLM loss", "{:.3f}"),
+        "p_diagonal": ("P diagonal", "{:.3f}"),
+        "p_offset_1": ("P offset 1", "{:.3f}"),
+        "p_special_tokens": ("P special", "{:.3f}"),
+        "p_beyond_8": ("P beyond 8", "{:.3f}"),
+        "sparsity": ("removed", "{:.1%}"),
+        "glue": ("GLUE dev average", "{:.1f}"),
+        "train_seconds": ("seconds", "{:.0f}"),
+    },
+    plot=("seed", "mlm_loss", "system"),
+    published={
+        "dense_seed_1": {"glue": 83.8},
+        "no_diag_seed_1": {"glue": 83.9},
+        "random_drop_0_seed_1": {"glue": 83.4},
+    },
+    notes=("The paper's figures are GLUE dev averages after full fine-tuning; ours are held-out losses",),
+    summary=summary,
+)
