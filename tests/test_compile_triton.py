@@ -67,4 +67,7 @@ def test_faults_are_named():
     waits = "waits for copies that it has only just started"
     assert faults(forward, Compiled(255, (0, 0), 0, 0, (early, late))) == [waits]
     assert faults(forward, Compiled(255, (0, 0), 0, 0, ())) == [waits]
+    blackwell = Variant("forward", 100, torch.bfloat16, 64, False, 4, 3, 64)
+    assert not faults(blackwell, Compiled(255, (0, 0), 0, 0, (early,)))
+    assert faults(blackwell, Compiled(255, (0, 0), 0, 0, (early, late))) == [waits]
     assert not faults(short, Compiled(255, (0, 0), 0, 0, ()))

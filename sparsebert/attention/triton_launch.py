@@ -28,7 +28,7 @@ HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
     "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
     "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
     "column": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16)]},
-    "short_backward": {64: [(8, 2, 32)], 128: [(8, 2, 16)]},
+    "short_backward": {32: [(8, 2, 32)], 64: [(8, 2, 32)], 128: [(8, 2, 16)]},
 }
 # Head size 128 is missing, since every configuration tried spills kilobytes of registers.
 AMPERE: dict[str, dict[int, Configurations]] = {
