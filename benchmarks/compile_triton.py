@@ -208,7 +208,9 @@ def faults(variant, found):
         wrong.append("spills registers to memory")
     if found.shared > ARCHS[variant.arch]:
         wrong.append(f"asks for more than {ARCHS[variant.arch]} bytes of shared memory")
-    if variant.kernel in LISTED and not (found.ahead and found.ahead >= LEAST_AHEAD):
+    # On Blackwell, loops that wait for a matrix product cut the steps into pieces, so that they cannot be counted.
+    early = found.wait and (variant.arch >= 100 or found.ahead >= LEAST_AHEAD)
+    if variant.kernel in LISTED and not early:
         wrong.append("waits for copies that it has only just started")
     return wrong
 

@@ -1,5 +1,5 @@
 """
-The measured tables of README.md and docs/, made from the committed results.
+The measured and the predicted tables of README.md and docs/, made from the committed results.
 
     python -m benchmarks.measured            # writes the tables anew
     python -m benchmarks.measured --check    # changes nothing; ends with 1 if a table is not that of the results
@@ -16,6 +16,7 @@ from sparsebert.analysis.tables import Table
 
 from . import engines, pretrain
 from ._report import RESULTS, ROOT
+from .gpu import model as gpu_model
 
 
 BLOCK = re.compile(r"(<!-- measured (?P<name>[\w.:-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -40,6 +41,10 @@ TABLES = {
     "pretrain.ratios": lambda: _pretrain("ratios", False),
     "pretrain.memory": lambda: _pretrain("memory", False),
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],
+    **{
+        f"gpu.{kind}": lambda kind=kind: [gpu_model.tables(_read("gpu_model"))[kind]]
+        for kind in ("check", "forward", "training")
+    },
     "engines.crossed": lambda: [engines.tables(_read("engines")["cells"])["crossed"]],
 }
 

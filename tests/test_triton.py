@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.attention import triton as backend
 from sparsebert.attention.triton import check, real_spans, tile_attention
 from sparsebert.masks.tiles import tile_form
@@ -426,6 +427,31 @@ def test_special_tokens_at_the_same_position_in_all_sequences(batch, monkeypatch
     case.first, case.last = case.first[:1], case.last[:1]
     for one, two in zip(several, case.run(), strict=True):
         assert torch.equal(one, two)
+
+
+@runs_kernels
+@pytest.mark.parametrize("padded", [False, True])
+def test_through_a_model(padded, tiny_config, monkeypatch):
+    """What is prepared once per forward is what the kernels read."""
+    monkeypatch.setattr(backend, "SHORT_LENGTH", 0)
+    monkeypatch.setattr(backend, "SHORT_BACKWARD", dict.fromkeys(backend.SHORT_BACKWARD, 0))
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 70}
+    config = tiny_config(SparseBertConfig, pattern="bigbird", mask_length=70, **sizes)
+    model = SparseBertModel(config).to(DEVICE)
+    ids = torch.randint(5, 100, (3, 70), device=DEVICE)
+    padding = torch.ones(3, 70, dtype=torch.long, device=DEVICE)
+    if padded:
+        padding[1, 50:] = padding[2, :20] = padding[2, 40:45] = 0
+    results = []
+    for name in ("sparse_eager", "sparse_triton"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        states = model(ids, attention_mask=padding if padded else None).last_hidden_state[padding.bool()]
+        states.square().sum().backward()
+        gradient = model.encoder.layer[0].attention.self.query.weight.grad
+        results.append((states.detach(), gradient.clone()))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-4)
 
 
 def test_shapes_without_running():

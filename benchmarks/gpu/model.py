@@ -31,7 +31,7 @@ from sparsebert.masks.compiled import base_table
 from sparsebert.masks.tiles import tile_form
 
 from .._masks import build_mask
-from .._report import FORWARD, RESULTS, TRAINING, print_table
+from .._report import FORWARD, RESULTS, TRAINING, make_table, print_table
 
 
 PATH = RESULTS / "gpu_model.json"
@@ -270,6 +270,7 @@ def rival_kernel(gpu, side, flex=True):
     return Kernel(resident(compiled, 4, gpu), full, partial, None, side // keys)
 
 
+@functools.cache
 def mask_counts(name, length):
     """
     Tiles of a mask: `{"rows": (full, partial), "columns": ..., 128: ..., 64: ...}`, lists over the blocks of all
@@ -382,25 +383,36 @@ def model():
 
 
 def tables(report, gpu="H100"):
-    """Print what docs/kernels.md shows."""
+    """
+    The tables of docs/kernels.md: `"check"`, `"forward"` and `"training"`.
+
+    Args:
+        report (`dict`): The content of the file.
+        gpu (`str`): A key of `GPUS`.
+    """
     rows = [
         [length, f"{published:.0f}", f"{modelled:.0f}", f"{modelled / published:.2f}"]
         for length, (published, modelled) in report["check"].items()
     ]
-    print_table("Plain Triton attention, forward, H100, TFLOP/s", ("n", "published", "modelled", "ratio"), rows)
-    rows = []
-    for cell in report["cells"]:
-        if cell["gpu"] != gpu:
-            continue
-        dense = [published_seconds(name, cell["phase"], cell["n"]) for name in ("FA2", "FA3")]
-        flex = [cell.get(f"flex_{side}") for side in (64, 128)]
-        rows.append(
-            [cell["mask"], f"{cell['live']:.0%}", cell["n"], cell["phase"], f"{1e6 * cell['seconds']:.0f}",
-             cell["bound"], *(f"{1e6 * time:.0f} ({time / cell['seconds']:.1f}x)" for time in dense),
-             *("-" if time is None else f"{1e6 * time:.0f} ({time / cell['seconds']:.1f}x)" for time in flex)]
-        )  # fmt: skip
-    header = ("mask", "live tiles", "n", "phase", "ours, us", "decided by", "FA2", "FA3", "flex 64", "flex 128")
-    print_table(f"Predicted, {gpu}, bf16, {TOKENS} tokens, {HEADS} heads of {HEAD_SIZE}; not measured", header, rows)
+    title = "Plain Triton attention, forward, H100, TFLOP/s"
+    found = {"check": make_table(title, ("n", "published", "modelled", "ratio"), rows)}
+    size = f"{gpu}, bf16, {TOKENS} tokens, {HEADS} heads of {HEAD_SIZE}"
+    for phase in (FORWARD, TRAINING):
+        rows, shown = [], set()
+        for cell in report["cells"]:
+            same = (cell["live"], cell["n"])  # two names of one mask
+            if (cell["gpu"], cell["phase"]) == (gpu, phase) and same not in shown:
+                shown.add(same)
+                rivals = [published_seconds(name, phase, cell["n"]) for name in ("FA2", "FA3")]
+                rivals += [cell[field] for field in ("flex_64", "flex_128") if field in cell]
+                rows.append(
+                    [cell["mask"], f"{cell['live']:.0%}", cell["n"], f"{1e6 * cell['seconds']:.0f}", cell["bound"],
+                     *(f"{1e6 * time:.0f} ({time / cell['seconds']:.1f}x)" for time in rivals)]
+                )  # fmt: skip
+        header = ["mask", "live tiles", "n", "ours, us", "decided by", "dense FA2", "dense FA3"]
+        header += ["flex, tiles of 64", "flex, of 128"] if phase == FORWARD else []
+        found[phase] = make_table(f"Predicted, not measured: {phase}, {size}", header, rows)
+    return found
 
 
 def compared(folder, report):
@@ -451,7 +463,8 @@ def main(arguments=None):
         options.output.write_text(json.dumps(model(), indent=1) + "\n")
     report = json.loads(options.output.read_text())
     if options.compare is None:
-        tables(report)
+        for table in tables(report).values():
+            print(f"\n{table.markdown()}", end="")
         return 0
     rows = compared(options.compare, report)
     header = ("GPU", "system", "mask", "n", "phase", "predicted, us", "measured, us", "ratio")

@@ -26,9 +26,9 @@ HOPPER: dict[str, dict[int, Configurations]] = {
 HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
     "forward": {64: [(8, 3, 64), (4, 3, 32)], 128: [(4, 3, 32), (8, 3, 32)]},
     "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
-    "query_grad": {64: [(8, 3, 64), (4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
-    "column": {32: [(4, 3, 32)], 128: [(8, 3, 16)]},
-    "short_backward": {128: [(8, 2, 16)]},
+    "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
+    "column": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16)]},
+    "short_backward": {32: [(8, 2, 32)], 64: [(8, 2, 32)], 128: [(8, 2, 16)]},
 }
 # Head size 128 is missing, since every configuration tried spills kilobytes of registers.
 AMPERE: dict[str, dict[int, Configurations]] = {

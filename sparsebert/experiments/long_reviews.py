@@ -133,12 +133,12 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(output)
     rows = [json.loads(line) for line in (folder / "data" / "dev.jsonl").read_text().splitlines()]
     metrics = {"train_seconds": found["train_seconds"], "input_sparsity": found["input_sparsity"]}
-    for split in (False, True) if cell["split"] else (False,):
+    for in_parts in (False, True) if cell["split"] else (False,):
         start = time.process_time()
-        predicted = classify(model, tokenizer, [row["sentence"] for row in rows], cell["max_length"], split)
+        predicted = classify(model, tokenizer, [row["sentence"] for row in rows], cell["max_length"], in_parts)
         seconds = (time.process_time() - start) / len(rows)
         right = sum(int(label == row["label"]) for label, row in zip(predicted, rows, strict=True)) / len(rows)
-        prefix = "split_" if split else ""
+        prefix = "split_" if in_parts else ""
         metrics |= {f"{prefix}accuracy": right, f"{prefix}ms_per_text": 1000 * seconds}
     return metrics
 
@@ -208,8 +208,8 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
             baseline = f"{settings['system']}, truncated"
             ways = [(baseline, ""), (f"{settings['system']}, split", "split_")]
         for name, prefix in ways:
-            values = 100 * metrics[f"{prefix}accuracy"], metrics[f"{prefix}ms_per_text"]
-            found.setdefault(name, {})[settings["seed"]] = values
+            pair = 100 * metrics[f"{prefix}accuracy"], metrics[f"{prefix}ms_per_text"]
+            found.setdefault(name, {})[settings["seed"]] = pair
     tests = {}
     for name, values in found.items():
         both = sorted(values.keys() & found.get(baseline, {}).keys())

@@ -62,8 +62,8 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
                 {"search": search, "target_sparsity": target},
             )
             if search == "dam_s":
-                model = {"search": search, "target_sparsity": target, "diagonal": "keep"}
-                systems[f"{search}_keep_diag_target_{target:g}"] = (f"{search}, target, diagonal kept", model)
+                kept = {"search": search, "target_sparsity": target, "diagonal": "keep"}
+                systems[f"{search}_keep_diag_target_{target:g}"] = (f"{search}, target, diagonal kept", kept)
     for target in settings.targets:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
     common = continued_fields(settings) | {"search_end": settings.search_end}
