@@ -76,14 +76,20 @@ def test_a_crash_is_said_and_exits_1(checked, capsys):
     assert "it was ended by SIGSEGV (at: sparse_cpu at 77 tokens)" in capsys.readouterr().out
 
 
-def test_a_missing_compiler_is_a_problem(checked, monkeypatch):
+def test_a_missing_compiler_is_a_problem(checked, monkeypatch, tmp_path):
+    """Where no library was installed either."""
     checked(replace(OUTCOME, backends={"sparse_sdpa": Finding(True)}))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cpu.unavailable.cache_clear()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    caches = cpu.unavailable, cpu._operator
+    for cache in caches:
+        cache.cache_clear()
     try:
         found = diagnose("cpu", ("float32",))
     finally:
-        cpu.unavailable.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
     assert found.problems == [f"sparse_cpu: {found.backends['sparse_cpu']}"]
     assert "there is no C++ compiler 'no-such-compiler'" in found.problems[0] and found.machine["compiler"] is None
 
