@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
 from sparsebert.experiments import EXPERIMENTS, Experiment
@@ -341,36 +342,43 @@ def test_smallest_run(name, inputs, tmp_path):
     assert read(files[0])[cell] == made
 
 
-def test_masks_of_a_trained_model_are_compared_over_seeds(words, checkpoints, glue_folder, tmp_path):
-    settings = known_fields("minilm", SMALLEST) | {"text": words, "validation": words, "model": checkpoints["stock"]}
-    settings |= {"stsb": str(glue_folder), "masks": ["dam_s", "window", "dense"], "seeds": [0, 1]}
-    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
-    summary, cells = run_experiment("minilm", options, settings | {"lengths": [48]})
-    assert len(cells.rows) == 6
-    rows = {row["mask"]: row for row in summary.as_json()["rows"]}
-    assert summary.title == "48 tokens, 50% to remove" and {"dam_s", "window", "dense"} == rows.keys()
-    assert all(row["seeds"] == "2" and float(row["STS-B Spearman"]) <= 100 for row in rows.values())
-    assert rows["dense"]["removed"] == "0.0%"
-    assert rows["dam_s"].get("p (Holm)", "") == "" and rows["window"]["p (Holm)"]
-    found = read(tmp_path / "results/minilm_tiny.json")
-    assert found["dense_48_0_seed_0"]["metrics"]["removed"] == 0
-    pairs = zip(
-        *([found[f"{name}_48_0.5_seed_{i}"]["metrics"]["cosine"] for i in (0, 1)] for name in ("dam_s", "window")),
-        strict=True,
-    )
-    mean = sum(ours - theirs for ours, theirs in pairs) / 2
-    assert rows["window"]["dam_s minus this"].startswith(f"{mean:+.4f} [")
+def finished(settings, metrics):
+    """Cells as the runner keeps them, from `(settings, metrics)`."""
+    return {str(i): {"settings": s, "metrics": m} for i, (s, m) in enumerate(zip(settings, metrics, strict=True))}
 
 
-def test_long_texts_are_truncated_split_or_read_whole(inputs, tmp_path):
-    settings = inputs("long_reviews") | {"seeds": [1, 2], "batch_size": 4}
-    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
-    summary, cells = run_experiment("long_reviews", options, settings)
-    assert len(cells.rows) == 8
-    rows = {row["system"]: row for row in summary.as_json()["rows"]}
-    names = {"dense, 16 tokens, truncated", "dense, 16 tokens, split", "dense, 48 tokens", "window, 16 tokens"}
-    assert names | {"window, 48 tokens"} == rows.keys()
-    assert "p (Holm)" in rows["window, 48 tokens"] and all(row["seeds"] == "2" for row in rows.values())
+def test_masks_of_a_trained_model_are_compared_over_seeds():
+    cosines = {"dam_s": [0.95, 0.96, 0.955], "window": [0.93, 0.935, 0.934], "random": [0.5, 0.7, 0.6]}
+    settings, metrics = [], []
+    for mask, values in (cosines | {"dense": [0.999, 0.999, 0.999]}).items():
+        for seed, cosine in enumerate(values):
+            sparsity = 0.0 if mask == "dense" else 0.9
+            settings.append({"mask": mask, "length": 128, "sparsity": sparsity, "seed": seed})
+            numbers = {"removed": sparsity, "cosine_before": cosine - 0.1, "cosine": cosine}
+            metrics.append(numbers | {"spearman": 0.86, "speed_up": 1.5})
+    (table,) = EXPERIMENTS["minilm"].summary(finished(settings, metrics))
+    rows = {row["mask"]: row for row in table.as_json()["rows"]}
+    assert table.title == "128 tokens, 90% to remove" and list(rows) == ["dense", "dam_s", "window", "random"]
+    assert rows["dam_s"]["cosine after"] == "0.9550 ± 0.0050" and rows["dam_s"]["p (Holm)"] == ""
+    found = paired_difference(cosines["dam_s"], cosines["window"])
+    text = f"{found['difference']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+    assert rows["window"]["dam_s minus this"] == text and rows["dense"]["removed"] == "0.0%"
+    tests = [paired_difference(cosines["dam_s"], values)["p"] for values in ([0.999] * 3, *list(cosines.values())[1:])]
+    assert [rows[name]["p (Holm)"] for name in ("dense", "window", "random")] == [f"{p:.3g}" for p in holm(tests)]
+
+
+def test_long_texts_are_compared_with_truncated_ones():
+    settings, metrics = [], []
+    for length, accuracy in ((512, 0.80), (2048, 0.85)):
+        for seed in (1, 2):
+            settings.append({"system": f"dense, {length} tokens", "split": length == 512, "seed": seed})
+            numbers = {"accuracy": accuracy + 0.01 * seed, "ms_per_text": length / 10}
+            metrics.append(numbers | ({"split_accuracy": 0.82, "split_ms_per_text": 99.0} if length == 512 else {}))
+    (table,) = EXPERIMENTS["long_reviews"].summary(finished(settings, metrics))
+    rows = {row["system"]: row for row in table.as_json()["rows"]}
+    assert list(rows) == ["dense, 512 tokens, truncated", "dense, 512 tokens, split", "dense, 2048 tokens"]
+    assert rows["dense, 2048 tokens"]["minus truncated"].startswith("+5.0 [")
+    assert rows["dense, 512 tokens, truncated"]["accuracy"] == "81.5 ± 0.7"
 
 
 def test_parts_of_a_text_are_averaged(checkpoints):
@@ -391,21 +399,18 @@ def test_parts_of_a_text_are_averaged(checkpoints):
     assert classify(model, tokenizer, texts, 8) == first
 
 
-def test_tasks_are_compared_over_seeds(checkpoints, glue_folder, tmp_path):
-    for name in ("stock", "window"):
-        (tmp_path / "cells" / name).mkdir(parents=True)
-        (tmp_path / "cells" / name / "model").symlink_to(checkpoints[name])
-    settings = {"models": str(tmp_path / "cells"), "systems": ["stock", "window"], "data": str(glue_folder)}
-    settings |= {"tasks": ["rte", "stsb"], "seeds": [1, 2], "num_train_epochs": 1.0, "max_length": 32}
-    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
-    summary, cells = run_experiment("minilm_tasks", options, settings)
-    assert len(cells.rows) == 8
-    rows = {(row["task"], row["system"]): row for row in summary.as_json()["rows"]}
-    assert len(rows) == 6 and rows["mean", "window"]["p (Holm)"] and not rows["mean", "stock"].get("p (Holm)")
-    found = read(tmp_path / "results/minilm_tasks_tiny.json")
-    scores = {name: cell["metrics"]["score"] for name, cell in found.items()}
-    differences = [scores[f"rte_window_seed_{seed}"] - scores[f"rte_stock_seed_{seed}"] for seed in (1, 2)]
-    assert rows["rte", "window"]["minus the first"].startswith(f"{50 * sum(differences):+.1f} [")
+def test_tasks_are_compared_over_seeds():
+    scores = {("rte", "dense"): [0.6, 0.62], ("rte", "mask"): [0.58, 0.61]}
+    scores |= {("cola", "dense"): [0.4, 0.44], ("cola", "mask"): [0.43, 0.44]}
+    settings, metrics = [], []
+    for (task, system), values in scores.items():
+        for seed, value in enumerate(values):
+            settings.append({"task": task, "system": system, "seed": seed, "baseline": "dense"})
+            metrics.append({"score": value, "train_examples": 100})
+    (table,) = EXPERIMENTS["minilm_tasks"].summary(finished(settings, metrics))
+    rows = {(row["task"], row["system"]): row for row in table.as_json()["rows"]}
+    assert len(rows) == 6 and rows["mean", "mask"]["score"] == "51.5 ± 1.4"
+    assert rows["rte", "mask"]["minus the first"].startswith("-1.5 [") and rows["rte", "dense"]["p (Holm)"] == ""
 
 
 # What the papers' tables and figures hold.
