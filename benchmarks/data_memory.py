@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from sparsebert.analysis.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
@@ -241,8 +242,8 @@ def tables(results):
 
 def alone(function, *arguments):
     """The result of a function, run in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # which may have children of its own
+        return pool.submit(function, *arguments).result()
 
 
 def main(arguments=None):
@@ -288,6 +289,7 @@ def main(arguments=None):
             size = sum(shard.stat().st_size for shard in (folder / "shards").iterdir())
             pattern, cache = str(folder / "shards/*.txt"), folder / "cache"
             results["stream"] = {"text_bytes": size} | alone(measure_stream, pattern, path, cache, options.batches)
+            keep()
             results["waiting"] = alone(measure_waiting, small, pattern, cache, options.steps)
             keep()
     finally:

@@ -14,7 +14,7 @@ import sys
 
 from sparsebert.analysis.tables import Table
 
-from . import engines, pretrain
+from . import data_memory, engines, pretrain
 from ._report import RESULTS, ROOT
 from .gpu import model as gpu_model
 
@@ -40,6 +40,8 @@ TABLES = {
     "pretrain.speed": lambda: _pretrain("speed", False),
     "pretrain.ratios": lambda: _pretrain("ratios", False),
     "pretrain.memory": lambda: _pretrain("memory", False),
+    "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
+    "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],
     **{
         f"gpu.{kind}": lambda kind=kind: [gpu_model.tables(_read("gpu_model"))[kind]]
