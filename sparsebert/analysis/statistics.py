@@ -1,11 +1,16 @@
 """How runs are compared: mean and deviation over seeds, paired differences with intervals, and their correction."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
+
+
+Key = TypeVar("Key", bound=Hashable)
+# Notes of tables with the results of `compare_seeds`.
+COMPARED = "difference: paired t interval of 95 %, not corrected; p: two-sided, corrected by Holm for this table"
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -128,6 +133,40 @@ def holm(p_values: Sequence[float]) -> list[float]:
     result = np.empty(len(p_values))
     result[order] = corrected
     return result.tolist()
+
+
+def compare_seeds(
+    pairs: Mapping[Key, tuple[Mapping[int, float], Mapping[int, float]]], digits: int
+) -> dict[Key, tuple[str, str]]:
+    """
+    Compare systems over the seeds that they share, as texts for a table.
+
+    Args:
+        pairs (`dict[Key, tuple[dict, dict]]`): Numbers of two systems by seed, for each comparison. Those with fewer
+            than two shared seeds are left out.
+        digits (`int`): Digits after the point.
+
+    Returns:
+        `dict[Key, tuple[str, str]]`: The difference (first minus second) with its interval, see [`paired_difference`],
+        and P corrected for all of these comparisons, see [`holm`].
+    """
+    tests = {}
+    for key, (ours, theirs) in pairs.items():
+        shared = sorted(ours.keys() & theirs.keys())
+        if len(shared) > 1:
+            tests[key] = paired_difference([ours[seed] for seed in shared], [theirs[seed] for seed in shared])
+    corrected = holm([test["p"] for test in tests.values()])
+    return {
+        key: ("{difference:+.{0}f} [{low:+.{0}f}, {high:+.{0}f}]".format(digits, **test), f"{p:.3g}")
+        for (key, test), p in zip(tests.items(), corrected, strict=True)
+    }
+
+
+def mean_text(values: Iterable[float], digits: int) -> str:
+    """Mean and, for two or more values, deviation as text: `"0.951 ± 0.004"`."""
+    summary = summarize(list(values))
+    deviation = f" ± {summary['std']:.{digits}f}" if "std" in summary else ""
+    return f"{summary['mean']:.{digits}f}{deviation}"
 
 
 def _array(values: Sequence[Any]) -> np.ndarray:

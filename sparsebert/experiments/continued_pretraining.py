@@ -5,6 +5,7 @@ head for masked tokens, and the systems that go on from it with the same batches
 
 import importlib.metadata
 import json
+import statistics
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..data.documents import load_documents
@@ -210,24 +211,17 @@ def loss_table(finished: Mapping[str, dict[str, Any]], title: str, baseline: str
         system, seed = cell["settings"]["system"], cell["settings"]["seed"]
         losses.setdefault(system, {})[seed] = cell["metrics"]["mlm_loss"]
         removed.setdefault(system, []).append(cell["metrics"]["sparsity"])
-    tests = {}
-    for system, ours in losses.items():
-        both = sorted(ours.keys() & losses.get(baseline, {}).keys())
-        if system != baseline and len(both) > 1:
-            tests[system] = paired_difference([ours[seed] for seed in both], [losses[baseline][seed] for seed in both])
-    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
+    pairs = {name: (ours, losses.get(baseline, {})) for name, ours in losses.items() if name != baseline}
+    compared = compare_seeds(pairs, 3)
     rows = []
-    for system, ours in sorted(losses.items(), key=lambda item: summarize(list(item[1].values()))["mean"]):
-        mean = summarize(list(ours.values()))
-        row = {"system": system, "removed": f"{summarize(removed[system])['mean']:.1%}"}
-        row["MLM loss"] = f"{mean['mean']:.3f}" + (f" ± {mean['std']:.3f}" if "std" in mean else "")
-        if test := tests.get(system):
-            row[f"minus {baseline}"] = f"{test['difference']:+.3f} [{test['low']:+.3f}, {test['high']:+.3f}]"
-            row["p (Holm)"] = f"{corrected[system]:.3g}"
+    for system, ours in sorted(losses.items(), key=lambda item: statistics.fmean(item[1].values())):
+        row = {"system": system, "removed": f"{statistics.fmean(removed[system]):.1%}"}
+        row["MLM loss"] = mean_text(ours.values(), 3)
+        if system in compared:
+            row[f"minus {baseline}"], row["p (Holm)"] = compared[system]
         rows.append(row | {"seeds": str(len(ours))})
     notes = (
         "MLM loss: on held-out text, through the frozen mask, the search counted in the steps; ±: deviation over "
-        "seeds, which vary the order of the text, the masking, random masks and searches; difference: paired t "
-        "interval of 95 %, not corrected; p: two-sided, corrected by Holm for the comparisons of this table",
+        f"seeds, which vary the order of the text, the masking, random masks and searches; {COMPARED}",
     )
     return Table.of(title, rows, notes)

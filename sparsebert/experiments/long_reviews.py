@@ -5,6 +5,7 @@ through a mask.
 
 import json
 import random
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..data.tasks import glue
@@ -200,7 +201,8 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`: One table, the fastest system first.
     """
-    found: dict[str, dict[int, tuple[float, float]]] = {}
+    accuracy: dict[str, dict[int, float]] = {}
+    times: dict[str, list[float]] = {}
     baseline = ""
     for cell in finished.values():
         settings, metrics = cell["settings"], cell["metrics"]
@@ -209,26 +211,20 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
             baseline = f"{settings['system']}, truncated"
             ways = [(baseline, ""), (f"{settings['system']}, split", "split_")]
         for name, prefix in ways:
-            pair = 100 * metrics[f"{prefix}accuracy"], metrics[f"{prefix}ms_per_text"]
-            found.setdefault(name, {})[settings["seed"]] = pair
-    tests = {}
-    for name, values in found.items():
-        both = sorted(values.keys() & found.get(baseline, {}).keys())
-        if name != baseline and len(both) > 1:
-            tests[name] = paired_difference([values[s][0] for s in both], [found[baseline][s][0] for s in both])
-    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
+            accuracy.setdefault(name, {})[settings["seed"]] = 100 * metrics[f"{prefix}accuracy"]
+            times.setdefault(name, []).append(metrics[f"{prefix}ms_per_text"])
+    pairs = {name: (ours, accuracy.get(baseline, {})) for name, ours in accuracy.items() if name != baseline}
+    compared = compare_seeds(pairs, 1)
     rows = []
-    for name, values in sorted(found.items(), key=lambda item: summarize([ms for _, ms in item[1].values()])["mean"]):
-        accuracy = summarize([value for value, _ in values.values()])
-        row = {"system": name, "ms of CPU per text": f"{summarize([ms for _, ms in values.values()])['mean']:.1f}"}
-        row["accuracy"] = f"{accuracy['mean']:.1f}" + (f" ± {accuracy['std']:.1f}" if "std" in accuracy else "")
-        if test := tests.get(name):
-            row["minus truncated"] = f"{test['difference']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}]"
-            row["p (Holm)"] = f"{corrected[name]:.3g}"
-        rows.append(row | {"seeds": str(len(values))})
+    for name in sorted(accuracy, key=lambda name: statistics.fmean(times[name])):
+        row = {"system": name, "ms of CPU per text": f"{statistics.fmean(times[name]):.1f}"}
+        row["accuracy"] = mean_text(accuracy[name].values(), 1)
+        if name in compared:
+            row["minus truncated"], row["p (Holm)"] = compared[name]
+        rows.append(row | {"seeds": str(len(accuracy[name]))})
     notes = (
         "accuracy in percent; ±: deviation over seeds, which vary the head, the order of the texts and dropout; "
-        "difference: paired t interval of 95 %, not corrected; p: two-sided, corrected by Holm",
+        f"{COMPARED}",
     )
     return [Table.of("Long texts", rows, notes)]
 

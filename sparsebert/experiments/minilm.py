@@ -3,6 +3,7 @@ Masks for a trained sentence encoder: quality against sparsity and measured time
 after the same recovery.
 """
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..attention.choice import measure
 from ..checks import check_choice, check_range
@@ -222,37 +223,29 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
 
 
 def _summary_table(length, sparsity, masks):
-    compared = {}
-    ours = masks.get("dam_s", {})
-    for name, theirs in masks.items():
-        seeds = sorted(ours.keys() & theirs.keys())
-        if name != "dam_s" and len(seeds) > 1:
-            compared[name] = paired_difference(*([each[seed]["cosine"] for seed in seeds] for each in (ours, theirs)))
-    corrected = dict(zip(compared, holm([test["p"] for test in compared.values()]), strict=True))
+    cosines = {name: {seed: metrics["cosine"] for seed, metrics in by_seed.items()} for name, by_seed in masks.items()}
+    pairs = {name: (cosines.get("dam_s", {}), theirs) for name, theirs in cosines.items() if name != "dam_s"}
+    compared = compare_seeds(pairs, 4)
     rows = []
-    for name, cells_of_mask in sorted(masks.items(), key=lambda item: -_mean(item[1], "cosine")):
-        row = {"mask": name, "removed": f"{_mean(cells_of_mask, 'removed'):.1%}"}
-        for metric, heading in (("cosine_before", "cosine before recovery"), ("cosine", "cosine after")):
-            values = summarize([metrics[metric] for metrics in cells_of_mask.values()])
-            row[heading] = f"{values['mean']:.4f}" + (f" ± {values['std']:.4f}" if "std" in values else "")
-        if test := compared.get(name):
-            row["dam_s minus this"] = f"{test['difference']:+.4f} [{test['low']:+.4f}, {test['high']:+.4f}]"
-            row["p (Holm)"] = f"{corrected[name]:.3g}"
-        if all("spearman" in metrics for metrics in cells_of_mask.values()):
-            row["STS-B Spearman"] = f"{100 * _mean(cells_of_mask, 'spearman'):.1f}"
-        row["inference, dense / masked"] = f"{_mean(cells_of_mask, 'speed_up'):.2f}"
-        row["seeds"] = str(len(cells_of_mask))
-        rows.append(row)
+    for name, by_seed in sorted(masks.items(), key=lambda item: -_mean(item[1], "cosine")):
+        row = {"mask": name, "removed": f"{_mean(by_seed, 'removed'):.1%}"}
+        row["cosine before recovery"] = mean_text((metrics["cosine_before"] for metrics in by_seed.values()), 4)
+        row["cosine after"] = mean_text(cosines[name].values(), 4)
+        if name in compared:
+            row["dam_s minus this"], row["p (Holm)"] = compared[name]
+        if all("spearman" in metrics for metrics in by_seed.values()):
+            row["STS-B Spearman"] = f"{100 * _mean(by_seed, 'spearman'):.1f}"
+        row["inference, dense / masked"] = f"{_mean(by_seed, 'speed_up'):.2f}"
+        rows.append(row | {"seeds": str(len(by_seed))})
     notes = (
         "cosine: of the mean last hidden states with the dense model's, held-out rows; ±: deviation over seeds, which "
-        "vary the order of the text and random masks; difference: paired t interval of 95 %, not corrected; p: "
-        "two-sided, corrected by Holm for the comparisons of this table",
+        f"vary the order of the text and random masks; {COMPARED}",
     )
     return Table.of(f"{length} tokens, {sparsity:.0%} to remove", rows, notes)
 
 
-def _mean(cells_of_mask, metric):
-    return summarize([metrics[metric] for metrics in cells_of_mask.values()])["mean"]
+def _mean(by_seed, metric):
+    return statistics.fmean(metrics[metric] for metrics in by_seed.values())
 
 
 EXPERIMENT = Experiment(

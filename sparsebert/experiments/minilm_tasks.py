@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..analysis.statistics import holm, paired_difference, summarize
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range, nearest
 from ..data.tasks import TASKS
@@ -125,28 +125,24 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
                 seed: statistics.fmean(by_system[system][seed] for by_system in scores.values()) for seed in seeds
             }
         scores = scores | {"mean": means}
-    tests = {}
-    for task, by_system in scores.items():
-        for system, values in by_system.items():
-            both = sorted(values.keys() & by_system.get(baseline, {}).keys())
-            if system != baseline and len(both) > 1:
-                theirs = by_system[baseline]
-                tests[task, system] = paired_difference([values[s] for s in both], [theirs[s] for s in both])
-    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
+    pairs = {
+        (task, system): (values, by_system.get(baseline, {}))
+        for task, by_system in scores.items()
+        for system, values in by_system.items()
+        if system != baseline
+    }
+    compared = compare_seeds(pairs, 1)
     rows = []
     for task, by_system in scores.items():
         for system, values in by_system.items():
-            mean = summarize(list(values.values()))
             row = {"task": task, "system": system, "training examples": str(examples.get(task, ""))}
-            row["score"] = f"{mean['mean']:.1f}" + (f" ± {mean['std']:.1f}" if "std" in mean else "")
-            if test := tests.get((task, system)):
-                row["minus the first"] = f"{test['difference']:+.1f} [{test['low']:+.1f}, {test['high']:+.1f}]"
-                row["p (Holm)"] = f"{corrected[task, system]:.3g}"
+            row["score"] = mean_text(values.values(), 1)
+            if (task, system) in compared:
+                row["minus the first"], row["p (Holm)"] = compared[task, system]
             rows.append(row | {"seeds": str(len(values))})
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
-        "the head, the order of the examples and dropout; difference: paired t interval of 95 %, not corrected; p: "
-        "two-sided, corrected by Holm for the comparisons of this table",
+        f"the head, the order of the examples and dropout; {COMPARED}",
     )
     return [Table.of("GLUE through the masks", rows, notes)]
 
