@@ -24,7 +24,8 @@ from sparsebert.training.matching import (
     start_from_attention,
 )
 from sparsebert.training.objectives import hidden_states, squared_errors
-from sparsebert.training.post_hoc import FIELDS, PostHocArguments, agreement_table, search_post_hoc
+from sparsebert.training.post_hoc import agreement_table, search_post_hoc
+from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments
 
 
 LENGTH, HEADS = 16, 4
@@ -189,6 +190,7 @@ def test_run(model_folder, text, tmp_path):
     metrics = search(model_folder, text, tmp_path / "out", recover=2, search="dam_b", block_size=16)
     assert metrics == json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
+    assert metrics["inference_seconds"].keys() == {"dense", "masked"}
     names = ["dense", "learned", "dense model's attention", "strided", "random", "window", "learned, recovered"]
     assert set(names) <= set(metrics["agreement"]) == set(metrics["sparsity"])
     assert metrics["agreement"]["dense"]["cosine"] == pytest.approx(1, abs=1e-5)

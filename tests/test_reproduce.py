@@ -291,7 +291,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
         (reviews / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
     # These start from a model that has its words already.
-    for name in ("minilm", "sparsebert_table1", "sparsebert_table3", "sparsebert_figure7"):
+    for name in ("minilm", "minilm_settings", "sparsebert_table1", "sparsebert_table3", "sparsebert_figure7"):
         own[name] = {"text": words, "validation": words}
     return lambda name: known_fields(name, values | own.get(name, {}))
 
@@ -365,6 +365,22 @@ def test_masks_of_a_trained_model_are_compared_over_seeds():
     assert rows["window"]["dam_s minus this"] == text and rows["dense"]["removed"] == "0.0%"
     tests = [paired_difference(cosines["dam_s"], values)["p"] for values in ([0.999] * 3, *list(cosines.values())[1:])]
     assert [rows[name]["p (Holm)"] for name in ("dense", "window", "random")] == [f"{p:.3g}" for p in holm(tests)]
+
+
+def test_settings_are_compared_with_the_unchanged_ones():
+    after = {"unchanged": [0.94, 0.95, 0.945], "dam_u": [0.95, 0.955, 0.957]}
+    settings, metrics = [], []
+    for change, values in after.items():
+        for seed, cosine in enumerate(values):
+            settings.append({"length": 128, "sparsity": 0.9, "seed": seed, "change": change})
+            numbers = {"removed": 0.9, "cosine_before": cosine - 0.1, "cosine": cosine}
+            metrics.append(numbers | {"search_seconds": 20.0, "recover_seconds": 60.0})
+    (table,) = EXPERIMENTS["minilm_settings"].summary(finished(settings, metrics))
+    rows = {row["change"]: row for row in table.as_json()["rows"]}
+    test = paired_difference(after["dam_u"], after["unchanged"])
+    assert rows["dam_u"]["cosine after: p (Holm)"] == f"{test['p']:.3g}"
+    assert rows["unchanged"]["cosine after: minus unchanged"] == ""
+    assert rows["dam_u"]["cosine after"] == "0.9540 ± 0.0036"
 
 
 def test_long_texts_are_compared_with_truncated_ones():

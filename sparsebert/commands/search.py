@@ -12,7 +12,8 @@ import dataclasses
 
 from ..models.attaching import allowed_fields
 from ..search.searches import SEARCHES
-from ..training.post_hoc import SECTIONS, agreement_table, search_post_hoc
+from ..training.post_hoc import agreement_table, search_post_hoc
+from ..training.post_hoc_arguments import SECTIONS
 from ._command import Command, Printing, Results, needed
 
 
@@ -42,4 +43,7 @@ def run(values):
     if outcome := metrics["search_outcome"]:
         found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"
         lines.insert(0, f"{found}; the search took {metrics['seconds']['search']:.0f} s")
+    if seconds := metrics["inference_seconds"]:
+        times = f"{1000 * seconds['dense']:.0f} ms dense, {1000 * seconds['masked']:.0f} ms through the mask"
+        lines.append(f"inference of a batch: {times}, {seconds['dense'] / seconds['masked']:.2f} times as fast")
     return Results(metrics, [agreement_table(metrics)], lines)

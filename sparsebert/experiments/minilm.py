@@ -5,16 +5,14 @@ after the same recovery.
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModel, AutoTokenizer
 
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
-from ..attention.choice import measure
 from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.tasks import glue
@@ -32,8 +30,6 @@ from .experiment import Experiment
 
 # The mask that is learned, and the one that keeps what the dense model attends to most.
 LEARNED_MASKS = ("dam_s", "dam_u", "dam_b", "attention")
-# Tokens of the batch whose inference is timed, and rounds.
-TIMED_TOKENS, ROUNDS = 4096, 5
 
 
 @dataclass
@@ -57,8 +53,9 @@ class MiniLMStudy:
         batch_tokens (`int`): Tokens per step.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        learning_rate, recover_learning_rate, objective, recover_objective, sparsity_scope: See [`PostHocArguments`]
-            and [`SparseBertConfig`].
+        timed (`bool`): Time the inference.
+        learning_rate, recover_learning_rate, objective, recover_objective, recover_from, share_layers, sparsity_scope:
+            See [`PostHocArguments`] and [`SparseBertConfig`].
     """
 
     model: str = PACKAGE
@@ -76,19 +73,23 @@ class MiniLMStudy:
     batch_tokens: int = 2048
     max_tokens: int = 2_000_000
     max_validation_tokens: int = 32_768
+    timed: bool = True
     learning_rate: float = 0.05
     recover_learning_rate: float = 1e-4
     objective: str = "layers"
     recover_objective: str = "pooled"
+    recover_from: float | None = None
+    share_layers: bool = False
     sparsity_scope: str = "head"
+
+
+# Fields with a value per cell; a cell has the other ones as they are.
+AXES = ("masks", "lengths", "sparsities", "seeds")
 
 
 def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = ["text", "validation", "stsb", "steps", "recover", "batch_tokens", "max_tokens", "max_validation_tokens"]
-    names += ["learning_rate", "recover_learning_rate", "objective", "recover_objective", "sparsity_scope"]
-    common = {name: getattr(settings, name) for name in names}
-    common["model"] = settings.model
+    common = {entry.name: getattr(settings, entry.name) for entry in fields(MiniLMStudy) if entry.name not in AXES}
     result = {}
     for seed in settings.seeds:
         for length in settings.lengths:
@@ -141,13 +142,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"], "shortest": None}
-    data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective")}
+    data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective", "timed")}
     model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
     if learned:
         data |= {"steps": 0 if cell["mask"] == "attention" else cell["steps"], "objective": cell["objective"]}
         data |= {"learning_rate": cell["learning_rate"]}
         model |= {"search": "dam_s" if cell["mask"] == "attention" else cell["mask"]}
-        model |= {"sparsity_scope": cell["sparsity_scope"]}
+        data |= {"recover_from": cell["recover_from"]}
+        model |= {name: cell[name] for name in ("share_layers", "sparsity_scope")}
     else:
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})
@@ -163,11 +165,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     if learned:
         metrics["search_seconds"] = found["seconds"]["search"]
-    dense, masked = AutoModel.from_pretrained(source).eval(), load(folder / "model", AutoModel).eval()
     if cell["stsb"] is not None:
+        masked = load(folder / "model", AutoModel).eval()
         pairs = glue.load("stsb", cell["stsb"], ["validation"])["validation"]
         metrics["spearman"] = similarity(masked, AutoTokenizer.from_pretrained(source), pairs)[0]["spearman"]
-    return metrics | _times(dense, masked, cell["length"])
+    if seconds := found["inference_seconds"]:
+        metrics |= {"dense_inference": seconds["dense"], "inference": seconds["masked"]}
+        metrics["speed_up"] = seconds["dense"] / seconds["masked"]
+    return metrics
 
 
 def _long_enough(cell, folder):
@@ -182,19 +187,6 @@ def _long_enough(cell, folder):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
-
-
-def _times(dense, masked, length):
-    """Seconds of inference on one batch, dense and masked in turns."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, dense.config.vocab_size, (max(1, TIMED_TOKENS // length), length), generator=generator)
-    with torch.no_grad():
-        seconds = measure(
-            {"dense": lambda: dense(input_ids=ids), "masked": lambda: masked(input_ids=ids)}, "cpu", ROUNDS
-        )
-    return {"dense_inference": seconds["dense"], "inference": seconds["masked"]} | {
-        "speed_up": seconds["dense"] / seconds["masked"]
-    }
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -266,6 +258,6 @@ EXPERIMENT = Experiment(
         "recover_seconds": ("recovery, s", "{:.0f}"),
     },
     plot=("speed_up", "cosine", "mask"),
-    notes=("inference: float32, 4096 tokens per batch, dense and masked in turns, medians of 5",),
+    notes=("inference: float32, 4096 tokens per batch, dense (stock attention) and masked in turns, medians of 5",),
     summary=summary,
 )

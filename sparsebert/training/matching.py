@@ -17,6 +17,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
+from ..attention.choice import measure
 from ..checks import check_choice
 from ..masks.patterns import build_pattern
 from ..models.architectures import attention_modules, describe
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from ..masks.sparse_mask import SparseMask
     from ..models.sparse_attention import SparseAttention
 
+# Tokens of the batch whose inference is timed, and rounds.
+_TIMED_TOKENS, _ROUNDS = 4096, 5
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
 
@@ -323,3 +326,21 @@ def agreement(
         if collator is not None:
             report[name]["mlm_loss"] = torch.cat(losses[name]).mean().item()
     return report
+
+
+def inference_seconds(models: "Mapping[str, PreTrainedModel]", rows: torch.Tensor) -> dict[str, float]:
+    """
+    Time the base models of several models on the same text, in turns.
+
+    Args:
+        models (`Mapping[str, PreTrainedModel]`): Models by name, all on one device.
+        rows (`torch.Tensor` of shape `(N, n)`): Token ids, of which up to 4096 make a batch.
+
+    Returns:
+        `dict[str, float]`: Median seconds of a forward pass, by name.
+    """
+    ids = rows[: max(1, _TIMED_TOKENS // rows.shape[1])]
+    encoders = {name: model.base_model.eval() for name, model in models.items()}
+    with torch.no_grad():
+        functions = {name: lambda encoder=encoder: encoder(input_ids=ids) for name, encoder in encoders.items()}
+        return measure(functions, ids.device.type, _ROUNDS)

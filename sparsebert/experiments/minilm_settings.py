@@ -1,0 +1,125 @@
+"""
+Settings of the search and the recovery of a trained sentence encoder: each is changed alone, and compared with what
+the settings of `minilm` give.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
+from ..analysis.tables import Table
+from ..checks import nearest
+from . import minilm
+from .experiment import Experiment
+from .minilm import MiniLMStudy
+
+
+UNCHANGED = "unchanged"
+# Name of a change to the settings of a cell.
+CHANGES: dict[str, dict[str, Any]] = {
+    UNCHANGED: {},
+    "steps_20": {"steps": 20},
+    "steps_200": {"steps": 200},
+    "rate_0.02": {"learning_rate": 0.02},
+    "rate_0.15": {"learning_rate": 0.15},
+    "objective_last": {"objective": "last"},
+    "objective_pooled": {"objective": "pooled"},
+    "objective_attention": {"objective": "attention"},
+    "objective_relations": {"objective": "relations"},
+    "one_budget": {"sparsity_scope": "global"},
+    "shared_by_layers": {"share_layers": True},
+    "dam_u": {"mask": "dam_u"},
+    "dam_b": {"mask": "dam_b"},
+    "recover_layers": {"recover_objective": "layers"},
+    "recover_last": {"recover_objective": "last"},
+    "recover_attention": {"recover_objective": "attention"},
+    "recover_relations": {"recover_objective": "relations"},
+    "recover_from_0.5": {"recover_from": 0.5},
+    "recover_rate_3e-5": {"recover_learning_rate": 3e-5},
+    "recover_rate_3e-4": {"recover_learning_rate": 3e-4},
+    "recover_rate_1e-3": {"recover_learning_rate": 1e-3},
+    "recover_600": {"recover": 600},
+}
+
+
+@dataclass
+class MiniLMSettings(MiniLMStudy):
+    """
+    Settings that are changed one at a time, from those of [`MiniLMStudy`] with one mask.
+
+    Args:
+        changes (`list[str]`): Keys of `CHANGES`.
+    """
+
+    masks: list[str] = field(default_factory=lambda: ["dam_s"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    recover: int = 150
+    timed: bool = False
+    changes: list[str] = field(default_factory=lambda: list(CHANGES))
+
+
+def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    for name in settings.changes:
+        if name not in CHANGES:
+            raise nearest("changes", name, list(CHANGES))
+    result = {}
+    for name, cell in minilm.cells(settings).items():
+        for change in settings.changes:
+            result[f"{name}_{change}"] = cell | CHANGES[change] | {"change": change}
+    return result
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Means over seeds by length, sparsity and change, and the paired difference to the unchanged settings.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table per length and sparsity.
+    """
+    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
+    for cell in finished.values():
+        settings = cell["settings"]
+        changes = groups.setdefault((settings["length"], settings["sparsity"]), {})
+        changes.setdefault(settings["change"], {})[settings["seed"]] = cell["metrics"]
+    return [_summary_table(*group, changes) for group, changes in sorted(groups.items())]
+
+
+def _summary_table(length, sparsity, changes):
+    columns = {
+        name: {change: {seed: m[name] for seed, m in by_seed.items()} for change, by_seed in changes.items()}
+        for name in ("cosine_before", "cosine")
+    }
+    compared = {}
+    for name, values in columns.items():
+        unchanged = values.get(UNCHANGED, {})
+        compared[name] = compare_seeds({key: (v, unchanged) for key, v in values.items() if key != UNCHANGED}, 4)
+    rows = []
+    for change in sorted(changes, key=list(CHANGES).index):
+        row = {"change": change, "removed": f"{next(iter(changes[change].values()))['removed']:.1%}"}
+        for name, heading in (("cosine_before", "cosine before recovery"), ("cosine", "cosine after")):
+            row[heading] = mean_text(columns[name][change].values(), 4)
+            difference, p = compared[name].get(change, ("", ""))
+            row |= {f"{heading}: minus unchanged": difference, f"{heading}: p (Holm)": p}
+        for name, heading in (("search_seconds", "search, s"), ("recover_seconds", "recovery, s")):
+            row[heading] = mean_text((metrics[name] for metrics in changes[change].values()), 0)
+        rows.append(row | {"seeds": str(len(changes[change]))})
+    notes = (f"cosine and seeds: see the experiment minilm; {COMPARED}",)
+    return Table.of(f"{length} tokens, {sparsity:.0%} to remove: one setting changed at a time", rows, notes)
+
+
+EXPERIMENT = Experiment(
+    title="Settings for the mask of a trained MiniLM",
+    arguments=MiniLMSettings,
+    scales=minilm.EXPERIMENT.scales,
+    cells=cells,
+    check=minilm.check,
+    run=minilm.run,
+    columns={name: column for name, column in minilm.EXPERIMENT.columns.items() if name != "speed_up"},
+    plot=("recover_seconds", "cosine", "change"),
+    summary=summary,
+)

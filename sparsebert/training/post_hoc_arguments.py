@@ -1,0 +1,197 @@
+"""The arguments of a post-hoc search, and what is checked of them before weights and text are read."""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checks import check_choice, check_range
+from ..files import check_output_dir
+from ..hub import HubArguments, read_config
+from ..masks.matched import VARIED, matched_pattern
+from ..masks.patterns import PATTERNS, build_pattern
+from ..models.architectures import attention_modules, check_architecture, num_positions
+from ..models.attaching import MASK_FIELDS, allowed_fields, attach
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.loading import carries_mask, model_class_of
+from ..search.searches import SEARCHES
+from .objectives import OBJECTIVES
+from .run_checks import check_source, read_given_mask
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ..masks.sparse_mask import SparseMask
+
+# Defaults of SparseBertConfig that differ after training: the search uses P itself instead of samples of it, ever
+# steeper, and adds log P to the scores, whose gradient still reaches entries that are nearly removed.
+FIELDS: dict[str, Any] = {
+    "search": "dam_s",
+    "share_layers": False,
+    "special_tokens": "first_last",
+    "symmetric": False,
+    "mask_form": "log",
+    "hard": False,
+    "noise_scale": 0.0,
+    "temperature": 1.0,
+    "temperature_end": 0.05,
+    "mask_logit_scale": 1.0,
+}
+
+
+@dataclass
+class PostHocArguments(HubArguments):
+    """
+    Section `data` of a post-hoc search; `revision` and `subfolder` are those of `model`. Section `model` describes
+    the mask: `target_sparsity` (required), `search`, `share_layers`, `block_size`, ...
+
+    Args:
+        model (`str`): Folder or Hub id of a text encoder without a mask.
+        data (`str` or `list`): Unlabelled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
+        output_dir (`str`): Output folder.
+        mask (`str`, *optional*): Instead of a search: a mask to recover through, as a folder or Hub id, or the name of
+            a pattern, which gets the parameters that come nearest to `target_sparsity`. `"dense"` trains without one.
+        max_length (`int`): Tokens per row of text, and length of the mask.
+        max_tokens (`int`): Maximum number of tokens of text to read.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        steps (`int`): Steps of the search; with 0 the mask keeps what the dense model attends to most.
+        batch_size (`int`): Rows of text per step.
+        learning_rate (`float`): Learning rate of the mask logits.
+        shortest (`int`, *optional*): Cut every other batch to a random length from here to `max_length`, for a mask
+            that also serves short inputs; `null` to keep all batches whole.
+        train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
+        recover (`int`): Steps of training the weights through the frozen mask, after the search.
+        recover_learning_rate (`float`): Learning rate of these steps.
+        objective (`str`): What the search compares of the masked and the dense model, a key of `OBJECTIVES`.
+        recover_objective (`str`): What the recovery compares.
+        recover_from (`float`, *optional*): Sparsity at which the recovery begins; the mask then becomes sparser in
+            its first half. By default it has its final sparsity all along.
+        patterns (`bool`): Compare with random and manual masks.
+        timed (`bool`): Time the inference, with the mask and without.
+        seed (`int`): Random seed.
+        overwrite (`bool`): Replace what is in the output folder, once the search is finished.
+    """
+
+    model: str | None = None
+    data: str | list | None = None
+    validation: str | list | None = None
+    output_dir: str | None = None
+    mask: str | None = None
+    max_length: int = 128
+    max_tokens: int = 1_000_000
+    max_validation_tokens: int = 8192
+    steps: int = 60
+    batch_size: int = 8
+    learning_rate: float = 0.05
+    shortest: int | None = 8
+    train: str | None = None
+    recover: int = 0
+    recover_learning_rate: float = 1e-4
+    objective: str = "layers"
+    recover_objective: str = "pooled"
+    recover_from: float | None = None
+    patterns: bool = True
+    timed: bool = True
+    seed: int = 0
+    overwrite: bool = False
+
+
+SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
+
+
+def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTrainedConfig") -> "SparseMask | None":
+    """The mask to recover through, if there is one: that of a folder, or a pattern of the target sparsity."""
+    if options.mask is None:
+        return None
+    sizes = options.max_length, config.num_attention_heads, config.num_hidden_layers
+    if options.mask in VARIED:
+        return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
+    if options.mask in PATTERNS:
+        return build_pattern(options.mask, *sizes)
+    return read_given_mask(options.mask)
+
+
+def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
+    """
+    Check everything that can be checked before weights and text are read.
+
+    Args:
+        options ([`PostHocArguments`]): Section `data` of the recipe.
+        given (`dict`): Section `model` of the recipe.
+
+    Returns:
+        `tuple`: The model's configuration, and the fields of the search.
+    Raises:
+        ValueError: If a field is missing, wrong or has no effect here, or the model cannot be searched.
+        OSError: If the model does not exist, or the output folder is not empty.
+    """
+    fields = given if options.mask else FIELDS | given
+    if options.mask is None:
+        check_choice("search", fields["search"], tuple(SEARCHES))
+    for name in ("model", "data", "output_dir"):
+        if getattr(options, name) is None:
+            raise ValueError(f"--{name} is needed")
+    check_output_dir(str(options.output_dir), options.overwrite)
+    if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
+        raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
+    allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
+    if refused := sorted(fields.keys() - {*allowed, "target_sparsity"}):
+        why = "the mask is given" if options.mask else "the model keeps its own configuration"
+        raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
+    if options.mask and not options.recover:
+        raise ValueError("recover must be at least 1 with mask, which is not searched, got 0")
+    if options.mask not in (None, *PATTERNS):
+        check_source("mask", options.mask)
+    check_choice("train", options.train, (None, "norms"))
+    for name in ("objective", "recover_objective"):
+        check_choice(name, getattr(options, name), tuple(OBJECTIVES))
+    if options.recover_from is not None and options.mask:
+        raise ValueError("recover_from has no meaning with mask, of which there are no sparser and denser ones")
+    if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
+        raise ValueError(
+            f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "
+            f"{options.recover_from!r}"
+        )
+    for name in ("learning_rate", "recover_learning_rate"):
+        check_range(name, getattr(options, name), 0, 1e6, (int, float))
+    check_range("seed", options.seed, 0, 2**32 - 1)
+    for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
+        check_range(name, getattr(options, name), least)
+    if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
+        raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    for name in ("max_tokens", "max_validation_tokens"):
+        check_range(name, getattr(options, name), options.max_length)
+    hub_arguments = options.hub_arguments(options.model)
+    check_source("model", options.model, **hub_arguments)
+    config = read_config(str(options.model), **hub_arguments)
+    check_architecture(config.model_type)
+    if config.model_type == "vit":
+        raise ValueError(f"{options.model} reads images: this search is for text encoders")
+    if carries_mask(str(options.model), **hub_arguments):
+        raise ValueError(f"{options.model} already has a mask: the search starts from a dense model")
+    if options.max_length > (positions := num_positions(config)):
+        raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
+    # Rejects wrong fields, such as a target out of reach, without loading weights.
+    with torch.device("meta"):
+        model = model_class_of(config)(copy.deepcopy(config))
+    for name in ("objective", "recover_objective"):
+        if reason := OBJECTIVES[getattr(options, name)].refuse(model):
+            raise ValueError(f"{name} {getattr(options, name)!r} has no meaning here: {reason}")
+    if len(attention_modules(model)) < config.num_hidden_layers:
+        fields = {**fields, "share_layers": True} | given  # the same weights in every layer
+    attach_mask(model, options, fields, given_mask(options, fields, config))
+    return config, fields
+
+
+def attach_mask(
+    model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any], given: "SparseMask | None"
+) -> "PreTrainedModel":
+    """Attach the search of a checked recipe to a model, or the given mask."""
+    if given is not None:
+        others = {name: value for name, value in fields.items() if name in MASK_FIELDS}
+        return attach(model, given, **others)
+    others = {name: value for name, value in fields.items() if name != "search"}
+    return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)
