@@ -14,7 +14,7 @@ import sys
 
 from sparsebert.analysis.tables import Table
 
-from . import data_memory, engines, pretrain
+from . import cramming, data_memory, engines, padding, pretrain
 from ._report import RESULTS, ROOT
 from .gpu import model as gpu_model
 
@@ -22,24 +22,26 @@ from .gpu import model as gpu_model
 BLOCK = re.compile(r"(<!-- measured (?P<name>[\w.:-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
-def _read(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def _read(name, folder=RESULTS):
+    return json.loads((folder / f"{name}.json").read_text())
 
 
-def _pretrain(kind, options):
-    """The tables of the rows whose systems have options, as in "dense+bf16", or of those that have none."""
-    groups = [
-        group for group in pretrain.groups(_read("pretrain_cpu")["cells"]).values()
-        if any("+" in name for name in group[0]["systems"]) == options
-    ]  # fmt: skip
-    return [pretrain.tables(group)[kind] for group in groups]
+def _pretrain(kind):
+    """The tables of the systems, or of their options, as in "dense+bf16"."""
+    groups = pretrain.groups(_read("pretrain_cpu")["cells"])
+    make = pretrain.option_tables if kind.startswith("options") else pretrain.tables
+    return [make(group)[kind] for (of_options, *_), group in groups.items() if of_options == (make != pretrain.tables)]
 
 
 # Functions that return a list of [`Table`].
 TABLES = {
-    "pretrain.speed": lambda: _pretrain("speed", False),
-    "pretrain.ratios": lambda: _pretrain("ratios", False),
-    "pretrain.memory": lambda: _pretrain("memory", False),
+    **{
+        f"pretrain.{kind}": lambda kind=kind: _pretrain(kind)
+        for kind in ("speed", "ratios", "memory", "options.ratios", "options.memory")
+    },
+    "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
+    "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
+    "cramming": lambda: [cramming.table(_read("cramming", ROOT / "results"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],

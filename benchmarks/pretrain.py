@@ -12,7 +12,16 @@ already are not measured again.
 import json
 
 from ._measure import WrongResult, interleaved, speed_up, summary
-from ._report import argument_parser, hardware, hardware_line, make_table, milliseconds, prepare, write_json
+from ._report import (
+    argument_parser,
+    hardware,
+    hardware_line,
+    make_table,
+    milliseconds,
+    prepare,
+    ratio_text,
+    write_json,
+)
 from ._training_steps import OPTIONS, SEARCHES, SIZES, SYSTEMS, Worker
 
 
@@ -90,20 +99,21 @@ def missed(cells):
 
 
 def tables(cells):
-    """Speed, ratios, times and memory of rows with the same systems."""
+    """Speed, ratios, times and memory of the rows of a group."""
     cells = sorted(cells, key=lambda cell: (list(SIZES).index(cell["size"]), cell["n"]))
-    head = ("model", "n", "batch")
+    head, keys = ("model", "n", "batch"), ("size", "n", "batch")
 
     def rows(text):
-        return [[cell["size"], cell["n"], cell["batch"], *(text(cell, name) for name in names)] for cell in cells]
+        return [
+            [*(cell[key] for key in keys), *(text(cell, name) if name in cell["results"] else "" for name in names)]
+            for cell in cells
+        ]
 
     def ratio(cell, name):
-        base = name.partition("+")[0]
-        other = base if base != name else "stock" if name == "dense" else "dense"
-        entry = cell["speed_up"].get(other, {}).get(name)
-        return "" if entry is None else f"{entry['ratio']:.2f} [{entry['low']:.2f}, {entry['high']:.2f}]"
+        entry = cell["speed_up"].get("stock" if name == "dense" else "dense", {}).get(name)
+        return "" if entry is None else ratio_text(entry)
 
-    names = cells[0]["systems"]
+    names = [name for name in SYSTEMS if any(name in cell["results"] for cell in cells)]
     step = f"{cells[0]['dtype']}, dropout {cells[0]['dropout']}"
     return {
         "speed": make_table(
@@ -111,7 +121,7 @@ def tables(cells):
             rows(lambda cell, name: f"{cell['results'][name]['tokens_per_second']:,.0f}"),
         ),
         "ratios": make_table(
-            "Speed-up of medians [95 % interval]: dense to stock, others to dense, options to the system without",
+            "Speed-up of medians [95 % interval]: dense to stock, others to dense",
             (*head, *names[1:]), [row[:3] + row[4:] for row in rows(ratio)],
         ),
         "times": make_table(
@@ -124,12 +134,50 @@ def tables(cells):
     }  # fmt: skip
 
 
+def option_tables(cells):
+    """What each option does to the speed and the memory of a system, for the rows of a group."""
+    cells = sorted(cells, key=lambda cell: (list(SIZES).index(cell["size"]), cell["n"]))
+    ratios, memory = [], []
+    for cell in cells:
+        for base in ("dense", "frozen"):
+            for rows, text in ((ratios, _option_ratio), (memory, _option_memory)):
+                if base in cell["results"]:
+                    rows.append([cell["size"], cell["n"], base, *(text(cell, base, name) for name in OPTIONS)])
+    head = ("model", "n", "system", *OPTIONS)
+    return {
+        "options.ratios": make_table("Speed-up by an option [95 % interval]", head, ratios),
+        "options.memory": make_table("Peak memory with an option, of that without", head, memory),
+    }
+
+
+def _option_ratio(cell, base, option):
+    entry = cell["speed_up"].get(base, {}).get(f"{base}+{option}")
+    return "" if entry is None else ratio_text(entry)
+
+
+def _option_memory(cell, base, option):
+    entry = cell["results"].get(f"{base}+{option}")
+    return "" if entry is None else f"{entry['peak_bytes'] / cell['results'][base]['peak_bytes']:.2f}"
+
+
 def groups(cells):
-    """Rows by what makes a table: systems, dtype and dropout."""
+    """
+    Rows by what makes a table: whether systems have options, dtype and dropout. Parts of a row that were measured one
+    after the other, each with its own systems, become one: their ratios are of one part each, and what is in several
+    parts counts as in the first.
+    """
     found = {}
     for cell in cells:
-        found.setdefault((tuple(cell["systems"]), cell["dtype"], cell["dropout"]), []).append(cell)
-    return found
+        options = any("+" in name for name in cell["systems"])
+        rows = found.setdefault((options, cell["dtype"], cell["dropout"]), {})
+        place = tuple(cell[name] for name in ("size", "n", "batch", "threads"))
+        before = rows.get(place, {"results": {}, "speed_up": {}})
+        ratios = {
+            other: cell["speed_up"].get(other, {}) | before["speed_up"].get(other, {})
+            for other in cell["speed_up"] | before["speed_up"]
+        }
+        rows[place] = cell | {"results": cell["results"] | before["results"], "speed_up": ratios}
+    return {key: list(rows.values()) for key, rows in found.items()}
 
 
 def command_line():
@@ -162,8 +210,8 @@ def run(arguments=None):
                 write_json(options, cells, seed=options.seed)
                 print(f"{size}, {length} tokens: done", flush=True)
     print(f"\n{hardware_line(hardware())}")
-    for group in groups(cells).values():
-        for table in tables(group).values():
+    for (of_options, *_), group in groups(cells).items():
+        for table in (option_tables(group) if of_options else tables(group)).values():
             print(f"\n{table.markdown()}", end="")
     for goal in missed(cells):
         print(f"\nmissed: {goal}", end="")
