@@ -186,6 +186,46 @@ def test_pretraining_steps_are_timed_once(tmp_path, capsys):
     assert "Peak memory" in capsys.readouterr().out
 
 
+def pretraining_cell(n, rates, ratios, **fields):
+    """A row of `benchmarks.pretrain`: tokens per second by system, and ratios by the system that is compared with."""
+    results = {
+        name: {"tokens_per_second": rate, "median_ms": 1.0, "q25_ms": 1.0, "q75_ms": 1.0, "peak_bytes": rate * 2**20}
+        for name, rate in rates.items()
+    }
+    entries = {
+        other: {name: {"ratio": r, "low": r - 0.1, "high": r + 0.1} for name, r in found.items()}
+        for other, found in ratios.items()
+    }
+    own = {"size": "base", "n": n, "batch": 4, "dtype": "float32", "dropout": 0.1, "threads": 2}
+    return own | {"systems": list(rates), "results": results, "speed_up": entries} | fields
+
+
+def test_rows_that_were_measured_in_parts_are_one_row():
+    cells = [
+        pretraining_cell(512, {"stock": 100, "dense": 200}, {"stock": {"dense": 2.0}, "dense": {"stock": 0.5}}),
+        pretraining_cell(512, {"dense": 210, "dam_s": 220}, {"dense": {"dam_s": 1.1}}),
+        pretraining_cell(128, {"stock": 110, "dense": 300}, {"stock": {"dense": 3.0}}),
+        pretraining_cell(512, {"dense": 200, "dense+bf16": 100}, {"dense": {"dense+bf16": 0.5}}),
+    ]
+    plain, options = pretrain.groups(cells).items()
+    tables = pretrain.tables(plain[1])
+    assert tables["speed"].columns == ["model", "n", "batch", "stock", "dense", "dam_s"]
+    assert tables["speed"].rows == [
+        ["base", "128", "4", "110", "300", ""],
+        ["base", "512", "4", "100", "200", "220"],
+    ]
+    assert [row[3:] for row in tables["ratios"].rows] == [
+        ["3.00 [2.90, 3.10]", ""],
+        ["2.00 [1.90, 2.10]", "1.10 [1.00, 1.20]"],
+    ]
+    tables = pretrain.option_tables(options[1])
+    assert dict(zip(tables["options.memory"].columns, tables["options.memory"].rows[0], strict=True)) == {
+        "model": "base", "n": "512", "system": "dense", "bf16": "0.50",
+        "all_logits": "", "unfused": "", "compile": "", "checkpoint": "",
+    }  # fmt: skip
+    assert tables["options.ratios"].rows[0][5] == "0.50 [0.40, 0.60] slower"
+
+
 def test_goals_that_are_missed_are_named():
     slow = {"ratio": 1.0, "low": 0.9, "high": 1.1}
     cell = {
