@@ -11,8 +11,15 @@ from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
 from sparsebert.experiments import EXPERIMENTS, Experiment
+from sparsebert.experiments.experiment import unseeded
 from sparsebert.experiments.long_reviews import classify
-from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
+from sparsebert.experiments.reproduction import (
+    ReproductionArguments,
+    experiment_tables,
+    plan_cells,
+    result_files,
+    run_experiment,
+)
 from sparsebert.masks.patterns import build_pattern
 
 
@@ -298,16 +305,16 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
 
 @EVERY
 def test_cells_of_every_scale_can_run(name, inputs):
-    experiment, published = EXPERIMENTS[name], {}
+    experiment, named = EXPERIMENTS[name], set()
     assert {"tiny", "paper"} <= experiment.scales.keys()
     for scale, own in experiment.scales.items():
         assert own.keys() <= {field.name for field in fields(experiment.arguments)}
         cells = cells_of(name, scale, **inputs(name))  # checks each of them
         assert cells and json.loads(json.dumps(cells)) == cells
         assert len({json.dumps(cell, sort_keys=True) for cell in cells.values()}) == len(cells)
-        published |= {cell: experiment.published[cell] for cell in cells.keys() & experiment.published.keys()}
-    assert published == experiment.published
-    assert {metric for values in published.values() for metric in values} <= experiment.columns.keys()
+        named |= {unseeded(cell) for cell in cells}
+    assert experiment.published.keys() <= named
+    assert {metric for values in experiment.published.values() for metric in values} <= experiment.columns.keys()
 
 
 @EVERY
@@ -340,6 +347,37 @@ def test_smallest_run(name, inputs, tmp_path):
     # A finished cell is reused.
     run_experiment(name, options, settings)
     assert read(files[0])[cell] == made
+
+
+def test_seeds_of_a_cell_are_compared_with_those_of_the_baseline():
+    losses = {"dense": [90.0, 91.0, 89.0], "star_2": [80.0, 81.5, 80.5]}
+    settings = {"series": "any", "sparsity": 0.0}
+    cells = {
+        f"{name}_seed_{seed}": {
+            "settings": settings | {"seed": seed},
+            "metrics": {"perplexity": value, "seconds": 1.0},
+        }
+        for name, values in losses.items()
+        for seed, value in enumerate(values)
+    }
+    means, every = experiment_tables(EXPERIMENTS["language_modelling"], "tiny", cells)
+    rows = {row["cell"]: row for row in means.as_json()["rows"]}
+    assert rows["star_2"]["perplexity"] == "80.67 ± 0.76" and rows["star_2"]["seeds"] == "3"
+    test = paired_difference(losses["star_2"], losses["dense"])
+    assert rows["star_2"]["p (Holm)"] == f"{test['p']:.3g}" and rows["dense"]["minus dense"] == ""
+    assert len(every.rows) == 6
+
+
+def test_an_accuracy_of_the_paper_stands_beside_the_mean_over_seeds():
+    cells = {
+        f"star_depth_1_seed_{seed}": {
+            "settings": {"series": "star", "depth": 1, "seed": seed}, "metrics": {"second_half_accuracy": value},
+        }
+        for seed, value in enumerate((0.1, 0.3))
+    }  # fmt: skip
+    means, pivot, _ = experiment_tables(EXPERIMENTS["copying"], "tiny", cells)
+    assert pivot.rows == [["star", "20.0% / 0.8%"]]
+    assert means.as_json()["rows"][0]["accuracy, second half"] == "20.0% ± 14.1%"
 
 
 def finished(settings, metrics):
@@ -435,7 +473,7 @@ def test_tasks_are_compared_over_seeds():
 @pytest.mark.parametrize("scale", ["tiny", "paper"])
 def test_copying_has_the_cells_of_the_table(scale):
     cells = cells_of("copying", scale)
-    assert len(cells) == 32 and cells.keys() == EXPERIMENTS["copying"].published.keys()
+    assert len(cells) == 32 and set(map(unseeded, cells)) == EXPERIMENTS["copying"].published.keys()
 
 
 def test_copying_at_the_papers_size_removes_what_the_paper_removes():
@@ -459,7 +497,7 @@ def test_sweeps_have_every_pattern(name, scale, pairs):
 
 
 def test_mixers_are_the_tables_and_the_figures():
-    tiny, paper = cells_of("mixers"), cells_of("mixers", "paper")
+    tiny, paper = ({unseeded(n): c for n, c in cells_of("mixers", scale).items()} for scale in ("tiny", "paper"))
     assert {"attention", "sepconv", "bproj", "average", "hybrid_1", "hybrid_3"} <= tiny.keys()
     assert {f"hybrid_{k}" for k in range(13)} <= paper.keys()
     assert paper["hybrid_2"]["token_mixers"] == ["sepconv"] * 2 + ["attention"] * 10
@@ -489,7 +527,7 @@ def test_cells_that_cannot_run(name, settings, message):
 
 
 def test_copying_runs(run, tmp_path):
-    printed = run("copying", *SMALL_COPYING, "--only", "[fixed_union_depth_*, random_depth_1]")
+    printed = run("copying", *SMALL_COPYING, "--only", "[fixed_union_depth_*, random_depth_1_seed_0]")
     cells = read(tmp_path / "results/copying_tiny.json")
     assert len(cells) == 5 and all(0 <= cell["metrics"]["reachable"] <= 1 for cell in cells.values())
     assert "/ 7.0%" in printed and "/ 33.1%" in printed
@@ -506,9 +544,9 @@ def test_language_modelling_runs(run, tmp_path, text):
         "--validation",
         text,
         "--only",
-        "[dense, random_0.5]",
+        "[dense_seed_0, random_0.5_seed_0]",
     )
-    cells = read(tmp_path / "results/language_modelling_tiny.json")
+    cells = {unseeded(name): cell for name, cell in read(tmp_path / "results/language_modelling_tiny.json").items()}
     assert 100 < cells["dense"]["metrics"]["perplexity"] < 200
     assert cells["dense"]["metrics"]["causal_sparsity"] == 0 < cells["random_0.5"]["metrics"]["causal_sparsity"]
 
@@ -516,20 +554,41 @@ def test_language_modelling_runs(run, tmp_path, text):
 def test_translation_runs(run, tmp_path, pairs):
     sizes = "--max_length 12 --vocab_size 150 --hidden_size 16 --intermediate_size 16 --max_steps 2 --batch_size 4"
     sizes += " --label_smoothing_factor 0.1"
-    run("translation", *sizes.split(), "--train", pairs, "--test", pairs, "--max_test_pairs", 4, "--only", "star_1")
+    run(
+        "translation",
+        *sizes.split(),
+        "--train",
+        pairs,
+        "--test",
+        pairs,
+        "--max_test_pairs",
+        4,
+        "--only",
+        "star_1_seed_0",
+    )
     (cell,) = read(tmp_path / "results/translation_tiny.json").values()
     assert cell["metrics"]["bleu"] >= 0 and "case:mixed" in cell["metrics"]["bleu_signature"]
     (tmp_path / "short.cs").write_text("Dům.\n")
     (tmp_path / "long.en").write_text("House.\nRed.\n")
     unequal = f"[{tmp_path / 'long.en'}, {tmp_path / 'short.cs'}]"
     with pytest.raises(ValueError, match="has 2 lines and .* has 1"):
-        run("translation", *sizes.split(), "--train", unequal, "--test", pairs, "--only", "star_1", "--overwrite")
-    assert (tmp_path / "runs/translation_tiny/star_1/model.safetensors").is_file()
+        run(
+            "translation",
+            *sizes.split(),
+            "--train",
+            unequal,
+            "--test",
+            pairs,
+            "--only",
+            "star_1_seed_0",
+            "--overwrite",
+        )
+    assert (tmp_path / "runs/translation_tiny/star_1_seed_0/model.safetensors").is_file()
 
 
 def test_mixers_run(run, tmp_path, text):
-    run("mixers", *SMALL_TEXT, "--text", text, "--validation", text, "--only", "[average, hybrid_1]")
-    cells = read(tmp_path / "results/mixers_tiny.json")
+    run("mixers", *SMALL_TEXT, "--text", text, "--validation", text, "--only", "[average_*, hybrid_1_*]")
+    cells = {unseeded(name): cell for name, cell in read(tmp_path / "results/mixers_tiny.json").items()}
     assert {name: cell["settings"]["token_mixers"] for name, cell in cells.items()} == {
         "average": ["average", "average"],
         "hybrid_1": ["sepconv", "attention"],
@@ -539,7 +598,7 @@ def test_mixers_run(run, tmp_path, text):
 
 def test_mixers_are_fine_tuned(run, tmp_path, text, glue_folder):
     flags = [*SMALL_TEXT, "--text", text, "--validation", text, "--task", "rte", "--data", glue_folder]
-    run("mixers", *flags, "--only", "[average, bproj]")
+    run("mixers", *flags, "--only", "[average_*, bproj_*]")
     for cell in read(tmp_path / "results/mixers_tiny.json").values():
         assert 0 <= cell["metrics"]["task_score"] <= 1
     assert len(list((tmp_path / "runs/mixers_tiny").glob("tokenizer_*"))) == 1  # for all cells

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .copying_task import CopyingArguments, CopyingSizes, run_copying
-from .experiment import Experiment
+from .experiment import Experiment, seeded
 from .pattern_levels import pattern_cells
 
 
@@ -18,12 +18,14 @@ class CopyingStudy(CopyingSizes):
         window_size (`int`): Window size w of the star.
         sparsity (`float`): Sparsity of the random pattern.
         depths (`list[int]`): Numbers of attention layers to run.
+        seeds (`list[int]`): Seeds of weights, data and random patterns.
     """
 
     stride: int = 16
     window_size: int = 16
     sparsity: float = 0.9
     depths: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    seeds: list[int] = field(default_factory=lambda: [0])
 
 
 # Accuracy in percent at depths 1 to 4.
@@ -43,11 +45,12 @@ def cells(settings: CopyingStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     model = {item.name: getattr(settings, item.name) for item in fields(CopyingSizes)}
     patterns = pattern_cells([settings.stride], [settings.window_size], [settings.sparsity], dense=False)
-    return {
+    depths = {
         f"{pattern['series']}_depth_{depth}": model | pattern | {"depth": depth}
         for pattern in patterns.values()
         for depth in settings.depths
     }
+    return seeded(depths, settings.seeds)
 
 
 def _arguments(cell):

@@ -50,7 +50,6 @@ class CopyingSizes:
         predict_first_half (`bool`): Whether to train on the first half too, which is random except for its 0.
         bf16 (`bool`): Whether to train with bfloat16 autocast.
         attn_implementation (`str`): Attention backend.
-        seed (`int`): Seed of weights, data and random patterns.
     """
 
     source_length: int = 127
@@ -70,7 +69,6 @@ class CopyingSizes:
     predict_first_half: bool = False
     bf16: bool = False
     attn_implementation: str = "sparse_auto"
-    seed: int = 0
 
 
 @dataclass
@@ -83,12 +81,14 @@ class CopyingArguments(CopyingSizes):
         pattern_kwargs (`dict`, *optional*): Parameters of the pattern.
         head_configuration (`str`, *optional*): How a cycle of patterns is distributed over heads and layers.
         depth (`int`): Number of attention layers of the block, L.
+        seed (`int`): Seed of weights, data and random patterns.
     """
 
     pattern: str = "dense"
     pattern_kwargs: dict[str, Any] | None = None
     head_configuration: str | None = None
     depth: int = 1
+    seed: int = 0
 
     @property
     def length(self) -> int:

@@ -1,11 +1,22 @@
 """What an experiment is: one table or figure of a paper, as cells that are run one by one."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..analysis.tables import Table
+
+
+def seeded(cells: Mapping[str, dict[str, Any]], seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Every cell with each of the seeds, which its name ends with."""
+    return {f"{name}_seed_{seed}": cell | {"seed": seed} for seed in seeds for name, cell in cells.items()}
+
+
+def unseeded(name: str) -> str:
+    """The name of a cell without its seed."""
+    return re.sub(r"_seed_\d+$", "", name)
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,11 @@ class Experiment:
             Names, among a cell's settings and metrics, of the horizontal axis, the vertical axis and the line that a
             cell belongs to.
         published (`dict[str, dict]`):
-            The paper's metrics by cell.
+            The paper's metrics by cell, without its seed.
         layout (`tuple[str, str, str]`, *optional*):
             Names of rows, columns and entries of a second table, laid out like the paper's.
+        baseline (`str`, *optional*):
+            The cell, without its seed, that the others are compared with where there are several seeds.
         notes (`tuple[str, ...]`):
             Lines below the table.
         summary (`Callable[[dict], list[Table]]`, *optional*):
@@ -53,5 +66,10 @@ class Experiment:
     plot: tuple[str, str, str]
     published: dict[str, dict[str, float]] = field(default_factory=dict)
     layout: tuple[str, str, str] | None = None
+    baseline: str | None = None
     notes: tuple[str, ...] = ()
     summary: Callable[[Mapping[str, dict[str, Any]]], list[Table]] | None = None
+
+    def paper(self, cell: str) -> dict[str, float]:
+        """The paper's metrics of a cell."""
+        return self.published.get(unseeded(cell), {})

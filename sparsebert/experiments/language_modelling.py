@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..masks.sparse_mask import SparseMask
-from .experiment import Experiment
+from .experiment import Experiment, seeded
 from .pattern_levels import PatternLevels, pattern_cells
 from .text_pretraining import TextSettings, check_text, fixed_mask, run_text, text_fields
 
@@ -21,7 +21,7 @@ class LanguageModellingStudy(PatternLevels, TextSettings):
 def cells(settings: LanguageModellingStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     patterns = pattern_cells(settings.strides, settings.windows, settings.sparsities)
-    return {name: text_fields(settings) | pattern for name, pattern in patterns.items()}
+    return seeded({name: text_fields(settings) | pattern for name, pattern in patterns.items()}, settings.seeds)
 
 
 def _model(cell):
@@ -93,6 +93,7 @@ EXPERIMENT = Experiment(
         "seconds": ("seconds", "{:.0f}"),
     },
     plot=("sparsity", "perplexity", "series"),
+    baseline="dense",
     notes=(
         "perplexity: per token of our WordPiece vocabulary; not comparable across vocabularies or texts",
         "The paper gives curves, no numbers: strided and star are best at every level, union is the best of the head "

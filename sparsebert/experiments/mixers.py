@@ -11,7 +11,7 @@ from typing import Any
 from ..checks import nearest
 from ..data.tasks import TASKS
 from ..training.finetuning import finetune
-from .experiment import Experiment
+from .experiment import Experiment, seeded
 from .text_pretraining import TextSettings, check_text, run_text, text_fields
 
 
@@ -60,7 +60,7 @@ def cells(settings: MixersStudy) -> dict[str, dict[str, Any]]:
     }
     for replaced in range(1, num_layers) if one_budget else range(num_layers + 1):
         result[f"hybrid_{replaced}"] = cell(base, "hybrid", replaced, "sepconv")
-    return result
+    return seeded(result, settings.seeds)
 
 
 def _model(cell):
@@ -134,6 +134,7 @@ EXPERIMENT = Experiment(
         "seconds": ("seconds", "{:.0f}"),
     },
     plot=("replaced_layers", "mlm_accuracy", "series"),
+    baseline="attention",
     published={
         "average": {"num_parameters": 88.3e6, "mlm_accuracy": 0.28, "task_score": 0.66},
         "bproj": {"num_parameters": 90e6, "mlm_accuracy": 0.59, "task_score": 0.723},

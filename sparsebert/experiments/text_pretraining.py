@@ -1,7 +1,7 @@
 """Cells that pre-train on text: their settings, one tokenizer for all of them, and the run of a cell."""
 
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class TextSettings:
         max_steps (`int`): Number of training steps; only the text that they need is read, once.
         batch_size (`int`): Sequences per device and batch.
         gradient_accumulation_steps (`int`): Batches per step.
-        learning_rate, warmup_steps, weight_decay, optim, bf16, seed: See `TrainingArguments`.
+        learning_rate, warmup_steps, weight_decay, optim, bf16: See `TrainingArguments`.
+        seeds (`list[int]`): Seeds of the weights, the order of the text, the masking and random masks.
     """
 
     text: str | list[str] = "builtin"
@@ -57,12 +58,12 @@ class TextSettings:
     weight_decay: float = 0.01
     optim: str = "adamw_torch_fused"
     bf16: bool = False
-    seed: int = 0
+    seeds: list[int] = field(default_factory=lambda: [0])
 
 
 def text_fields(settings: TextSettings) -> dict[str, Any]:
-    """The fields of [`TextSettings`] as a dictionary, without those of a subclass."""
-    return {field.name: getattr(settings, field.name) for field in fields(TextSettings)}
+    """The fields of [`TextSettings`] as a dictionary, without the seeds and the fields of a subclass."""
+    return {item.name: getattr(settings, item.name) for item in fields(TextSettings) if item.name != "seeds"}
 
 
 def fixed_mask(cell: dict[str, Any], model: dict[str, Any]) -> SparseMask:

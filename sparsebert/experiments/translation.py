@@ -5,13 +5,13 @@ BLEU of translation models against sparsity: Figure 1b of [O], O(n) Connections 
 
 import functools
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..models.configuration_sparsebert import pattern_mask
 from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, train_translation
-from .experiment import Experiment
+from .experiment import Experiment, seeded
 from .pattern_levels import PatternLevels, pattern_cells
 from .recipe_sections import check_training, model_section, training_section
 
@@ -32,7 +32,8 @@ class TranslationSettings:
         max_steps (`int`): Number of training steps.
         batch_size (`int`): Sentence pairs per device and batch.
         gradient_accumulation_steps (`int`): Batches per step.
-        learning_rate, warmup_steps, label_smoothing_factor, optim, bf16, seed: See `Seq2SeqTrainingArguments`.
+        learning_rate, warmup_steps, label_smoothing_factor, optim, bf16: See `Seq2SeqTrainingArguments`.
+        seeds (`list[int]`): Seeds of the weights, the order of the pairs and random masks.
     """
 
     train: str | list[str] | None = None
@@ -55,7 +56,7 @@ class TranslationSettings:
     label_smoothing_factor: float = 0.0
     optim: str = "adafactor"
     bf16: bool = False
-    seed: int = 0
+    seeds: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass
@@ -65,14 +66,14 @@ class TranslationStudy(PatternLevels, TranslationSettings):
 
 def cells(settings: TranslationStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    own = {field.name: getattr(settings, field.name) for field in fields(TranslationSettings)}
+    own = {item.name: getattr(settings, item.name) for item in fields(TranslationSettings) if item.name != "seeds"}
     # Sentences are shorter than the mask and lack its last token, so the star's relay is the first token.
     patterns = pattern_cells(settings.strides, settings.windows, settings.sparsities, star="star")
-    return {name: own | pattern for name, pattern in patterns.items()}
+    return seeded({name: own | pattern for name, pattern in patterns.items()}, settings.seeds)
 
 
 def _recipe(cell, output_dir):
-    data = {name: cell[name] for name in (field.name for field in fields(TranslationArguments)) if name in cell}
+    data = {name: cell[name] for name in (item.name for item in fields(TranslationArguments)) if name in cell}
     pattern = {name: cell[name] for name in ("pattern", "pattern_kwargs", "head_configuration")}
     return {
         "data": data,
@@ -145,6 +146,7 @@ EXPERIMENT = Experiment(
         "seconds": ("seconds", "{:.0f}"),
     },
     plot=("sparsity", "bleu", "series"),
+    baseline="dense",
     notes=(
         "removed: from the encoder's mask. The decoder has the same mask without future keys; attention from decoder "
         "to encoder is dense",
