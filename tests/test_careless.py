@@ -186,10 +186,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("translate PAIRS --learning_rate -1", "learning_rate must be a number of at least 0, got -1.0"),
         ("translate PAIRS --num_attention_heads 0", "num_attention_heads must be an integer of at least 1, got 0"),
         ("reproduce copying --only depth_1", "unknown cell in --only 'depth_1'"),
-        (
-            "reproduce copying --output file --only star_depth_1_seed_0",
-            "output file cannot be made: file is a file",
-        ),
+        ("reproduce copying --output file --only star_depth_1_*", "output file cannot be made: file is a file"),
     ],
 )
 def test_verbs(refused, checkpoints, words, said):

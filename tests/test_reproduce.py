@@ -535,17 +535,8 @@ def test_copying_runs(run, tmp_path):
 
 def test_language_modelling_runs(run, tmp_path, text):
     sizes = ("--strides", "[4]", "--windows", "[2]", "--sparsities", "[0.5]")
-    run(
-        "language_modelling",
-        *SMALL_TEXT,
-        *sizes,
-        "--text",
-        text,
-        "--validation",
-        text,
-        "--only",
-        "[dense_seed_0, random_0.5_seed_0]",
-    )
+    files = ("--text", text, "--validation", text)
+    run("language_modelling", *SMALL_TEXT, *sizes, *files, "--only", "[dense_*, random_0.5_*]")
     cells = {unseeded(name): cell for name, cell in read(tmp_path / "results/language_modelling_tiny.json").items()}
     assert 100 < cells["dense"]["metrics"]["perplexity"] < 200
     assert cells["dense"]["metrics"]["causal_sparsity"] == 0 < cells["random_0.5"]["metrics"]["causal_sparsity"]
@@ -554,35 +545,14 @@ def test_language_modelling_runs(run, tmp_path, text):
 def test_translation_runs(run, tmp_path, pairs):
     sizes = "--max_length 12 --vocab_size 150 --hidden_size 16 --intermediate_size 16 --max_steps 2 --batch_size 4"
     sizes += " --label_smoothing_factor 0.1"
-    run(
-        "translation",
-        *sizes.split(),
-        "--train",
-        pairs,
-        "--test",
-        pairs,
-        "--max_test_pairs",
-        4,
-        "--only",
-        "star_1_seed_0",
-    )
+    run("translation", *sizes.split(), "--train", pairs, "--test", pairs, "--max_test_pairs", 4, "--only", "star_1_*")
     (cell,) = read(tmp_path / "results/translation_tiny.json").values()
     assert cell["metrics"]["bleu"] >= 0 and "case:mixed" in cell["metrics"]["bleu_signature"]
     (tmp_path / "short.cs").write_text("Dům.\n")
     (tmp_path / "long.en").write_text("House.\nRed.\n")
     unequal = f"[{tmp_path / 'long.en'}, {tmp_path / 'short.cs'}]"
     with pytest.raises(ValueError, match="has 2 lines and .* has 1"):
-        run(
-            "translation",
-            *sizes.split(),
-            "--train",
-            unequal,
-            "--test",
-            pairs,
-            "--only",
-            "star_1_seed_0",
-            "--overwrite",
-        )
+        run("translation", *sizes.split(), "--train", unequal, "--test", pairs, "--only", "star_1_*", "--overwrite")
     assert (tmp_path / "runs/translation_tiny/star_1_seed_0/model.safetensors").is_file()
 
 
