@@ -298,7 +298,14 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
         (reviews / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
     # These start from a model that has its words already.
-    for name in ("minilm", "minilm_settings", "sparsebert_table1", "sparsebert_table3", "sparsebert_figure7"):
+    for name in (
+        "minilm",
+        "minilm_mixers",
+        "minilm_settings",
+        "sparsebert_table1",
+        "sparsebert_table3",
+        "sparsebert_figure7",
+    ):
         own[name] = {"text": words, "validation": words}
     return lambda name: known_fields(name, values | own.get(name, {}))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from transformers import AutoTokenizer
 
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
@@ -117,13 +118,13 @@ def continue_training(
 
     Args:
         cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`] and `"seed"`.
-        folder (`Path`): Output folder of the run; the checkpoint is beside it.
+        folder (`Path`): Output folder of the run. The checkpoint is beside the folder of the experiment, for others.
         data, model (`dict`, *optional*): Fields of these sections of the recipe, such as a pattern or a search.
 
     Returns:
         `dict`: The metrics of [`pretrain`] that tables show.
     """
-    recipe = _recipe(cell, folder, str(_checkpoint(cell, folder.parent)), cell["max_steps"], cell["learning_rate"])
+    recipe = _recipe(cell, folder, str(_checkpoint(cell, folder.parents[1])), cell["max_steps"], cell["learning_rate"])
     recipe["data"] |= data or {}
     recipe["model"] |= model or {}
     recipe["training"]["seed"] = cell["seed"]
@@ -157,21 +158,22 @@ def _recipe(cell, folder, base_model, steps, learning_rate):
 
 
 def _checkpoint(cell, runs):
-    """The shared dense checkpoint; a training that was interrupted goes on."""
+    """The shared dense checkpoint; a training that was interrupted goes on, one of another process is waited for."""
     own = ("max_steps", "learning_rate", "seed")
     shared = {item.name: cell[item.name] for item in fields(ContinuedSettings) if item.name in cell}
     shared = {name: value for name, value in shared.items() if name not in own}
     key = zlib.crc32(json.dumps(shared, sort_keys=True).encode())
     path, start = runs / f"checkpoint_{key:08x}", runs / f"start_{key:08x}"
-    if (path / "metrics.json").is_file():
-        return path
-    if not (start / "tokenizer.json").is_file():
-        _with_unigram_head(cell, start)
-    recipe = _recipe(cell, path, str(start), cell["checkpoint_steps"], cell["checkpoint_learning_rate"])
-    recipe["data"]["resume"] = path.is_dir()
-    recipe["model"]["pattern"] = "dense"
-    recipe["training"] |= {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1, "seed": 0}
-    pretrain(recipe)
+    with FileLock(f"{path}.lock"):
+        if (path / "metrics.json").is_file():
+            return path
+        if not (start / "tokenizer.json").is_file():
+            _with_unigram_head(cell, start)
+        recipe = _recipe(cell, path, str(start), cell["checkpoint_steps"], cell["checkpoint_learning_rate"])
+        recipe["data"]["resume"] = path.is_dir()
+        recipe["model"]["pattern"] = "dense"
+        recipe["training"] |= {"save_strategy": "steps", "save_steps": 100, "save_total_limit": 1, "seed": 0}
+        pretrain(recipe)
     return path
 
 

@@ -1,0 +1,145 @@
+"""
+Convolutions in the first layers of a trained encoder: Figure 1 of [U], Are Transformers Universal Approximators (arXiv
+1912.10077), on a model that has left the plateau.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..analysis.tables import Table
+from ..checks import check_range, nearest
+from ..data.tasks import TASKS
+from ..hub import read_config
+from ..training.finetuning import finetune
+from .continued_pretraining import (
+    ContinuedSettings,
+    check_continued,
+    continue_training,
+    continued_fields,
+    located,
+    loss_table,
+)
+from .experiment import Experiment, seeded
+
+
+@dataclass
+class MiniLMMixers(ContinuedSettings):
+    """
+    Settings of the study: how many of the first layers get convolutions, with the settings of [`ContinuedSettings`].
+
+    Args:
+        replaced (`list[int]`): Numbers of layers whose attention is replaced by a `sepconv`.
+        task (`str`, *optional*): Task to fine-tune on, a key of `TASKS`.
+        data (`str`, *optional*): Folder of the task's files; by default they come from the Hub.
+        task_learning_rate (`float`): Learning rate of the fine-tuning.
+        task_epochs (`float`): Its number of epochs.
+        max_train_examples (`int`): Maximum number of examples to fine-tune on.
+    """
+
+    max_steps: int = 1000
+    replaced: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4, 5, 6])
+    task: str | None = None
+    data: str | None = None
+    task_learning_rate: float = 5e-5
+    task_epochs: float = 3.0
+    max_train_examples: int = 10_000
+
+
+def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    names = ("task", "data", "task_learning_rate", "task_epochs", "max_train_examples")
+    common = continued_fields(settings) | {name: getattr(settings, name) for name in names}
+    layers = {
+        f"sepconv_{count}": common | {"system": f"sepconv_{count}", "replaced": count} for count in settings.replaced
+    }
+    return seeded(layers, settings.seeds)
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range, or the task is unknown.
+        OSError: If there is no such model, text or data.
+    """
+    check_continued(cell)
+    check_range("replaced", cell["replaced"], 0, read_config(located(cell["base_model"])).num_hidden_layers)
+    check_range("max_train_examples", cell["max_train_examples"], 1)
+    if cell["task"] is not None:
+        if cell["task"] not in TASKS:
+            raise nearest("task", str(cell["task"]), list(TASKS))
+        TASKS[cell["task"]].splits(cell["data"])
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Go on from the shared checkpoint with convolutions in its first layers and, if there is a task, fine-tune.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    num_layers, replaced = read_config(located(cell["base_model"])).num_hidden_layers, cell["replaced"]
+    mixers = ["sepconv"] * replaced + ["attention"] * (num_layers - replaced)
+    metrics = continue_training(cell, folder, model={"pattern": "dense", "token_mixers": mixers})
+    if cell["task"] is not None:
+        data = {name: cell[name] for name in ("task", "data", "max_train_examples")}
+        data |= {"model": str(folder), "max_length": cell["max_length"], "test_split": []}
+        training = {
+            "output_dir": str(folder / "task"),
+            "seed": cell["seed"],
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        training |= {"learning_rate": cell["task_learning_rate"], "num_train_epochs": cell["task_epochs"]}
+        training |= {"save_strategy": "no", "dataloader_pin_memory": False}
+        own = {"simple_baseline": False, "skip_bad": True}
+        output = finetune({"data": data | own, "model": {}, "training": training})
+        metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
+    return metrics
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    The losses by number of replaced layers.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table.
+    """
+    return [loss_table(finished, "Convolutions in the first layers (Figure 1)", "sepconv_0")]
+
+
+EXPERIMENT = Experiment(
+    title="Convolutions in the first layers of a trained MiniLM ([U] Figure 1)",
+    arguments=MiniLMMixers,
+    scales={"tiny": {}, "paper": {"max_steps": 250_000, "batch_size": 1024, "max_length": 512}},
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "mlm_loss": ("MLM loss", "{:.3f}"),
+        "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
+        "task_score": ("task", "{:.1%}"),
+        "train_seconds": ("seconds", "{:.0f}"),
+    },
+    plot=("replaced", "mlm_loss", "task"),
+    baseline="sepconv_0",
+    notes=(
+        "sepconv_k: convolutions instead of attention in the first k layers. The paper has curves, no numbers, of 12 "
+        "layers trained from scratch: with 1 or 2 convolutions better than with attention alone, with more worse",
+    ),
+    summary=summary,
+)
