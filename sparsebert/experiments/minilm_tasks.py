@@ -1,4 +1,4 @@
-"""What masks for a trained encoder cost on GLUE: fine-tuning through the masks of [`minilm`]."""
+"""What masks for a trained encoder cost on tasks: fine-tuning through the masks of [`minilm`] and other experiments."""
 
 import json
 import statistics
@@ -22,10 +22,10 @@ class MiniLMTasks:
     Settings of the study: every system on every task, with every seed.
 
     Args:
-        models (`str`): Folder of the cells of `reproduce minilm`.
+        models (`str`): Folder of the cells of `reproduce minilm`, `sparsebert_table1` or `sparsebert_table3`.
         systems (`list[str]`): Cells whose models are fine-tuned. The first is what the others are compared with.
         tasks (`list[str]`): Keys of `TASKS`.
-        data (`str`, *optional*): Folder of GLUE; by default the Hub.
+        data (`str`, *optional*): Folder of the tasks' files, such as GLUE; by default the Hub.
         seeds (`list[int]`): Seeds of the head, the order of the examples and dropout.
         learning_rate, num_train_epochs: See `TrainingArguments`.
         max_train_examples (`int`): Maximum number of examples to train on.
@@ -51,12 +51,18 @@ def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     common = {name: getattr(settings, name) for name in names}
     return {
         f"{task}_{system}_seed_{seed}": common
-        | {"task": task, "system": system, "model": str(Path(settings.models, system, "model")), "seed": seed}
+        | {"task": task, "system": system, "model": _model(settings.models, system), "seed": seed}
         | {"baseline": settings.systems[0]}
         for seed in settings.seeds
         for task in settings.tasks
         for system in settings.systems
     }
+
+
+def _model(models, system):
+    """Folder of a system's model: the cell's, or `model` in it."""
+    folder = Path(models, system, "model")
+    return str(folder if folder.is_dir() else folder.parent)
 
 
 def check(cell: dict[str, Any]) -> None:
@@ -144,7 +150,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
         f"the head, the order of the examples and dropout; {COMPARED}",
     )
-    return [Table.of("GLUE through the masks", rows, notes)]
+    return [Table.of("Tasks through the masks", rows, notes)]
 
 
 EXPERIMENT = Experiment(
