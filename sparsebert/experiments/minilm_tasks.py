@@ -1,4 +1,4 @@
-"""What masks for a trained encoder cost on tasks: fine-tuning through the masks of [`minilm`] and other experiments."""
+"""What masks of a trained encoder cost on tasks: fine-tuning through those of [`minilm`] and other experiments."""
 
 import json
 import statistics
