@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from ..analysis.runs import read_run
 from ..analysis.tables import Table
 from ..checks import check_range
@@ -82,17 +84,19 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     mask = prune_by_probs(read_run(_soft_search(cell, folder.parent)), cell["target"])
     if cell["stage"] == "random":
         mask = random_control(mask, cell["seed"])
-    mask.save_pretrained(folder / "given_mask")
-    return continue_training(cell, folder / "run", {"mask": str(folder / "given_mask")})
+    given = folder.with_name(f"mask_of_{folder.name}")
+    mask.save_pretrained(given)
+    return continue_training(cell, folder, {"mask": str(given)})
 
 
 def _soft_search(cell, runs):
-    """The soft search of a seed, which all its masks come from."""
+    """The soft search of a seed, which all its masks come from; one of another process is waited for."""
     own = {name: value for name, value in cell.items() if name not in ("stage", "target", "system", "search_end")}
     path = runs / f"soft_{zlib.crc32(json.dumps(own, sort_keys=True).encode()):08x}"
-    if not (path / "metrics.json").is_file():
-        model = {"search": "soft", "mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
-        continue_training(cell, path, {"freeze_threshold": 0.5, "overwrite": True}, model)
+    with FileLock(f"{path}.lock"):
+        if not (path / "metrics.json").is_file():
+            model = {"search": "soft", "mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
+            continue_training(cell, path, {"freeze_threshold": 0.5, "overwrite": True}, model)
     return path
 
 
