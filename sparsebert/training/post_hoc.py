@@ -23,7 +23,7 @@ from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..files import check_output_dir, locked_output, write_metrics
 from ..hub import HubArguments, read_config, read_tokenizer
-from ..masks.matched import VARIED, matched_pattern, matched_patterns
+from ..masks.matched import MATCHED, VARIED, matched_pattern, matched_patterns
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import attention_modules, check_architecture, num_positions
@@ -408,5 +408,6 @@ def agreement_table(metrics: dict[str, Any]) -> Table:
     notes = (
         "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
         "hidden states from the dense model's, relative to that of their mean",
+        MATCHED,
     )
     return Table.of("Agreement with the dense model", rows, notes)
