@@ -25,6 +25,7 @@ from sparsebert.analysis.tables import Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+REPRODUCED = ROOT / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
 # Colour-blind safe (Okabe and Ito), with a marker each, so that print without colour works too.

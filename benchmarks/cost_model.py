@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import BertConfig
 
-from ._report import DROPOUT, FORWARD, RESULTS, print_table
+from ._report import DROPOUT, FORWARD, RESULTS, make_table
 
 
 FLOAT, HALF = 4, 2  # bytes
@@ -167,14 +167,15 @@ def compared():
 
 
 def tables(machine=Machine(), tokens=TOKENS, live=LIVE):
-    """Print what docs/scale.md shows."""
+    """The tables of docs/scale.md: `"measured"`, `"work"`, `"sent"` and `"plan"`."""
+    found = {}
     rows = [
         [*(row[name] for name in ("report", "phase", "n", "system")), f"{1e3 * row['measured']:.0f}",
          f"{1e3 * row['predicted']:.0f}", f"{row['predicted'] / row['measured']:.2f}"]
         for row in compared()
     ]  # fmt: skip
     header = ("report", "phase", "n", "system", "measured, ms", "counted, ms", "ratio")
-    print_table("Counted against measured, CPU", header, rows)
+    found["measured"] = make_table("Counted against measured, CPU", header, rows)
     rows = []
     for name, config in MODELS.items():
         for length in (512, 4096, 8192, 16384, 32768):
@@ -189,7 +190,7 @@ def tables(machine=Machine(), tokens=TOKENS, live=LIVE):
             )  # fmt: skip
     header = ("model", "n", "GFLOP per token", "attention, dense", "dense / frozen", "kept for backward, GiB",
               "with checkpointing", "bias of a search, GiB")  # fmt: skip
-    print_table(f"Work and memory of a step; frozen: {live:.0%} of the tiles live", header, rows)
+    found["work"] = make_table(f"Work and memory of a step; frozen: {live:.0%} of the tiles live", header, rows)
     rows = []
     for name, config in MODELS.items():
         size = FLOAT * num_parameters(config)
@@ -201,7 +202,7 @@ def tables(machine=Machine(), tokens=TOKENS, live=LIVE):
                          f"{checkpoint_bytes(config, length, 'dam_u') / 2**30:.1f}"])  # fmt: skip
     header = ("model", "n", "gradient of the weights, MiB", "of dam_s", "of dam_b", "of dam_u", "checkpoint, GiB",
               "with dam_u")  # fmt: skip
-    print_table("Sent by each step, and written", header, rows)
+    found["sent"] = make_table("Sent by each step, and written", header, rows)
     rows = []
     for name, config in MODELS.items():
         for length in (4096, 8192, 16384, 32768):
@@ -218,7 +219,8 @@ def tables(machine=Machine(), tokens=TOKENS, live=LIVE):
                              f"{1e6 / cells[3] / 3600:.1f}"])  # fmt: skip
     header = ("model", "n", "GPUs", "step, dense, ms", "frozen", "all-reduce", "M tokens/s, dense", "frozen",
               "hours for 1 T tokens, dense", "frozen")  # fmt: skip
-    print_table(f"Plan: {tokens} tokens per GPU and step, bfloat16, data parallel", header, rows)
+    title = f"Plan: {tokens} tokens per GPU and step, bfloat16, data parallel"
+    return found | {"plan": make_table(title, header, rows)}
 
 
 def main(arguments=None):
@@ -226,7 +228,8 @@ def main(arguments=None):
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens per GPU and step")
     parser.add_argument("--live", type=float, default=LIVE, help="share of live tiles in the frozen mask")
     options = parser.parse_args(arguments)
-    tables(tokens=options.tokens, live=options.live)
+    for table in tables(tokens=options.tokens, live=options.live).values():
+        print(f"\n{table.markdown()}", end="")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """
-The measured and the predicted tables of README.md and docs/, made from the committed results.
+The measured and the predicted tables of README.md, docs/ and results/README.md, made from the committed results.
 
     python -m benchmarks.measured            # writes the tables anew
     python -m benchmarks.measured --check    # changes nothing; ends with 1 if a table is not that of the results
 
-In a page a table stands between `<!-- measured NAME -->` and `<!-- end -->`, where NAME is a key of `TABLES`.
+In a page a table stands between `<!-- measured NAME -->` and `<!-- end -->`, where NAME is a key of `TABLES`. Where an
+experiment has no results yet, the page says so there.
 """
 
 import argparse
@@ -13,17 +14,20 @@ import re
 import sys
 
 from sparsebert.analysis.tables import Table
+from sparsebert.experiments import EXPERIMENTS
+from sparsebert.experiments.reproduction import experiment_tables
 
-from . import cramming, data_memory, engines, padding, pretrain
-from ._report import RESULTS, ROOT
+from . import _cpu_tables, claims, cost_model, cramming, data_memory, engines, padding, pretrain
+from ._report import REPRODUCED, RESULTS, ROOT
 from .gpu import model as gpu_model
 
 
 BLOCK = re.compile(r"(<!-- measured (?P<name>[\w.:-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+NOT_RUN = "*Not run yet.*\n"
 
 
 def _read(name, folder=RESULTS):
-    return json.loads((folder / f"{name}.json").read_text())
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _pretrain(kind):
@@ -33,23 +37,51 @@ def _pretrain(kind):
     return [make(group)[kind] for (of_options, *_), group in groups.items() if of_options == (make != pretrain.tables)]
 
 
+def reproduced(name, folder=REPRODUCED):
+    """
+    The tables of an experiment at the tiny scale: its summary, or one laid out like the paper's, or all cells.
+
+    Args:
+        name (`str`): A key of `EXPERIMENTS`.
+        folder (`Path`): Folder of the results.
+
+    Returns:
+        `list[Table]`: None if it was not run.
+    """
+    if not (folder / f"{name}_tiny.json").is_file():
+        return []
+    found = experiment_tables(EXPERIMENTS[name], "tiny", _read(f"{name}_tiny", folder)["cells"])
+    return found[:-1] or found
+
+
 # Functions that return a list of [`Table`].
 TABLES = {
+    "kernels.attention": lambda: [_cpu_tables.attention(_read("attention_cpu"))],
+    "kernels.densities": lambda: [_cpu_tables.densities(_read("sweep_1024_cpu"))],
+    "kernels.models": lambda: [
+        _cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
+    ],
+    "kernels.model": lambda: [_cpu_tables.models({"BERT-base": _read("model_cpu")})],
+    "kernels.masks": lambda: [_cpu_tables.masks()],
+    "search.step": lambda: [_cpu_tables.searches(_read("search_cpu"))],
     **{
         f"pretrain.{kind}": lambda kind=kind: _pretrain(kind)
         for kind in ("speed", "ratios", "memory", "options.ratios", "options.memory")
     },
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
-    "cramming": lambda: [cramming.table(_read("cramming", ROOT / "results"))],
+    "cramming": lambda: [cramming.table(_read("cramming", REPRODUCED))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],
+    "engines.crossed": lambda: [engines.tables(_read("engines")["cells"])["crossed"]],
     **{
         f"gpu.{kind}": lambda kind=kind: [gpu_model.tables(_read("gpu_model"))[kind]]
         for kind in ("check", "forward", "training")
     },
-    "engines.crossed": lambda: [engines.tables(_read("engines")["cells"])["crossed"]],
+    **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
+    **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},
+    "claims": lambda: [claims.table()],
 }
 
 
@@ -75,14 +107,15 @@ def written(text):
         found = TABLES[match["name"]]()
         if len(found) == 1:
             return f"{match[1]}{body(found[0])}{match[4]}"
-        return match[1] + "\n".join(f"**{table.title}**\n\n{body(table)}" for table in found) + match[4]
+        texts = [f"**{table.title}**\n\n{body(table)}" for table in found] or [NOT_RUN]
+        return match[1] + "\n".join(texts) + match[4]
 
     return BLOCK.sub(made, text)
 
 
 def pages():
-    """README.md and the pages of the documentation."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README.md, the pages of the documentation, and that of the results."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), REPRODUCED / "README.md"]
 
 
 def main(arguments=None):

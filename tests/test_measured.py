@@ -1,11 +1,20 @@
 """The measured tables of the pages are those of the committed results."""
 
+import json
+import re
+from types import SimpleNamespace
+
 import pytest
 
-from benchmarks.measured import BLOCK, TABLES, main, pages, written
+from benchmarks import pretrain
+from benchmarks._report import REPRODUCED, RESULTS
+from benchmarks.attention import auto_slower, goals
+from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
+from sparsebert.experiments import EXPERIMENTS
+from sparsebert.experiments.reproduction import experiment_tables
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_tables_are_those_of_the_results(page):
     text = page.read_text()
     assert written(text) == text, "run python -m benchmarks.measured"
@@ -13,6 +22,12 @@ def test_tables_are_those_of_the_results(page):
 
 def test_every_table_is_shown():
     assert {match["name"] for page in pages() for match in BLOCK.finditer(page.read_text())} == TABLES.keys()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_deviations_and_intervals_stand_in_measured_tables(page):
+    text = re.sub(r"^```.*?^```$", "", BLOCK.sub("", page.read_text()), flags=re.M | re.S)
+    assert not re.findall(r".*\d ± ?\d.*|.*\d \[[+-]?\d.*", text)
 
 
 def test_a_changed_number_is_found():
@@ -24,5 +39,36 @@ def test_a_changed_number_is_found():
 
 
 def test_unknown_tables_are_refused():
-    with pytest.raises(ValueError, match="no measured table 'speed'; there are pretrain.speed"):
+    with pytest.raises(ValueError, match=r"no measured table 'speed'; there are kernels\.attention"):
         written("<!-- measured speed -->\n<!-- end -->")
+
+
+def test_what_was_not_run_is_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(TABLES, "reproduce.minilm", lambda: reproduced("minilm", tmp_path))
+    page = "<!-- measured reproduce.minilm -->\nold\n<!-- end -->\n"
+    assert written(page) == page.replace("old\n", NOT_RUN)
+
+
+def test_the_first_tables_of_an_experiment_are_shown():
+    (table,) = reproduced("copying")
+    assert table.columns == ["series", "depth 1", "depth 2", "depth 3", "depth 4"] and len(table.rows) == 8
+    (table,) = reproduced("translation")
+    assert table.columns[:3] == ["cell", "removed", "BLEU"]
+
+
+@pytest.mark.parametrize("path", sorted(REPRODUCED.glob("*.json")), ids=lambda path: path.stem)
+def test_reports_are_those_of_the_results(path):
+    found = json.loads(path.read_text())
+    tables = experiment_tables(EXPERIMENTS[found["experiment"]], found["scale"], found["cells"])
+    assert path.with_suffix(".md").read_text() == "\n".join(table.markdown() for table in tables)
+
+
+def test_what_the_pages_say_of_the_tables():
+    cells = json.loads((RESULTS / "attention_cpu.json").read_text())["cells"]
+    # kernels.md
+    assert not any(auto_slower(cell) for cell in cells)
+    found = goals(cells, SimpleNamespace(device="cpu"))
+    assert found and {row[-1] for row in found} == {"missed"}
+    cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
+    (goal,) = pretrain.missed(cells)  # pretraining_cost.md
+    assert "small" in goal and "512" in goal and "frozen" in goal

@@ -17,7 +17,7 @@ from ..checks import check_choice, check_range
 from ..data.documents import load_documents
 from ..data.tasks import glue
 from ..hub import read_config
-from ..masks.matched import VARIED
+from ..masks.matched import MATCHED, VARIED
 from ..models.architectures import num_positions
 from ..models.loading import load
 from ..models.positions import extend_positions
@@ -232,6 +232,7 @@ def _summary_table(length, sparsity, masks):
     notes = (
         "cosine: of the mean last hidden states with the dense model's, held-out rows; ±: deviation over seeds, which "
         f"vary the order of the text and random masks; {COMPARED}",
+        MATCHED,
     )
     return Table.of(f"{length} tokens, {sparsity:.0%} to remove", rows, notes)
 

@@ -38,6 +38,10 @@ VARIED: dict[str, Callable[[int, float], list[dict[str, Any]]]] = {
 }
 
 
+# Note of tables that show them.
+MATCHED = "manual masks: with the parameters that come nearest to the sparsity; window: first and last token global"
+
+
 def matched_patterns(
     sparsity: float, length: int, num_heads: int, num_layers: int = 1, seed: int = 0
 ) -> dict[str, SparseMask]:

@@ -121,7 +121,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             of its own, `"global"` for all heads and layers together, of which some then keep more than others.
         initial_decay (`float`, *optional*): How local a search starts: the odds of keeping an entry are proportional
             to `max(distance, 1)^-d`, d in [0, 100], with the distance in tokens (`"dam_b"`: tiles). Defaults to 0,
-            where all are alike, or to 3 with a target, where a search that starts local learns much faster.
+            where all are alike, or to 3 with a target, for a local start.
         initial_sparsity (`float`, *optional*): Sparsity at the start of a search with a target: in [0, 1), 0 is a
             dense warm-up. Defaults to the target.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search after which sparsity starts to

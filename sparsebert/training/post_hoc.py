@@ -21,7 +21,7 @@ from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..files import locked_output, write_metrics
 from ..hub import read_tokenizer
-from ..masks.matched import matched_patterns
+from ..masks.matched import MATCHED, matched_patterns
 from ..masks.sparse_mask import SparseMask
 from ..models.loading import model_class_of
 from ..search.budget import scheduled
@@ -240,5 +240,6 @@ def agreement_table(metrics: dict[str, Any]) -> Table:
     notes = (
         "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
         "hidden states from the dense model's, relative to that of their mean",
+        MATCHED,
     )
     return Table.of("Agreement with the dense model", rows, notes)

@@ -1,0 +1,77 @@
+"""Tables of the documentation from the results on CPUs: attention, layers, models, searches, and the learned masks."""
+
+from pathlib import Path
+
+from sparsebert.masks.sparse_mask import SparseMask
+from sparsebert.masks.tiles import mask_live_tiles
+
+from ._report import DROPOUT, FORWARD, make_table, ratio_text
+from .search import cost
+
+
+MASKS = Path(__file__).parent / "masks"
+OURS, BEST_DENSE = "sparse_cpu", "best dense"
+BASELINES = {"sdpa": "`sdpa`, bool mask", "sdpa_unmasked": "`sdpa`, no mask", BEST_DENSE: "the best with a mask"}
+TILES = (64, 32)
+
+
+def attention(report):
+    """How much faster `sparse_cpu` is, by mask, phase and what it is compared with."""
+    rows = {}
+    for cell in report["cells"]:
+        for name, text in BASELINES.items():
+            if name in cell["speed_up"][OURS]:
+                key = (f"`{cell['mask']}`", f"{cell['density']:.0%}", cell["phase"], text)
+                rows.setdefault(key, {})[cell["n"]] = ratio_text(cell["speed_up"][OURS][name])
+    return _by_length("Attention", ("mask", "live", "phase", "against"), rows)
+
+
+def models(reports):
+    """How much faster a layer or a model with a mask is than with `sdpa`, by phase; reports by title."""
+    phases = {FORWARD: "inference", DROPOUT: "training step, with dropout"}
+    rows = {}
+    for title, report in reports.items():
+        for cell in report["cells"]:
+            key = (title, phases[cell["phase"]])
+            rows.setdefault(key, {})[cell["n"]] = ratio_text(cell["speed_up"]["sdpa"])
+    return _by_length("Models", ("", "phase"), rows)
+
+
+def _by_length(title, header, rows):
+    lengths = sorted({length for row in rows.values() for length in row})
+    body = [[*key, *(row.get(length, "") for length in lengths)] for key, row in rows.items()]
+    return make_table(title, (*header, *(f"n = {length}" for length in lengths)), body)
+
+
+def densities(report):
+    """How much faster `sparse_cpu` is than the best dense attention with a mask, by the share of live entries."""
+    rows = {}
+    for cell in report["cells"]:
+        entry = ratio_text(cell["speed_up"][OURS][BEST_DENSE])
+        rows.setdefault(f"{cell['density']:.0%}", {})[cell["dtype"], cell["phase"]] = entry
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    header = ("live", *(f"{dtype}, {phase}" for dtype, phase in columns))
+    return make_table("By density", header, [[live, *(row[key] for key in columns)] for live, row in rows.items()])
+
+
+def searches(report):
+    """Time and memory of a step of a search, for 1 of stock BERT."""
+    rows = []
+    for cell in report["cells"]:
+        peak = {name: system["peak_bytes"] for name, system in cell["systems"].items()}
+        time = [cost(cell["speed_up"][dense]["sparse_auto"]) for dense in ("sdpa", "eager")]
+        memory = [f"{peak['sparse_auto'] / peak[dense]:.2f}" for dense in ("sdpa", "eager")]
+        dropout = f"{report['dropout']}" if cell["phase"] == DROPOUT else "0"
+        rows.append([f"`{cell['search']}`", cell["n"], dropout, *time, *memory])
+    header = ("search", "n", "dropout", "time / `sdpa`", "time / `eager`", "memory / `sdpa`", "memory / `eager`")
+    return make_table("A step of a search", header, rows)
+
+
+def masks():
+    """What the learned masks of the benchmarks remove, and their live tiles."""
+    rows = []
+    for folder in sorted(path for path in MASKS.iterdir() if path.is_dir()):
+        mask = SparseMask.from_pretrained(folder)
+        live = [f"{mask_live_tiles(mask, mask.length, side):.1%}" for side in TILES]
+        rows.append([f"`{folder.name}`", mask.length, f"{mask.sparsity:.1%}", *live])
+    return make_table("Masks", ("mask", "n", "removed", *(f"live tiles of {side}" for side in TILES)), rows)

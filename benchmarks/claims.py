@@ -1,0 +1,318 @@
+"""
+The main claims of the papers, and what the committed results of `sparsebert reproduce` say about them.
+
+    python -m benchmarks.claims    # prints the table of results/README.md
+
+A claim is a list of comparisons: what should be greater, and than what, by seed. It is confirmed if all of them are
+significant that way (paired t test, Holm's correction within the claim), refuted if one is significant the other way,
+and open otherwise: also where an experiment was not run, or with one seed.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebert.analysis.importance import OFFSET_GROUPS
+from sparsebert.analysis.statistics import holm, paired_difference
+from sparsebert.analysis.tables import Table
+
+from ._report import REPRODUCED
+
+
+LEVEL = 0.05
+# What counts as no harm: nats of MLM loss, BLEU.
+LOSS_MARGIN, BLEU_MARGIN = 0.02, 0.5
+CONFIGURATIONS = ("union", "sequential", "multihead")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Numbers by seed, of which the first are greater if the claim holds."""
+
+    label: str
+    greater: dict[int, float]
+    smaller: dict[int, float]
+
+    def seeds(self) -> list[int]:
+        return sorted(self.greater.keys() & self.smaller.keys())
+
+    def test(self) -> dict[str, float]:
+        """A [`paired_difference`]; of one seed the difference alone."""
+        ours, theirs = ([numbers[seed] for seed in self.seeds()] for numbers in (self.greater, self.smaller))
+        return paired_difference(ours, theirs) if len(ours) > 1 else {"difference": ours[0] - theirs[0]}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """
+    A claim of a paper.
+
+    Attributes:
+        source (`str`): Paper and table or figure.
+        text (`str`): The claim.
+        experiment (`str`): Experiment that tests it, a key of `EXPERIMENTS`.
+        compare (`Callable[[dict], list[Comparison]]`): Makes the comparisons from the finished cells.
+        digits (`int`): Digits of the differences.
+    """
+
+    source: str
+    text: str
+    experiment: str
+    compare: Callable[[dict], list[Comparison]]
+    digits: int = 3
+
+
+def by_seed(cells, metric, **settings):
+    """A metric by seed, of the cells with these settings."""
+    return {
+        cell["settings"]["seed"]: cell["metrics"][metric]
+        for cell in cells.values()
+        if all(cell["settings"].get(name) == value for name, value in settings.items())
+    }
+
+
+def _shifted(numbers, by):
+    return {seed: number + by for seed, number in numbers.items()}
+
+
+def _percent(numbers):
+    return {seed: 100 * number for seed, number in numbers.items()}
+
+
+def _importance(cells, better, worse):
+    groups = {name: by_seed(cells, f"p_{name}", system="soft") for name in (*OFFSET_GROUPS, "special_tokens")}
+    return [
+        Comparison(f"P {one.replace('_', ' ')} - P {other.replace('_', ' ')}", groups[one], groups[other])
+        for one in better or groups
+        for other in worse
+        if one != other
+    ]
+
+
+def _without_diagonal(cells):
+    dense = by_seed(cells, "mlm_loss", system="dense")
+    drawn: dict[int, list[float]] = {}
+    for cell in cells.values():
+        if cell["settings"]["system"].startswith("random_drop"):
+            drawn.setdefault(cell["settings"]["seed"], []).append(cell["metrics"]["mlm_loss"])
+    return [
+        Comparison(
+            f"loss: dense + {LOSS_MARGIN} - no_diag",
+            _shifted(dense, LOSS_MARGIN),
+            by_seed(cells, "mlm_loss", system="no_diag"),
+        ),
+        Comparison(
+            "loss: random_drop - dense", {seed: statistics.fmean(losses) for seed, losses in drawn.items()}, dense
+        ),
+    ]
+
+
+# Manual masks, and the target of the learned ones that are about as sparse, or a little sparser.
+_AS_SPARSE = {"longformer": 0.912, "logsparse": 0.912, "bigbird": 0.935}
+
+
+def _learned_above_manual(cells):
+    return [
+        Comparison(
+            f"loss: {manual} - {search} at {target:.1%}",
+            by_seed(cells, "mlm_loss", system=manual),
+            by_seed(cells, "mlm_loss", system=f"{search}_target_{target:g}"),
+        )
+        for search in ("dam_s", "dam_u")
+        for manual, target in _AS_SPARSE.items()
+    ]
+
+
+def _stages(cells, better, worse, targets):
+    return [
+        Comparison(
+            f"loss at {target:.0%}: {worse} - {better}",
+            by_seed(cells, "mlm_loss", stage=worse, target=target),
+            by_seed(cells, "mlm_loss", stage=better, target=target),
+        )
+        for target in targets
+    ]
+
+
+def _copying(cells):
+    def accuracy(series):
+        return _percent(by_seed(cells, "second_half_accuracy", series=series, depth=4))
+
+    patterns = [f"{pattern}_{configuration}" for pattern in ("strided", "fixed") for configuration in CONFIGURATIONS]
+    return [
+        Comparison(f"accuracy, %: {pattern} - {other}", accuracy(pattern), accuracy(other))
+        for pattern in patterns
+        for other in ("random", "star")
+    ]
+
+
+def _levels(cells, metric):
+    """A metric by seed of every level of every pattern, and what they remove."""
+    found, removed = {}, {}
+    for cell in cells.values():
+        settings = cell["settings"]
+        name = "_".join([settings["series"], *(f"{level:g}" for level in (settings["pattern_kwargs"] or {}).values())])
+        found.setdefault(name, {})[settings["seed"]] = cell["metrics"][metric]
+        removed[name] = cell["metrics"]["sparsity"]
+    return found, removed
+
+
+def _series(names, *series):
+    return [name for name in names if name.startswith(series)]
+
+
+def _perplexity(cells, worse, better):
+    """The levels of some patterns against the level of others that is nearest in sparsity, pattern by pattern."""
+    found, removed = _levels(cells, "perplexity")
+    result = []
+    for name in _series(found, *better):
+        for other in worse:
+            nearest = min(_series(found, other), key=lambda level: abs(removed[level] - removed[name]), default=None)
+            if nearest:
+                result.append(Comparison(f"perplexity: {nearest} - {name}", found[nearest], found[name]))
+    return result
+
+
+def _union(cells):
+    found, _ = _levels(cells, "perplexity")
+    return [
+        Comparison(f"perplexity: {other} - {name}", found.get(other, {}), found[name])
+        for name in found
+        if "_union" in name
+        for other in (name.replace("union", configuration) for configuration in CONFIGURATIONS[1:])
+    ]
+
+
+def _bleu(cells, others, margin=0.0):
+    found, _ = _levels(cells, "bleu")
+    more = f" + {margin:g}" if margin else ""
+    return [
+        Comparison(f"BLEU: {name}{more} - {other}", _shifted(found[name], margin), found[other])
+        for name in found
+        if "_union" in name
+        for other in _series(found, *others)
+    ]
+
+
+def _mixers(cells, pairs):
+    def accuracy(name):
+        named = {key: cell for key, cell in cells.items() if key == name or key.startswith(f"{name}_seed_")}
+        return _percent(by_seed(named, "mlm_accuracy"))
+
+    return [Comparison(f"MLM accuracy, %: {one} - {other}", accuracy(one), accuracy(other)) for one, other in pairs]
+
+
+CLAIMS = (
+    Claim(
+        "[S] Figure 2", "The diagonal is the least important of all positions", "sparsebert_table1",
+        lambda cells: _importance(cells, None, ["diagonal"]),
+    ),
+    Claim(
+        "[S] Figure 2", "Neighbours and special tokens are more important than the rest", "sparsebert_table1",
+        lambda cells: _importance(cells, ["offset_1", "special_tokens"], ["offsets_4_8", "beyond_8"]),
+    ),
+    Claim(
+        "[S] Tables 1, 2, 4", "Without the diagonal a model is as good; without as many random positions it is worse",
+        "sparsebert_table1", _without_diagonal,
+    ),
+    Claim(
+        "[S] Figure 3", "Pruning by P is better than pruning at random", "sparsebert_figure7",
+        lambda cells: _stages(cells, "two_stage", "random", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)),
+    ),
+    Claim(
+        "[S] Table 3, Figure 4", "Learned masks are better than manual ones that are as sparse", "sparsebert_table3",
+        _learned_above_manual,
+    ),
+    Claim(
+        "[S] Figure 7", "Learning a mask in one stage is better than pruning in two", "sparsebert_figure7",
+        lambda cells: _stages(cells, "one_stage", "two_stage", (0.8, 0.9)),
+    ),
+    Claim(
+        "[O] Table 1", "Four layers copy with strided and fixed patterns, better than with star and random ones",
+        "copying", _copying, 1,
+    ),
+    Claim(
+        "[O] Figure 1a", "Language modelling: random patterns are the worst", "language_modelling",
+        lambda cells: _perplexity(cells, ("random",), ("strided", "fixed", "star")), 1,
+    ),
+    Claim(
+        "[O] Figure 1a", "Language modelling: strided and star are better than fixed", "language_modelling",
+        lambda cells: _perplexity(cells, ("fixed_union",), ("strided_union", "star")), 1,
+    ),
+    Claim(
+        "[O] Figure 1a", "Language modelling: union is the best head configuration", "language_modelling", _union, 1,
+    ),
+    Claim(
+        "[O] Figure 1b", "Translation: strided and fixed patterns in union are as good as dense attention",
+        "translation", lambda cells: _bleu(cells, ("dense",), BLEU_MARGIN), 1,
+    ),
+    Claim(
+        "[O] Figure 1b", "Translation: random and star are worse than these", "translation",
+        lambda cells: _bleu(cells, ("random", "star")), 1,
+    ),
+    Claim(
+        "[U] Table 1", "Attention is better than convolutions and projections, and these than an average", "mixers",
+        lambda cells: _mixers(
+            cells, [("attention", "sepconv"), ("attention", "bproj"), ("sepconv", "average"), ("bproj", "average")]
+        ), 1,
+    ),
+    Claim(
+        "[U] Figure 1", "Convolutions in the first one or two layers are better than attention alone, in more worse",
+        "mixers",
+        lambda cells: _mixers(
+            cells, [("hybrid_1", "attention"), ("hybrid_2", "attention"), ("attention", "hybrid_3")]
+        ), 1,
+    ),
+)  # fmt: skip
+
+
+def status(comparisons: list[Comparison]) -> str:
+    """`"confirmed"`, `"refuted"` or `"open"`."""
+    if not comparisons or any(len(comparison.seeds()) < 2 for comparison in comparisons):
+        return "open"
+    tests = [comparison.test() for comparison in comparisons]
+    corrected = holm([test["p"] for test in tests])
+    signs = [(test["difference"] > 0) - (test["difference"] < 0) if p < LEVEL else 0
+             for test, p in zip(tests, corrected, strict=True)]  # fmt: skip
+    return "refuted" if -1 in signs else "confirmed" if all(signs) else "open"
+
+
+def weakest(comparisons: list[Comparison], digits: int) -> str:
+    """The comparison that speaks least for the claim, with its interval."""
+    tests = {comparison.label: comparison.test() for comparison in comparisons if comparison.seeds()}
+    if not tests:
+        return ""
+    label = min(tests, key=lambda name: tests[name].get("low", tests[name]["difference"]))
+    test, more = tests[label], f" (weakest of {len(tests)})" if len(tests) > 1 else ""
+    interval = f" [{test['low']:+.{digits}f}, {test['high']:+.{digits}f}]" if "low" in test else ""
+    return f"{label} = {test['difference']:+.{digits}f}{interval}{more}"
+
+
+def table(folder: Path = REPRODUCED) -> Table:
+    """
+    All claims, a row each.
+
+    Args:
+        folder (`Path`): Folder of the results.
+
+    Returns:
+        [`Table`]
+    """
+    rows = []
+    for claim in CLAIMS:
+        path = folder / f"{claim.experiment}_tiny.json"
+        row = {"paper": claim.source, "claim": claim.text, "status": "open"}
+        row |= {"found": "not run", "seeds": "", "from": f"`sparsebert reproduce {claim.experiment}`"}
+        if path.is_file():
+            comparisons = claim.compare(json.loads(path.read_text(encoding="utf-8"))["cells"])
+            seeds = [len(comparison.seeds()) for comparison in comparisons]
+            row |= {"status": status(comparisons), "found": weakest(comparisons, claim.digits)}
+            row |= {"seeds": str(min(seeds, default=0)), "from": f"`{path.name}`"}
+        rows.append(row)
+    return Table.of("Claims of the papers", rows)
+
+
+if __name__ == "__main__":
+    print(table().markdown(), end="")

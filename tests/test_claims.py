@@ -1,0 +1,80 @@
+"""What results say about the papers' claims, on numbers that are known."""
+
+import json
+import random
+
+import pytest
+
+from benchmarks.claims import CLAIMS, Comparison, status, table, weakest
+from sparsebert.experiments import EXPERIMENTS
+
+
+class Numbers(dict):
+    """Any metric, drawn when it is asked for."""
+
+    def __missing__(self, name):
+        return self.setdefault(name, random.random())
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
+def test_every_claim_finds_its_cells(claim):
+    experiment = EXPERIMENTS[claim.experiment]
+    settings = experiment.cells(experiment.arguments(**experiment.scales["tiny"]))
+    comparisons = claim.compare({name: {"settings": cell, "metrics": Numbers()} for name, cell in settings.items()})
+    assert comparisons and len({comparison.label for comparison in comparisons}) == len(comparisons)
+    seeds = {cell["seed"] for cell in settings.values()}
+    assert all(set(comparison.seeds()) == seeds for comparison in comparisons)
+
+
+def compared(*differences):
+    """A comparison with these differences, by seed."""
+    return Comparison("one - other", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
+
+
+def test_status():
+    greater, unclear, smaller = compared(1.0, 1.1, 0.9), compared(1.0, -1.0, 0.5), compared(-1.0, -1.1, -0.9)
+    assert status([greater]) == status([greater, greater]) == "confirmed"
+    assert status([unclear]) == status([greater, unclear]) == "open"
+    assert status([smaller]) == status([greater, unclear, smaller]) == "refuted"
+    assert status([]) == status([compared(1.0)]) == status([greater, compared()]) == "open"
+    # p = 0.04: significant alone, not as one of three.
+    near = compared(1.0, 1.5, 1.5, 0.2)
+    assert near.test()["p"] == pytest.approx(0.04, abs=0.005) and status([near]) == "confirmed"
+    assert status([near, near, near]) == "open"
+
+
+def test_the_weakest_comparison_is_shown():
+    assert weakest([compared(2.0), Comparison("a - b", {0: 1.5}, {0: 1.25})], 2) == "a - b = +0.25 (weakest of 2)"
+    assert weakest([compared(1.0, 1.5)], 1) == "one - other = +1.2 [-1.9, +4.4]"
+    assert weakest([compared()], 1) == ""
+
+
+def test_results_fill_the_table_in(tmp_path):
+    assert {(row["status"], row["found"]) for row in table(tmp_path).as_json()["rows"]} == {("open", "not run")}
+    losses = {"dense": 2.0, "no_diag": 2.001, "random_drop, draw 0": 2.1, "random_drop, draw 1": 2.2}
+    cells = {
+        f"{system}_seed_{seed}": {
+            "settings": {"system": system, "seed": seed},
+            "metrics": {"mlm_loss": loss + 0.1 * seed + 0.001 * (system != "dense") * seed},
+        }
+        for seed in range(3)
+        for system, loss in losses.items()
+    }
+    path = tmp_path / "sparsebert_table1_tiny.json"
+    for changed, found in ((0.0, "confirmed"), (0.3, "refuted")):
+        for seed in range(3):
+            cells[f"no_diag_seed_{seed}"]["metrics"]["mlm_loss"] += changed
+        path.write_text(json.dumps({"cells": {**cells, "soft_seed_0": soft(0), "soft_seed_1": soft(1)}}))
+        rows = table(tmp_path).as_json()["rows"]
+        (row,) = [row for row in rows if row["paper"] == "[S] Tables 1, 2, 4"]
+        assert (row["status"], row["seeds"], row["from"]) == (found, "3", "`sparsebert_table1_tiny.json`")
+        assert row["found"].startswith("loss: dense + 0.02 - no_diag = ")
+    (diagonal, neighbours) = [row["status"] for row in rows if row["paper"] == "[S] Figure 2"]
+    assert (diagonal, neighbours) == ("confirmed", "open")
+
+
+def soft(seed):
+    groups = {"diagonal": 0.1, "offset_1": 0.8, "offsets_2_3": 0.7, "offsets_4_8": 0.5, "beyond_8": 0.5}
+    metrics = {f"p_{name}": value + 0.0001 * seed * place for place, (name, value) in enumerate(groups.items())}
+    metrics |= {"p_special_tokens": 0.5 - 0.01 * seed}
+    return {"settings": {"system": "soft", "seed": seed}, "metrics": metrics}
