@@ -21,12 +21,13 @@ import torch
 from transformers import AutoTokenizer
 
 from sparsebert import SparseBertForMaskedLM
+from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 
 from ._pretraining import add_options, run
-from ._report import ROOT, commit, hardware, hardware_line
+from ._report import RESULTS, commit, hardware, hardware_line
 
 
 LENGTH, MASKED, SPARSITY = 128, 0.15, 0.92
@@ -105,11 +106,6 @@ def study(options):
     return found
 
 
-def _mean(values, digits):
-    text = f"{statistics.mean(values):,.{digits}f}"
-    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):,.{digits}f} ({len(values)})"
-
-
 def write(found, options):
     """The results so far: JSON with every run, and a table."""
     path = options.results
@@ -128,18 +124,28 @@ def write(found, options):
 
 
 def table(report):
-    """Mean over the seeds by start and recipe."""
+    """Mean over the seeds by start and recipe, and the paired difference to the paper's recipe."""
     found = {}
     for result in report["runs"]:
-        found.setdefault((result["start"], result["system"]), []).append(result)
-    rows = [
-        [start, system, _mean([run["loss"] for run in runs], 3), f"{100 * runs[0]['sparsity']:.1f} %",
-         _mean([run["steps"] for run in runs], 0), _mean([run["tokens_per_second"] for run in runs], 0)]
-        for (start, system), runs in found.items()
-    ]  # fmt: skip
-    header = ["start", "recipe", "held-out MLM loss", "removed", "steps", "tokens/s"]
-    title = f"After {report['minutes']:g} minutes each ({hardware_line(report['hardware'])})"
-    return Table(title, header, rows)
+        found.setdefault((result["start"], result["system"]), {})[result["seed"]] = result
+    losses = {key: {seed: run["loss"] for seed, run in runs.items()} for key, runs in found.items()}
+    pairs = {}
+    for start, system in losses:
+        paper = system.replace("cramming", "paper")
+        if system != paper and (start, paper) in losses:
+            pairs[start, system] = (losses[start, system], losses[start, paper])
+    compared = compare_seeds(pairs, 3)
+    rows = []
+    for (start, system), runs in found.items():
+        row = {"start": start, "recipe": system, "held-out MLM loss": mean_text(losses[start, system].values(), 3)}
+        row["minus paper"], row["p (Holm)"] = compared.get((start, system), ("", ""))
+        row["removed"] = f"{statistics.fmean(run['sparsity'] for run in runs.values()):.1%}"
+        for name, heading in (("steps", "steps"), ("tokens_per_second", "tokens/s")):
+            row[heading] = f"{statistics.fmean(run[name] for run in runs.values()):,.0f}"
+        rows.append(row | {"seeds": str(len(runs))})
+    threads = f"threads per run: {report['threads']}"
+    title = f"After {report['minutes']:g} minutes each ({hardware_line(report['hardware'])}; {threads})"
+    return Table.of(title, rows, (f"±: deviation over seeds; {COMPARED}",))
 
 
 def main(arguments=None):
@@ -152,10 +158,10 @@ def main(arguments=None):
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=tuple(SYSTEMS))
     parser.add_argument("--weights", type=Path, help="folder of weights to continue from, such as MiniLM's")
     parser.add_argument("--continued-rate", type=float, default=2e-4, help="learning rate from those weights")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "cramming", help="path without suffix")
+    parser.add_argument("--results", type=Path, default=RESULTS / "cramming", help="path without suffix")
     found = study(parser.parse_args(arguments))
     for (start, system), runs in found.items():
-        print(f"{start}, {system}: {_mean([run['loss'] for run in runs], 3)}")
+        print(f"{start}, {system}: {mean_text([run['loss'] for run in runs], 3)}")
 
 
 if __name__ == "__main__":

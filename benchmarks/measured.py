@@ -70,7 +70,7 @@ TABLES = {
     },
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
-    "cramming": lambda: [cramming.table(_read("cramming", REPRODUCED))],
+    "cramming": lambda: [cramming.table(_read("cramming"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],
     "engines.jobs": lambda: [engines.tables(_read("engines")["cells"])["jobs"]],

@@ -118,20 +118,28 @@ def tables(cells):
     return {
         "speed": make_table(
             f"Tokens per second, {step}", (*head, *names),
-            rows(lambda cell, name: f"{cell['results'][name]['tokens_per_second']:,.0f}"),
+            rows(lambda cell, name: _speed(cell["results"][name])),
         ),
         "ratios": make_table(
             "Speed-up of medians [95 % interval]: dense to stock, others to dense",
             (*head, *names[1:]), [row[:3] + row[4:] for row in rows(ratio)],
         ),
         "times": make_table(
-            "Step, ms, median (quartiles)", (*head, *names), rows(lambda c, name: milliseconds(c["results"][name]))
+            "Step, ms, median (quartiles)", (*head, *names), rows(lambda cell, name: _time(cell["results"][name]))
         ),
         "memory": make_table(
             "Peak memory, MiB", (*head, *names),
             rows(lambda cell, name: f"{cell['results'][name]['peak_bytes'] / 2**20:,.0f}"),
         ),
     }  # fmt: skip
+
+
+def _speed(result):
+    return f"{result['tokens_per_second']:,.0f}" if "tokens_per_second" in result else ""
+
+
+def _time(result):
+    return milliseconds(result) if "median_ms" in result else ""
 
 
 def option_tables(cells):
@@ -163,20 +171,23 @@ def _option_memory(cell, base, option):
 def groups(cells):
     """
     Rows by what makes a table: whether systems have options, dtype and dropout. Parts of a row that were measured one
-    after the other, each with its own systems, become one: their ratios are of one part each, and what is in several
-    parts counts as in the first.
+    after the other, each with its own systems, become one: ratios are of one part each, memory is that of the first
+    part with the system, and speed that of the first part alone, since the machine's speed changes.
     """
     found = {}
     for cell in cells:
         options = any("+" in name for name in cell["systems"])
         rows = found.setdefault((options, cell["dtype"], cell["dropout"]), {})
         place = tuple(cell[name] for name in ("size", "n", "batch", "threads"))
+        results = cell["results"]
+        if place in rows:
+            results = {name: {"peak_bytes": entry["peak_bytes"]} for name, entry in results.items()}
         before = rows.get(place, {"results": {}, "speed_up": {}})
         ratios = {
             other: cell["speed_up"].get(other, {}) | before["speed_up"].get(other, {})
             for other in cell["speed_up"] | before["speed_up"]
         }
-        rows[place] = cell | {"results": cell["results"] | before["results"], "speed_up": ratios}
+        rows[place] = cell | {"results": results | before["results"], "speed_up": ratios}
     return {key: list(rows.values()) for key, rows in found.items()}
 
 

@@ -212,8 +212,9 @@ def test_rows_that_were_measured_in_parts_are_one_row():
     assert tables["speed"].columns == ["model", "n", "batch", "stock", "dense", "dam_s"]
     assert tables["speed"].rows == [
         ["base", "128", "4", "110", "300", ""],
-        ["base", "512", "4", "100", "200", "220"],
+        ["base", "512", "4", "100", "200", ""],  # the machine may have been faster in the second part
     ]
+    assert [row[-1] for row in tables["memory"].rows] == ["", "220"]
     assert [row[3:] for row in tables["ratios"].rows] == [
         ["3.00 [2.90, 3.10]", ""],
         ["2.00 [1.90, 2.10]", "1.10 [1.00, 1.20]"],
