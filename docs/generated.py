@@ -73,7 +73,7 @@ def _searches():
     for name, row in SEARCHES.items():
         size = num_parameters(row.form, LENGTH, special_tokens=row.special_tokens, block_size=64)
         sampled = "yes" if row.stochastic else "no"
-        yield f"`{name}`", row.form, size, sampled, f"`{row.special_tokens}`", f"{row.mask_constant:g}"
+        yield f"`{name}`", row.frozen_form, size, sampled, f"`{row.special_tokens}`", f"{row.mask_constant:g}"
 
 
 def _backends():

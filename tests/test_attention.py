@@ -186,7 +186,7 @@ def make_mask(case, num_heads=2):
     if case.mask in PATTERNS:
         return build_pattern(case.mask, length, num_heads, num_layers=2).replace(**fields)
     if case.mask in SEARCHES:
-        form, fields["special_tokens"] = SEARCHES[case.mask].form, special_tokens_of(case.mask)
+        form, fields["special_tokens"] = SEARCHES[case.mask].frozen_form, special_tokens_of(case.mask)
         if form == "offsets":
             return SparseMask(torch.rand(num_heads, length) < 0.1, length, form, **fields)
         if form == "blocks":

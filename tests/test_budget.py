@@ -8,6 +8,7 @@ from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, scheduled
+from sparsebert.search.decided_entries import TiedEntries
 
 
 logger = transformers_logging.get_logger("sparsebert")
@@ -19,17 +20,17 @@ SEARCHED = ["soft", "dam_u", "dam_s", "dam_b"]
 def test_the_budget_is_met_in_every_head(share, width):
     logits, counts = 4 * torch.randn(2, 3, 50), torch.randint(0, 9, (50,))
     budget = share * counts.sum()
-    shift = budget_shift(logits, counts, budget, width)
+    shift = budget_shift(logits, TiedEntries(counts), budget, width)
     kept = (torch.sigmoid((logits - shift) / width) * counts).sum(-1)
     torch.testing.assert_close(kept, budget.expand(2, 3), rtol=1e-3, atol=1e-3)
 
 
 def test_gradient_passes_through_the_multiplier():
-    logits, counts = torch.randn(1, 2, 7, requires_grad=True), torch.arange(7.0)
+    logits, entries = torch.randn(1, 2, 7, requires_grad=True), TiedEntries(torch.arange(7.0))
     weights = torch.randn(1, 2, 7)
 
     def value(logits):
-        return (torch.sigmoid((logits - budget_shift(logits, counts, 8.0, 0.7)) / 0.7) * weights).sum()
+        return (torch.sigmoid((logits - budget_shift(logits, entries, 8.0, 0.7)) / 0.7) * weights).sum()
 
     (gradient,) = torch.autograd.grad(value(logits), logits)
     with torch.no_grad():
@@ -39,8 +40,8 @@ def test_gradient_passes_through_the_multiplier():
             difference = (value(logits + step) - value(logits - step)).item() / 2e-2
             assert gradient[0, 1, index].item() == pytest.approx(difference, abs=2e-3)
     # Adding a constant to all logits of a head changes nothing.
-    shifted = torch.sigmoid(logits + 3 - budget_shift(logits + 3, counts, 8.0, 1.0))
-    torch.testing.assert_close(shifted, torch.sigmoid(logits - budget_shift(logits, counts, 8.0, 1.0)))
+    shifted = torch.sigmoid(logits + 3 - budget_shift(logits + 3, entries, 8.0, 1.0))
+    torch.testing.assert_close(shifted, torch.sigmoid(logits - budget_shift(logits, entries, 8.0, 1.0)))
 
 
 def test_schedules():
@@ -52,10 +53,10 @@ def test_schedules():
 
 
 def test_disagreement_and_collapse():
-    counts = torch.tensor([4.0, 2.0, 2.0, 0.0])
+    entries = TiedEntries(torch.tensor([4.0, 2.0, 2.0, 0.0]))
     chosen = torch.tensor([[[True, True, True, False], [False, False, False, True], [True, False, False, True]]])
-    assert collapsed(chosen, counts) == (1, 1)
-    assert disagreement(chosen, chosen.roll(1, 1), counts) == pytest.approx((4 + 8 + 4) / 24)
+    assert collapsed(chosen, entries) == (1, 1)
+    assert disagreement(chosen, chosen.roll(1, 1), entries) == pytest.approx((4 + 8 + 4) / 24)
 
 
 def searching(tiny_config, target, search="dam_s", **fields):

@@ -83,7 +83,10 @@ def words_of(fields):
         ("training:\n  learning_rate: .nan\n", "learning_rate must be a number of at least 0, got nan"),
         ("model:\n  target_sparsity: 90%\n", "model.target_sparsity must be a number, got '90%'"),
         ("model:\n  target_sparsity: 90\n", "target_sparsity must be in (0, 1), got 90.0"),
-        ("model:\n  search: off\n", "search must be one of 'soft', 'dam_u', 'dam_s', 'dam_b', got 'off'"),
+        (
+            "model:\n  search: off\n",
+            "search must be one of 'soft', 'dam_u', 'dam_s', 'dam_b', 'vertical_slash', got 'off'",
+        ),
         ("model:\n  pattern: window\n  pattern_kwargs: window_size=3\n", "model.pattern_kwargs must be fields"),
     ],
 )  # fmt: skip

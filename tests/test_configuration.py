@@ -50,7 +50,7 @@ def test_wrong_type_is_refused(field, value, allowed):
         ("pattern", "windw", "'window'"),
         ("head_configuration", "parallel", "'sequential', 'union', 'multihead'"),
         ("mask_seed", -1, "[0, "),
-        ("search", "dam", "'soft', 'dam_u', 'dam_s', 'dam_b'"),
+        ("search", "dam", "'soft', 'dam_u', 'dam_s', 'dam_b', 'vertical_slash'"),
         ("block_size", 48, "16, 32, 64, 128"),
         ("mask_form", "add", "'additive', 'log', 'multiplicative'"),
         ("mask_constant", 0.0, "(0, "),
@@ -93,6 +93,7 @@ def test_assignment_is_checked_too(tiny_config):
         ({"is_decoder": True, "special_tokens": "first_last"}, ["first_last", "decoder", "'first'"]),
         ({"search": "dam_u", "length_policy": "extend"}, ["extend", "'dam_u'", "dam_s"]),
         ({"search": "soft", "length_policy": "extend"}, ["extend", "'soft'", "dam_s"]),
+        ({"search": "vertical_slash", "length_policy": "extend"}, ["extend", "'vertical_slash'", "dam_s"]),
         ({"mask_length": 2}, ["mask_length", "3", "got 2"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
@@ -121,13 +122,19 @@ def test_defaults(tiny_config):
 
 @pytest.mark.parametrize(
     "search, constant, special_tokens",
-    [("soft", 10.0, "none"), ("dam_u", 1e4, "none"), ("dam_s", 1e4, "first_last"), ("dam_b", 1e4, "first_last")],
+    [
+        ("soft", 10.0, "none"),
+        ("dam_u", 1e4, "none"),
+        ("dam_s", 1e4, "first_last"),
+        ("dam_b", 1e4, "first_last"),
+        ("vertical_slash", 1e4, "first_last"),
+    ],
 )
 def test_defaults_that_depend_on_the_search(tiny_config, search, constant, special_tokens):
     made = SparseBertModel(tiny_config(search=search)).sparse_attention.search
     assert (made.mask_constant, made.special_tokens) == (constant, special_tokens)
     assert (made.last_token, made.diagonal) == ("real", None)
-    assert made.length_policy == ("error" if search in ("soft", "dam_u") else "extend")
+    assert made.length_policy == ("extend" if search in ("dam_s", "dam_b") else "error")
     decoder = mask_search(tiny_config(search=search, is_decoder=True))
     assert decoder.special_tokens == ("none" if special_tokens == "none" else "first")
     asked = mask_search(tiny_config(search=search, special_tokens="first", mask_constant=7))

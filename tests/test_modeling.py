@@ -71,7 +71,7 @@ def gradients(model):
 # Heads
 
 
-@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "bigbird"])
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "vertical_slash", "bigbird"])
 @pytest.mark.parametrize("name", HEADS)
 def test_head_runs_trains_and_reloads(tiny_config, assert_same_model, tmp_path, name, mask):
     fields = {"search": mask} if mask in SEARCHES else {"pattern": mask}
@@ -224,7 +224,7 @@ def test_activation_checkpointing_changes_nothing(tiny_config, assert_same_gradi
     assert_same_gradients(grads, expected)
 
 
-@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "soft", "window"])
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "vertical_slash", "soft", "window"])
 def test_bf16_autocast(tiny_config, mask):
     model = SparseBertForMaskedLM(tiny_config(**{"search" if mask in SEARCHES else "pattern": mask})).train()
     results = []
@@ -341,7 +341,7 @@ def test_last_token_by_position_does_depend_on_them(tiny_config):
 # Causal models
 
 
-@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "bigbird", "dense", "window"])
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "vertical_slash", "bigbird", "dense", "window"])
 @pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_auto"])
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_no_future_leak(tiny_config, backend, mask, train):
@@ -363,7 +363,7 @@ def test_no_future_leak(tiny_config, backend, mask, train):
 
 
 @pytest.mark.parametrize("phase", ["eval", "frozen"])
-@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "window", "bigbird"])
+@pytest.mark.parametrize("mask", ["dam_s", "dam_u", "vertical_slash", "window", "bigbird"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left padded"])
 def test_generation_with_cache_equals_full_recomputation(tiny_config, mask, phase, padded):
     fields = {"search": mask} if mask in SEARCHES else {"pattern": mask}

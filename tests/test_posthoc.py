@@ -245,9 +245,12 @@ def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_pat
         search(tmp_path / "model", text, tmp_path / "new", share_layers=False)
 
 
-def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path):
-    found = search(model_folder, text, tmp_path / "out", steps=0, patterns=False)["agreement"]
+@pytest.mark.parametrize("name", ["dam_s", "vertical_slash"])
+def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path, name):
+    metrics = search(model_folder, text, tmp_path / "out", search=name, steps=0, patterns=False)
+    found = metrics["agreement"]
     assert found["learned"]["layer_error"] == pytest.approx(found["dense model's attention"]["layer_error"])
+    assert metrics["search_outcome"]["warnings"] == [] and load(tmp_path / "out").sparse_attention.mask.num_layers == 3
 
 
 def test_the_search_keeps_the_weights(model_folder, text, tmp_path):

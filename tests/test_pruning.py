@@ -101,7 +101,7 @@ def test_special_rows_need_nothing_else(form, size):
 
 
 @pytest.mark.parametrize("score, scope", [("probs", "head"), ("logits", "global")])
-@pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
+@pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft", "vertical_slash"])
 def test_what_is_removed_stays_removed(search, score, scope):
     model = pruned(model_of(search), 0.3)
     sparse_attention = model.sparse_attention
@@ -127,7 +127,7 @@ def test_what_is_removed_stays_removed(search, score, scope):
 
 @pytest.mark.parametrize("backend", ["sparse_auto", "sparse_eager", "sparse_sdpa"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("search", ["dam_s", "dam_b", "dam_u", "soft"])
+@pytest.mark.parametrize("search", ["dam_s", "dam_b", "dam_u", "soft", "vertical_slash"])
 def test_freezing_changes_no_result(search, training, backend):
     """Loss and gradients of one batch, padded, before and after, through whatever kernel a frozen mask gets."""
     fields = {"block_size": 16, "mask_length": 40} if search == "dam_b" else {}

@@ -51,6 +51,7 @@ FORMS = {
     "dam_s": {"search": "dam_s"},
     "dam_u": {"search": "dam_u", "allow_empty_rows": True},
     "dam_b": {"search": "dam_b", "block_size": 16},
+    "vertical_slash": {"search": "vertical_slash"},
     "soft": {"search": "soft", "allow_empty_rows": True, "sparsity_weight": 0.0},
     "target": {"search": "dam_s", "target_sparsity": 0.6},
 }

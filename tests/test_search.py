@@ -8,6 +8,7 @@ import torch
 from sparsebert import SEARCHES, SparseAttention, SparseBertModel
 from sparsebert.masks.expansion import parameter_index
 from sparsebert.masks.sparse_mask import special_entries
+from sparsebert.search.decided_entries import TiedEntries
 from sparsebert.search.searches import (
     gumbel_noise,
     mask_bias,
@@ -191,8 +192,10 @@ def test_parameter_index(form, symmetric, block_size, length):
         ("soft", {}, 78),
         ("soft", {"symmetric": False}, 144),
         ("dam_b", {"block_size": 16, "mask_length": 40}, 3),
+        ("vertical_slash", {}, 20),
+        ("vertical_slash", {"symmetric": False, "special_tokens": "first"}, 33),
     ],
-    ids=["dam_s", "dam_s first", "dam_s none", "dam_u", "soft", "soft free", "dam_b"],
+    ids=["dam_s", "dam_s first", "dam_s none", "dam_u", "soft", "soft free", "dam_b", "slash", "slash free"],
 )
 @pytest.mark.parametrize("share_layers", [True, False], ids=["shared", "per layer"])
 def test_number_of_logits(tiny_config, search, fields, size, share_layers):
@@ -212,7 +215,7 @@ def test_number_of_logits(tiny_config, search, fields, size, share_layers):
 PENALTY_CASES = [
     (search, symmetric, special, diagonal)
     for search in SEARCHES
-    for symmetric in ((True, False) if SEARCHES[search].form == "table" else (True,))
+    for symmetric in ((True, False) if SEARCHES[search].frozen_form == "table" else (True,))
     for special in SPECIAL
     for diagonal in ("learned", "keep", "remove")
 ]
@@ -439,6 +442,8 @@ def test_freeze_by_sparsity_is_the_nearest_reachable(tiny_config, search, diagon
         got = 1.0 - table.float().mean((-2, -1))
         best = (reachable - asked).abs().amin(0)
         torch.testing.assert_close((got - asked).abs(), best, atol=1e-6, rtol=0.0)
+        if search == "vertical_slash":
+            continue  # an entry that no single parameter keeps may be more probable than one that is kept
         # What is kept is more probable than what is removed, and parameters go as a whole.
         learned = ~special_entries(length, sparse_attention.search.special_tokens)
         if diagonal != "learned":
@@ -453,11 +458,11 @@ def test_freeze_by_sparsity_is_the_nearest_reachable(tiny_config, search, diagon
 
 def test_select_keeps_ties_deterministic_and_counts_groups():
     probs = torch.tensor([[[0.9, 0.2, 0.9, 0.5]]])
-    counts = torch.tensor([4.0, 2.0, 6.0, 3.0])  # of 16 entries per head, 1 fixed
-    chosen = select(probs, counts, 1, sparsity=0.3, length=4)
+    entries = TiedEntries(torch.tensor([4.0, 2.0, 6.0, 3.0]))  # of 16 entries per head, 1 fixed
+    chosen = select(probs, entries, 1, sparsity=0.3, length=4)
     assert chosen.tolist() == [[[True, False, True, False]]]  # 1 + 4 + 6 = 11 kept, 11.2 asked
-    assert torch.equal(chosen, select(probs, counts, 1, sparsity=0.3, length=4))
-    assert select(probs, counts, 1, threshold=0.9, length=4).sum() == 0  # P > threshold, not >=
+    assert torch.equal(chosen, select(probs, entries, 1, sparsity=0.3, length=4))
+    assert select(probs, entries, 1, threshold=0.9, length=4).sum() == 0  # P > threshold, not >=
 
 
 def test_freeze_refuses_empty_rows_unless_allowed(tiny_config):

@@ -143,7 +143,7 @@ def test_a_new_search_or_pattern_replaces_a_frozen_mask(field, value, tiny_confi
     assert loaded.sparse_attention.mask != model.sparse_attention.mask
 
 
-@pytest.mark.parametrize("search", ["dam_s", "dam_u", "dam_b"])
+@pytest.mark.parametrize("search", ["dam_s", "dam_u", "dam_b", "vertical_slash"])
 def test_cache_does_not_grow_with_the_number_of_lengths(tiny_config, search):
     """While searching; forms of a frozen mask are kept by the mask, see test_compiled.py."""
     model = SparseBertForMaskedLM(tiny_config(search=search)).train()

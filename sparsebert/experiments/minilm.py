@@ -29,7 +29,7 @@ from .experiment import Experiment
 
 
 # The mask that is learned, and the one that keeps what the dense model attends to most.
-LEARNED_MASKS = ("dam_s", "dam_u", "dam_b", "attention")
+LEARNED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash", "attention")
 
 
 @dataclass

@@ -31,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "shared_by_layers": {"share_layers": True},
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
+    "vertical_slash": {"mask": "vertical_slash", "objective": "pooled"},
     "recover_layers": {"recover_objective": "layers"},
     "recover_last": {"recover_objective": "last"},
     "recover_attention": {"recover_objective": "attention"},

@@ -76,8 +76,9 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             `"multihead"`.
         mask_seed (`int`, *optional*, defaults to 0): Seed of random patterns.
         search (`str`, *optional*): Name of a search, a key of `SEARCHES`: `"dam_s"` (one logit per offset), `"dam_u"`
-            (one per entry), `"dam_b"` (one per tile diagonal) or `"soft"` (one per entry, not sampled). Defaults to
-            `"dam_s"` without a pattern.
+            (one per entry), `"dam_b"` (one per tile diagonal), `"vertical_slash"` (one per offset and one per token,
+            which decides whether it is global) or `"soft"` (one per entry, not sampled). Defaults to `"dam_s"` without
+            a pattern.
         frozen (`bool`, *optional*, defaults to `False`): Whether the mask is a file beside the weights. Set when a
             mask is frozen.
         pruned (`bool`, *optional*, defaults to `False`): Whether the searched mask is being pruned: what has not been
@@ -103,14 +104,15 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             the Gumbel noise, and so one sample of the mask. By default each draws its own: more samples in a step.
         hard (`bool`, *optional*): Whether the mask is used rounded to 0 or 1 in the search: straight-through samples.
             Defaults to `True`, or to `False` for `"soft"` and with a target.
-        symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry.
+        symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry, and
+            whether a token in `"vertical_slash"` has one logit for its column and its row, or one for each.
         share_layers (`bool`, *optional*, defaults to `True`): Whether all layers share one mask per head.
         diagonal (`str`, *optional*): Self-attention of every token, special tokens included: `"keep"` turns it on,
             `"remove"` turns it off, `"learned"` leaves it to the search or the pattern, and takes off what was fixed
             in a frozen mask. Unset once a mask is frozen, which holds it from then on.
         special_tokens (`str`, *optional*): Tokens whose rows and columns are always on in a search: `"none"`,
             `"first"` (each sequence's first token that is not padding) or `"first_last"`. Defaults to `"first_last"`
-            for `dam_s` and `dam_b` (`"first"` in a decoder) and to `"none"` for the others.
+            for `dam_s`, `dam_b` and `vertical_slash` (`"first"` in a decoder) and to `"none"` for the others.
         last_token (`str`, *optional*): What the last token is: `"real"` for the last one that is not padding, the
             default, or `"position"` for the last position of the input. Unset once a mask is frozen.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
@@ -120,8 +122,9 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         sparsity_scope (`str`, *optional*, defaults to `"head"`): What has the target sparsity: `"head"` for every head
             of its own, `"global"` for all heads and layers together, of which some then keep more than others.
         initial_decay (`float`, *optional*): How local a search starts: the odds of keeping an entry are proportional
-            to `max(distance, 1)^-d`, d in [0, 100], with the distance in tokens (`"dam_b"`: tiles). Defaults to 0,
-            where all are alike, or to 3 with a target, for a local start.
+            to `max(distance, 1)^-d`, d in [0, 100], with the distance in tokens (`"dam_b"`: tiles; a global token of
+            `"vertical_slash"`: the mean one, a third of the length). Defaults to 0, where all are alike, or to 3 with
+            a target, for a local start.
         initial_sparsity (`float`, *optional*): Sparsity at the start of a search with a target: in [0, 1), 0 is a
             dense warm-up. Defaults to the target.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search after which sparsity starts to
@@ -244,7 +247,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
                 "special_tokens 'first_last' is undefined in a decoder, whose last token changes as it generates: "
                 "use 'first' or 'none'"
             )
-        if self.length_policy == "extend" and self.search and SEARCHES[self.search].form == "table":
+        if self.length_policy == "extend" and self.search and SEARCHES[self.search].frozen_form == "table":
             raise ValueError(
                 f"length_policy 'extend' needs a Toeplitz search (dam_s, dam_b), got search {self.search!r}"
             )
@@ -351,7 +354,7 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
         special_tokens=config.special_tokens or special_tokens,
         last_token=config.last_token or "real",
         diagonal=DIAGONALS[config.diagonal or "learned"],
-        length_policy=config.length_policy or default_length_policy(search.form),
+        length_policy=config.length_policy or default_length_policy(search.frozen_form),
         symmetric=config.symmetric,
         block_size=config.block_size if search.form == "blocks" else None,
         mask_form=config.mask_form or ("log" if annealed else "additive"),

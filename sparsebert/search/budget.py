@@ -6,6 +6,8 @@ Letters: L layers (1 when shared), H heads, K learned parameters per head, n mas
 
 import torch
 
+from .decided_entries import DecidedEntries
+
 
 # P of a parameter stays within what float32 resolves around 0 and 1.
 _SATURATION = 15.0
@@ -45,61 +47,70 @@ def geometric(progress: torch.Tensor, initial: float, final: float) -> torch.Ten
 
 
 def budget_shift(
-    logits: torch.Tensor, counts: torch.Tensor, budget: torch.Tensor | float, width: torch.Tensor | float
+    logits: torch.Tensor,
+    entries: DecidedEntries,
+    budget: torch.Tensor | float,
+    width: torch.Tensor | float,
+    scope: str = "head",
 ) -> torch.Tensor:
     """
-    The multiplier mu of each head for which P = sigmoid((logits - mu) / width) keeps `budget` entries.
+    The multiplier mu of each head, or of all of them, for which P = sigmoid((logits - mu) / width) keeps `budget`
+    entries.
 
-    mu is the dual variable of the budget: among all P that keep this many entries, the result has the greatest
-    `sum(P logits) + width * entropy(P)`. As mu is solved for in every step, the budget is met whatever the learning
-    rate. The gradient passes through mu (implicit differentiation), so the logits of a head only compete with each
-    other.
+    Where every entry has one parameter, mu is the dual variable of the budget: among all P that keep this many
+    entries, the result has the greatest `sum(P logits) + width * entropy(P)`. As mu is solved for in every step, the
+    budget is met whatever the learning rate. The gradient passes through mu (implicit differentiation), so the logits
+    of a head only compete with each other.
 
     Args:
-        logits (`torch.Tensor` of shape `(..., K)`): float32, usually `(L, H, K)`.
-        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides. Parameters with 0 have
-            no influence.
-        budget (`torch.Tensor` or `float`): Number of these entries to keep in each head, at least 0.
+        logits (`torch.Tensor` of shape `(L, H, K)`): float32.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide. Parameters that decide
+            none have no influence.
+        budget (`torch.Tensor` or `float`): Number of these entries to keep per head, at least 0.
         width (`torch.Tensor` or `float`): Positive.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` for a budget of each head, `"global"` for one of all
+            heads together.
 
     Returns:
-        `torch.Tensor` of shape `(..., 1)`.
+        `torch.Tensor` of shape `(L, H, 1)`, or `(1, 1, 1)` with one budget.
     """
-    counts = counts.to(logits.dtype)
+    dims = (-1,) if scope == "head" else (-3, -2, -1)
     budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device)
     with torch.no_grad():
         # At one end of this interval all entries are kept, at the other none.
-        low = logits.amin(-1, keepdim=True) - _SATURATION * width
-        high = logits.amax(-1, keepdim=True) + _SATURATION * width
+        low = logits.amin(dims, keepdim=True) - _SATURATION * width
+        high = logits.amax(dims, keepdim=True) + _SATURATION * width
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            too_many = (torch.sigmoid((logits - middle) / width) * counts).sum(-1, keepdim=True) > budget
+            kept = entries.kept(torch.sigmoid((logits - middle) / width))[..., None]
+            too_many = (kept if scope == "head" else kept.mean((-3, -2), keepdim=True)) > budget
             low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
         middle = (low + high) / 2
         slope = torch.sigmoid((logits - middle) / width)
-        weights = counts * slope * (1 - slope)
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-12)  # d mu / d logits
-    return middle + ((logits - logits.detach()) * weights).sum(-1, keepdim=True)
+        weights = entries.decided(slope) * slope * (1 - slope)
+        weights = weights / weights.sum(dims, keepdim=True).clamp(min=1e-12)  # d mu / d logits
+    return middle + ((logits - logits.detach()) * weights).sum(dims, keepdim=True)
 
 
-def disagreement(chosen: torch.Tensor, other: torch.Tensor, counts: torch.Tensor) -> float:
+def disagreement(chosen: torch.Tensor, other: torch.Tensor, entries: DecidedEntries) -> float:
     """
     Share of the learned entries on which two choices of parameters differ.
 
     Args:
         chosen, other (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
     """
-    return ((chosen != other) * counts).sum().item() / max((counts.sum() * chosen[..., 0].numel()).item(), 1)
+    differing = 2 * entries.kept(chosen | other) - entries.kept(chosen) - entries.kept(other)
+    return differing.sum().item() / max(entries.total * chosen[..., 0].numel(), 1)
 
 
-def collapsed(chosen: torch.Tensor, counts: torch.Tensor) -> tuple[int, int]:
+def collapsed(chosen: torch.Tensor, entries: DecidedEntries) -> tuple[int, int]:
     """
     Number of heads, over all layers, whose learned entries are all kept, and number of heads where none is.
 
     Args:
         chosen (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
     """
-    learned = chosen[..., counts > 0]
-    return int(learned.all(-1).sum()), int((~learned.any(-1)).sum())
+    kept = entries.kept(chosen)
+    return int((kept == entries.total).sum()), int((kept == 0).sum())

@@ -26,7 +26,6 @@ from ..attention.mask_inputs import (
 from ..masks.sparse_mask import SparseMask
 from .learned_mask import LearnedMask
 from .mask_search import MaskSearch
-from .searches import mask_bias
 
 
 def drawn_inputs(
@@ -51,8 +50,7 @@ def drawn_inputs(
     first, last = real_tokens(inputs, search.special_tokens, search.last_token)
     # Position 0 is a special token or padding.
     special_tokens = search.special_tokens if last is None else "first"
-    bias = mask_bias(sample, noisy, search.mask_form, search.mask_constant, search.hard)
-    bias = search.expand(bias, num_keys, off=-search.mask_constant, on=0.0)[:, :, first_row:]
+    bias = search.bias(sample, noisy, num_keys)[:, :, first_row:]
     bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
     apart: dict[str, Any] = {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
     if merged:
@@ -73,8 +71,7 @@ def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> d
     if not training:
         return prepared
     probs = torch.sigmoid(learned.alpha() / learned.temperature())
-    # Zeros with a gradient.
-    bias = search.expand(search.mask_constant * (probs - probs.detach()), num_keys, off=0.0, on=0.0)[:, None]
+    bias = search.zeros(probs, num_keys)[:, None]
     special = special_rows(inputs, search.special_tokens, search.last_token)
     bias = set_entries(bias[..., first_row:, :], special, search.diagonal, on=0.0, off=0.0)
     biases = tuple(fixed + zeros for fixed, zeros in zip(prepared["bias"], bias.unbind(0), strict=True))

@@ -96,14 +96,11 @@ class LearnedMask:
         width = width.clamp(min=_SMALLEST_WIDTH).to(alpha.device)
         if search.target_sparsity is None or search.pruning:  # what has been pruned has alpha = -inf
             return alpha, width
-        counts = search.counts_on(alpha.device)
+        entries = search.entries(alpha.device)
         budget = (1 - self.current_sparsity().to(alpha.device)) * search.length**2 - search.num_fixed
-        margin = _MARGIN * counts.sum()
-        budget = torch.clamp(budget, margin, counts.sum() - margin)
-        if search.sparsity_scope == "head":
-            return alpha - budget_shift(alpha, counts, budget, width), width
-        heads = alpha[..., 0].numel()
-        return alpha - budget_shift(alpha.flatten(), counts.repeat(heads), heads * budget, width), width
+        margin = _MARGIN * search.num_learned
+        budget = torch.clamp(budget, margin, search.num_learned - margin)
+        return alpha - budget_shift(alpha, entries, budget, width, search.sparsity_scope), width
 
     def probs(self) -> torch.Tensor:
         """P of every parameter, `(L, H, K)`: sigmoid(alpha), with a target shifted to meet the budget."""
@@ -148,7 +145,7 @@ class LearnedMask:
                 sparsity = self.current_sparsity().item()
         return select(
             probs,
-            search.counts,
+            search.entries(probs.device),
             search.num_fixed,
             threshold=0.5 if threshold is None else threshold,
             sparsity=sparsity,
@@ -196,17 +193,18 @@ class LearnedMask:
             ValueError: If a value is out of its range.
             FloatingPointError: If P is NaN.
         """
-        search, counts, probs = self.search, self.search.counts, self.probs().cpu()
+        search, probs = self.search, self.probs().cpu()
+        entries = search.entries(probs.device)
         selected = self._select(probs, threshold, sparsity)
         mask = search.to_mask(selected, metadata)
         asked = search.target_sparsity if threshold is None and sparsity is None else sparsity
-        dense, empty = collapsed(selected, counts)
+        dense, empty = collapsed(selected, entries)
         warnings = []
         if asked is not None and abs(mask.sparsity - asked) > TOLERANCE:
             warnings.append(
                 f"asked for a sparsity of {asked:.3f}, got {mask.sparsity:.3f}: the nearest that search "
-                f"{search.name!r} with {int((counts > 0).sum())} parameters per head can express at {search.length} "
-                "tokens"
+                f"{search.name!r} with {int((search.counts > 0).sum())} parameters per head can express at "
+                f"{search.length} tokens"
             )
         if (dense or empty) and search.sparsity_scope == "head":  # with one budget for all, some may well be
             heads = search.num_layers * search.num_heads
@@ -214,7 +212,7 @@ class LearnedMask:
         outcome = {
             "asked": asked,
             "got": mask.sparsity,
-            "undecided": disagreement(selected, probs > (0.5 if threshold is None else threshold), counts),
+            "undecided": disagreement(selected, probs > (0.5 if threshold is None else threshold), entries),
             "dense_heads": dense,
             "empty_heads": empty,
             "warnings": warnings,
@@ -232,8 +230,10 @@ class LearnedMask:
             scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
                 together. Every row keeps its best entry unless the search allows empty rows.
         """
-        search, kept = self.search, self.kept
-        index = search.index(search.length, torch.device("cpu"))
+        search, kept, cpu = self.search, self.kept, torch.device("cpu")
+        index = search.index(search.length, cpu) if search.union is None else search.union.parameters_of_entries()
         scores = scores.detach().float().cpu()
-        left = prune(kept.cpu(), scores, index, search.fixed, sparsity, scope, search.allow_empty_rows)
+        left = prune(
+            kept.cpu(), scores, index, search.fixed, sparsity, scope, search.allow_empty_rows, search.entries(cpu)
+        )
         self.logits.masked_fill_(~left.to(kept.device), -torch.inf)

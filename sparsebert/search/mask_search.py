@@ -15,6 +15,7 @@ from transformers import initialization as init
 
 from ..masks.expansion import (
     SPECIAL_TOKENS,
+    check_length,
     expand,
     num_empty_rows,
     num_kept,
@@ -23,7 +24,8 @@ from ..masks.expansion import (
     token_pairs,
 )
 from ..masks.sparse_mask import SparseMask
-from .searches import SEARCHES, num_parameters, parameter_distance, to_sparse_mask
+from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
+from .searches import SEARCHES, log_bias, mask_bias, num_parameters, parameter_distance, to_sparse_mask
 
 
 # Standard deviation of alpha at the start, so that P starts near 1/2. Source: arXiv 2102.12871, Algorithm 1.
@@ -48,7 +50,8 @@ class MaskSearch:
         last_token (`str`): `"real"` or `"position"`, see [`SparseMask`].
         diagonal (`bool`, *optional*): Whether the diagonal is always on or always off. `None` learns it.
         length_policy (`str`): What happens to longer inputs: `"extend"`, `"dense"` or `"error"`.
-        symmetric (`bool`): Whether alpha_ij = alpha_ji in a table.
+        symmetric (`bool`): Whether alpha_ij = alpha_ji in a table, and whether a token in `"vertical_slash"` has one
+            parameter for its column and its row.
         block_size (`int`, *optional*): Tile size of the form `"blocks"`.
         mask_form (`str`): How the mask enters attention: `"additive"`, `"log"` or `"multiplicative"`.
         mask_constant (`float`): c of the additive form.
@@ -69,10 +72,13 @@ class MaskSearch:
         pruning (`bool`): Whether the mask is being pruned: what has not been removed is on, nothing is sampled.
 
     Attributes:
-        form (`str`): Form of the mask, see [`SparseMask`].
+        form (`str`): What has a parameter, see [`Search`].
+        union ([`VerticalSlash`], *optional*): The entries of the form `"vertical_slash"`.
         num_parameters (`int`): K.
         num_fixed (`int`): Number of entries per head that are always on.
-        counts (`torch.Tensor` of shape `(K,)`): Number of learned entries that each parameter decides, float32.
+        num_learned (`int`): Number of entries per head that parameters decide.
+        counts (`torch.Tensor` of shape `(K,)`): Number of learned entries that each parameter decides, or of which it
+            is one of the parameters, float32.
 
     Raises:
         ValueError: If `target_sparsity` is out of reach.
@@ -106,16 +112,25 @@ class MaskSearch:
     pruning: bool = False
     share_noise: bool = False
     form: str = field(init=False)
+    union: VerticalSlash | None = field(init=False)
     num_parameters: int = field(init=False)
     num_fixed: int = field(init=False)
+    num_learned: int = field(init=False)
     counts: torch.Tensor = field(init=False, repr=False)
     _cache: dict[tuple[str, torch.device], torch.Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         form = SEARCHES[self.name].form
         size = num_parameters(form, self.length, self.symmetric, self.special_tokens, self.block_size)
+        union = None
+        if form == "vertical_slash":
+            union = VerticalSlash(self.length, self.special_tokens, self.symmetric, self.diagonal is None)
         object.__setattr__(self, "form", form)
+        object.__setattr__(self, "union", union)
         object.__setattr__(self, "num_parameters", size)
+        learned_tokens = self.length - SPECIAL_TOKENS.index(self.special_tokens)
+        off_diagonal = learned_tokens * (learned_tokens - 1)
+        object.__setattr__(self, "num_learned", off_diagonal + (learned_tokens if self.diagonal is None else 0))
         # Transformers builds models on the meta device; these are data, not weights.
         with torch.device("cpu"):
             num_fixed = num_kept(torch.zeros(1, 1, 1, dtype=torch.bool), "offsets", *self._sizes())
@@ -133,6 +148,8 @@ class MaskSearch:
         return self.length, None, SPECIAL_TOKENS.index(self.special_tokens), self.diagonal
 
     def _counts(self):
+        if self.union is not None:
+            return self.union.counts()
         if self.form == "table":
             index = parameter_index(self.form, self.length, self.length, self.symmetric)
             return index[self.fixed == -1].bincount(minlength=self.num_parameters).float()
@@ -183,10 +200,14 @@ class MaskSearch:
                 logits.sub_(decay.to(logits))
 
     def index(self, length: int, device: torch.device) -> torch.Tensor:
-        """The parameter of each entry at some input length, `(m, m)`, see [`parameter_index`]."""
+        """
+        The parameter of each entry at some input length, `(m, m)`, see [`parameter_index`]. In `"vertical_slash"` that
+        of its offset.
+        """
 
         def make() -> torch.Tensor:
-            return parameter_index(self.form, length, self.length, self.symmetric, self.block_size)
+            form = "offsets" if self.union is not None else self.form
+            return parameter_index(form, length, self.length, self.symmetric, self.block_size)
 
         if torch.compiler.is_compiling():
             return make().to(device)
@@ -200,8 +221,26 @@ class MaskSearch:
         """`counts` on a device."""
         return self._cached("counts", device, lambda: self.counts)
 
+    def entries(self, device: torch.device) -> DecidedEntries:
+        """The learned entries, to be counted on a device."""
+        return TiedEntries(self.counts_on(device)) if self.union is None else self.union
+
+    def sums(self, table: torch.Tensor) -> torch.Tensor:
+        """The sum of the values `(L, H, n, n)` of the learned entries of each parameter: `(L, H, K)`."""
+        if self.union is not None:
+            return self.union.sums(table)
+        learned_entries = (self.fixed == -1).to(table.device)
+        index = self.index(self.length, table.device)[learned_entries]
+        sums = table.new_zeros(*table.shape[:2], self.num_parameters)
+        return sums.index_add_(-1, index, table[..., learned_entries])
+
     def expand(self, values: torch.Tensor, length: int, off: float, on: float) -> torch.Tensor:
-        """Values of the parameters `(L, H, K)` as values of the entries `(L, H, m, m)`, see [`expand`]."""
+        """
+        Values of the parameters `(L, H, K)` as values of the entries `(L, H, m, m)`, see [`expand`]. In
+        `"vertical_slash"` the values are in [0, 1], and those of the entries are of their union.
+        """
+        if (union := self.union) is not None:
+            return self._grown(length, on, lambda known, index: union.expand(values, known, index), values.device)
         index = self.index(length, values.device)
         return expand(
             values,
@@ -216,6 +255,45 @@ class MaskSearch:
             index=index,
         )
 
+    def bias(self, sample: torch.Tensor, noisy: torch.Tensor, length: int) -> torch.Tensor:
+        """
+        The term that a sample adds to the scores, `(L, H, m, m)`, see [`mask_bias`].
+
+        Args:
+            sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`sample_mask`].
+            length (`int`): m.
+        """
+        union, constant, hard = self.union, self.mask_constant, self.hard
+        if union is None:
+            bias = mask_bias(sample, noisy, self.mask_form, constant, hard)
+            return self.expand(bias, length, off=-constant, on=0.0)
+
+        def make(known: int, index: torch.Tensor) -> torch.Tensor:
+            if self.mask_form == "additive":
+                return -constant * (1.0 - union.expand(sample, known, index))
+            log = union.log_probs(noisy, known, index)
+            return log_bias(log, union.expand(sample, known, index) if hard else None, constant, hard)
+
+        return self._grown(length, 0.0, make, sample.device)
+
+    def zeros(self, probs: torch.Tensor, length: int) -> torch.Tensor:
+        """Zeros `(L, H, m, m)` with the gradient of c times the P of the entries, from that of the parameters."""
+        if self.union is None:
+            return self.expand(self.mask_constant * (probs - probs.detach()), length, off=0.0, on=0.0)
+        probs = self.mask_constant * self.expand(probs, length, off=0.0, on=0.0)
+        return probs - probs.detach()
+
+    def _grown(
+        self, length: int, on: float, make: Callable[[int, torch.Tensor], torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """`make(m, index)` for the tokens of the mask, with `on` for those beyond."""
+        if self.length_policy == "error":
+            check_length(length, self.length, "table")
+        known = min(length, self.length)
+        new = length - known
+        table = make(known, self.index(known, device))
+        return torch.nn.functional.pad(table, (0, new, 0, new), value=on) if new else table
+
     def penalty(self, sample: torch.Tensor) -> torch.Tensor:
         """
         lambda * ||M||_1 of a sample `(L, H, K)`: the sum over the entries of all heads at the mask's own length, mean
@@ -225,7 +303,7 @@ class MaskSearch:
         """
         if (penalized := getattr(sample, PENALIZED, None)) is not None:
             penalized.append(True)
-        norm = (sample * self.counts_on(sample.device)).sum(dim=(1, 2)) + self.num_fixed * self.num_heads
+        norm = self.entries(sample.device).kept(sample).sum(1) + self.num_fixed * self.num_heads
         return self.sparsity_weight * norm.mean()
 
     def to_mask(self, selected: torch.Tensor, metadata: dict[str, Any] | None = None) -> SparseMask:

@@ -4,7 +4,7 @@ Mask searches: what is learned per head, and how it becomes a mask.
 Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, B tile size, R rows, P the
 keep probability.
 A search learns one logit alpha per parameter; P = sigmoid(alpha). Entries that share a parameter are kept or removed
-together.
+together, except those of `vertical_slash`, which have three and are kept if any of them is.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from ..masks.expansion import parameter_index
 from ..masks.sparse_mask import SPECIAL_TOKENS, SparseMask
+from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Search:
     A way to learn a mask.
 
     Args:
-        form (`str`): Form of the frozen [`SparseMask`]: `"table"`, `"offsets"` or `"blocks"`.
+        form (`str`): What has a parameter: `"table"`, `"offsets"` or `"blocks"`, as in a [`SparseMask`], or
+            `"vertical_slash"`, see [`VerticalSlash`].
         stochastic (`bool`): Whether training samples the mask with Gumbel noise instead of using P itself.
         special_tokens (`str`): Default of the configuration's `special_tokens`.
         mask_constant (`float`): Default of the configuration's `mask_constant`, c of the additive form.
@@ -35,6 +37,11 @@ class Search:
     special_tokens: str
     mask_constant: float
 
+    @property
+    def frozen_form(self) -> str:
+        """Form of the frozen [`SparseMask`]."""
+        return "table" if self.form == "vertical_slash" else self.form
+
 
 # Source: SparseBERT (arXiv 2102.12871), Section 3.1 (soft), Section 4.1 (DAM_u, DAM_s). dam_b ties whole tiles.
 # A soft mask starts at P = 1/2, which c = 1e4 would saturate.
@@ -43,6 +50,7 @@ SEARCHES = {
     "dam_u": Search("table", stochastic=True, special_tokens="none", mask_constant=1e4),
     "dam_s": Search("offsets", stochastic=True, special_tokens="first_last", mask_constant=1e4),
     "dam_b": Search("blocks", stochastic=True, special_tokens="first_last", mask_constant=1e4),
+    "vertical_slash": Search("vertical_slash", stochastic=True, special_tokens="first_last", mask_constant=1e4),
 }
 
 
@@ -129,10 +137,12 @@ def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: floa
 
     Source: SparseBERT (arXiv 2102.12871), Eq. 5-6.
     """
-    if form == "additive":
-        return -constant * (1.0 - mask)
-    log = logsigmoid(noisy)
-    if not hard:
+    return -constant * (1.0 - mask) if form == "additive" else log_bias(logsigmoid(noisy), mask, constant, hard)
+
+
+def log_bias(log: torch.Tensor, mask: torch.Tensor | None, constant: float, hard: bool) -> torch.Tensor:
+    """[`mask_bias`] of the form `"log"`, given the logarithm of the soft sample. `mask` is read if `hard`."""
+    if not hard or mask is None:
         return log
     return log + (-constant * (1.0 - mask) - log).detach()
 
@@ -142,17 +152,25 @@ def num_parameters(
 ) -> int:
     """
     K, the number of parameters per head: one per entry of a table, or per unordered pair if it is symmetric; one per
-    tile diagonal; or one per offset that occurs between tokens that are not special.
+    tile diagonal; or one per offset that occurs between tokens that are not special. `"vertical_slash"` has one more
+    per token that is not special, or two if columns and rows have their own.
     """
     if form == "table":
         return length * (length + 1) // 2 if symmetric else length * length
     if form == "blocks":
         return -(-length // (block_size or 1))
-    return length - SPECIAL_TOKENS.index(special_tokens)
+    learned_tokens = length - SPECIAL_TOKENS.index(special_tokens)
+    return learned_tokens * ((3 - symmetric) if form == "vertical_slash" else 1)
 
 
 def parameter_distance(form: str, size: int, length: int, symmetric: bool = True) -> torch.Tensor:
-    """Distance between query and key of each parameter, in tokens, or in tiles for `"blocks"`: long `(K,)`."""
+    """
+    Distance between query and key of each parameter, in tokens, or in tiles for `"blocks"`: long `(K,)`. That of a
+    column or a row is the mean distance of two tokens, a third of the length.
+    """
+    if form == "vertical_slash":
+        offsets = torch.arange(size // (3 - symmetric))
+        return torch.cat([offsets, torch.full((size - len(offsets),), length // 3)])
     if form != "table":
         return torch.arange(size)
     position = torch.arange(length)
@@ -176,7 +194,7 @@ def check_selection(threshold: float | None, sparsity: float | None) -> None:
 
 def select(
     probs: torch.Tensor,
-    counts: torch.Tensor,
+    entries: DecidedEntries,
     fixed: int,
     threshold: float = 0.5,
     sparsity: float | None = None,
@@ -189,7 +207,7 @@ def select(
 
     Args:
         probs (`torch.Tensor` of shape `(L, H, K)`): P of each parameter.
-        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
         fixed (`int`): Number of entries per head that are always on (special tokens, a kept diagonal).
         threshold (`float`, *optional*, defaults to 0.5): Keep parameters with P above this, in [0, 1). Ignored if
             `sparsity` is given.
@@ -210,34 +228,29 @@ def select(
         return probs > threshold
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity must be in [0, 1), got {sparsity!r}")
-    return _keep_in_scope(probs, counts, (1.0 - sparsity) * length**2 - fixed, scope)
+    return keep_largest(probs, entries, (1.0 - sparsity) * length**2 - fixed, scope)
 
 
-def _keep_in_scope(scores, counts, budget, scope):
-    """[`keep_largest`] of each head, or with the budget of all heads of all of them together."""
-    if scope == "head":
-        return keep_largest(scores, counts, budget)
-    heads = scores[..., 0].numel()
-    return keep_largest(scores.flatten(), counts.repeat(heads), heads * budget).view_as(scores)
-
-
-def keep_largest(scores: torch.Tensor, counts: torch.Tensor, budget: float) -> torch.Tensor:
+def keep_largest(scores: torch.Tensor, entries: DecidedEntries, budget: float, scope: str = "head") -> torch.Tensor:
     """
-    Choose the parameters with the largest scores along the last dimension, so many that they decide as near as
-    possible to `budget` entries.
+    Choose the parameters with the largest scores, so many that they keep as near as possible to `budget` entries.
 
     Args:
-        scores (`torch.Tensor` of shape `(..., K)`): Score of each parameter.
-        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
-        budget (`float`): Number of entries to keep.
+        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
+        budget (`float`): Number of entries to keep per head.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
+            together, with the budget of all heads.
 
     Returns:
-        `torch.Tensor` of shape `(..., K)`, bool.
+        `torch.Tensor` of shape `(L, H, K)`, bool.
     """
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    kept = torch.nn.functional.pad(counts.double()[order].cumsum(-1), (1, 0))
-    num_kept = (kept - budget).abs().argmin(dim=-1, keepdim=True)
-    return order.argsort(dim=-1, stable=True) < num_kept
+    joint = scope == "global"
+    ranked = scores.flatten() if joint else scores
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(dim=-1, stable=True).view_as(scores)
+    heads = scores[..., 0].numel() if joint else 1
+    return rank < entries.nearest_number(rank, heads * budget, joint)
 
 
 def best_of_rows(scores: torch.Tensor, index: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
@@ -246,14 +259,16 @@ def best_of_rows(scores: torch.Tensor, index: torch.Tensor, fixed: torch.Tensor)
 
     Args:
         scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
-        index (`torch.Tensor` of shape `(n, n)`): The parameter of each entry, see [`parameter_index`].
+        index (`torch.Tensor` of shape `(n, n)` or `(n, n, 3)`): The parameter or the parameters of each entry, see
+            [`parameter_index`].
         fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool.
     """
     rows = ~(fixed == 1).any(-1)
-    index = torch.where(fixed == -1, index, scores.shape[-1])[rows]  # (R, n)
+    index = index.view(*fixed.shape, -1)
+    index = torch.where(fixed[..., None] == -1, index, scores.shape[-1])[rows].flatten(1)  # (R, n) or (R, 3n)
     if not len(index):
         return torch.zeros_like(scores, dtype=torch.bool)
     padded = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
@@ -270,6 +285,7 @@ def prune(
     sparsity: float,
     scope: str = "head",
     empty_rows: bool = False,
+    entries: DecidedEntries | None = None,
 ) -> torch.Tensor:
     """
     Remove the parameters with the lowest scores until a sparsity is reached.
@@ -277,22 +293,26 @@ def prune(
     Args:
         kept (`torch.Tensor` of shape `(L, H, K)`): Bool, the parameters that have not been removed yet.
         scores (`torch.Tensor` of shape `(L, H, K)`): Parameters with higher scores are kept.
-        index (`torch.Tensor` of shape `(n, n)`): The parameter of each entry, see [`parameter_index`].
+        index (`torch.Tensor` of shape `(n, n)` or `(n, n, 3)`): The parameter or the parameters of each entry, see
+            [`parameter_index`].
         fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
         sparsity (`float`): Fraction of the `n^2` entries to remove, in every head or on average.
         scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
             together.
         empty_rows (`bool`, *optional*, defaults to `False`): Whether a row may lose its last entry.
+        entries ([`VerticalSlash`], *optional*): The entries that the parameters decide. By default those of `index`,
+            one parameter each.
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool: a subset of `kept`.
     """
-    counts = index[fixed == -1].bincount(minlength=scores.shape[-1])
+    if entries is None:
+        entries = TiedEntries(index[fixed == -1].bincount(minlength=scores.shape[-1]))
     budget = (1.0 - sparsity) * fixed.numel() - (fixed == 1).sum().item()
     scores = scores.masked_fill(~kept, -torch.inf)
     needed = torch.zeros_like(kept) if empty_rows else best_of_rows(scores, index, fixed)
     scores = scores.masked_fill(needed, torch.inf)
-    chosen = _keep_in_scope(scores, counts, budget, scope)
+    chosen = keep_largest(scores, entries, budget, scope)
     return (chosen | needed) & kept
 
 
@@ -309,13 +329,17 @@ def to_sparse_mask(
 
     Args:
         selected (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        form (`str`): `"table"`, `"offsets"` or `"blocks"`.
+        form (`str`): What has a parameter, see [`Search`].
         length (`int`): n.
-        symmetric (`bool`, *optional*, defaults to `True`): Whether a table has one parameter per unordered pair.
+        symmetric (`bool`, *optional*, defaults to `True`): Whether a table has one parameter per unordered pair, and
+            the column and the row of a token in `"vertical_slash"` one parameter.
         block_size (`int`, *optional*): Tile size of the form `"blocks"`.
         fields: The other arguments of [`SparseMask`].
     """
     keep = selected
     if form == "table":
         keep = selected[..., parameter_index(form, length, length, symmetric)]
+    elif form == "vertical_slash":
+        form, union = "table", VerticalSlash(length, fields.get("special_tokens", "none"), symmetric)
+        keep = union.expand(selected, length)
     return SparseMask(keep, length, form=form, block_size=block_size if form == "blocks" else None, **fields)

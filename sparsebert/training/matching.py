@@ -111,11 +111,8 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     model.set_attn_implementation(implementation)
     if config.share_layers:
         total = total.mean(0, keepdim=True)
-    learned_entries = (search.fixed == -1).to(logits.device)
-    index = search.index(search.length, logits.device)[learned_entries]
-    counts = index.bincount(minlength=logits.shape[-1])
-    sums = torch.zeros_like(logits).index_add_(-1, index, total[..., learned_entries])
-    density = sums / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
+    counts = search.counts_on(logits.device)
+    density = search.sums(total) / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
         dims = -1 if search.sparsity_scope == "head" else (-3, -2, -1)
