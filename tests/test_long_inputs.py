@@ -17,7 +17,7 @@ from sparsebert.analysis.plans import make_plan
 from sparsebert.attention.cpu import signed_offsets, unavailable
 from sparsebert.masks.compiled import base_table
 from sparsebert.masks.expansion import SPECIAL_TOKENS, parameter_index
-from sparsebert.masks.tiles import live_tiles, mask_live_tiles
+from sparsebert.masks.tiles import mask_tile_shares, tile_shares
 from sparsebert.models.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.sparse_attention import SparseAttention
 from sparsebert.training.task_models import input_sparsity
@@ -210,13 +210,17 @@ def test_counts_at_other_lengths_are_those_of_the_table():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_live_tiles_without_a_table(causal):
+def test_tiles_without_a_table(causal):
+    """The share of live tiles, and that of full ones."""
+    found = set()
     for mask in cases():
         for length, side in itertools.product((5, mask.length, 33), (1, 3, 16)):
-            expected = live_tiles(base_table(mask, length, causal)[0], side)
-            assert mask_live_tiles(mask, length, side, causal) == expected, (mask, length, side)
+            expected = tile_shares(base_table(mask, length, causal)[0], side)
+            assert mask_tile_shares(mask, length, side, causal) == expected, (mask, length, side)
+            found.add((side, expected[0] > expected[1] > 0))
+    assert {(3, True), (16, True)} <= found
     table = SparseMask(torch.rand(2, HEADS, 9, 9) < 0.1, 9)
-    assert mask_live_tiles(table, 7, 3, causal) == live_tiles(base_table(table, 7, causal)[0], 3)
+    assert mask_tile_shares(table, 7, 3, causal) == tile_shares(base_table(table, 7, causal)[0], 3)
 
 
 def test_sparsity_on_inputs():

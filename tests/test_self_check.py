@@ -471,7 +471,27 @@ def test_a_mask_without_empty_tiles_is_timed_only_where_a_kernel_fuses_more():
     assert auto(ask, scattered, dropout=0.1)[0] == auto(ask, scattered, padded=True)[0] == "sparse_triton"
     slow = outcome_of(orders, sparse_triton=2.0, sparse_sdpa=1.0)
     assert auto(slow, scattered, dropout=0.1)[0] == "sparse_sdpa"
-    assert [order.setting.live for order in orders] == [10, 10, 10]
+    assert [(order.setting.live, order.setting.partial) for order in orders] == 3 * [(10, 10)]
+
+
+@needs_triton
+def test_times_of_whole_tiles_say_nothing_of_partial_ones():
+    """A kernel takes twice as long for those. `sparsebert doctor` takes times with whole tiles."""
+    whole = near_tiles(512, 10, HEADS)
+    table = whole.structure(512)[0].clone()
+    table[:, :256] &= torch.rand(256, 512) < 0.5
+    fields, orders, known = {"num_keys": 512, "num_queries": 512, "dropout": 0.1}, [], {}
+
+    def ask(order, mask):
+        orders.append(order)
+        return known.get(order.setting)
+
+    auto(ask, whole, **fields)
+    setting = orders[0].setting
+    known[setting] = Outcome(setting, {"sparse_triton": Finding(True, milliseconds=1.0)})
+    assert auto(ask, whole, **fields)[0] == "sparse_triton"
+    assert auto(ask, SparseMask(table, 512, special_tokens="first"), **fields)[0] == "sparse_sdpa"
+    assert [(order.setting.live, order.setting.partial) for order in orders] == [(10, 0), (10, 0), (10, 5)]
 
 
 @needs_triton
@@ -481,7 +501,8 @@ def test_the_setting_is_that_of_the_request():
     assert orders[0].device == "cuda:1"
     live = live_tiles(TILES.structure(500)[0], 64)
     assert orders[0].setting == Setting("bfloat16", 64, True, True, True, False, 512, math.ceil(10 * live))
-    assert setting_for(REQUEST, 505, 0.21) == Setting("bfloat16", 64, length=505, live=3)
+    assert setting_for(REQUEST, 505, 0.21, 0.19) == Setting("bfloat16", 64, length=505, live=3, partial=1)
+    assert setting_for(REQUEST, 505, 0.0, 0.0) == Setting("bfloat16", 64, length=505, live=0)
     request = request_of("cuda:1", orders[0].setting, 512)
     assert request.on_device() == torch.device("cuda:1") and request.dtype == torch.bfloat16 and request.padded
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsebert.masks.tiles import live_tiles, tile_form
+from sparsebert.masks.tiles import live_tiles, tile_form, tile_shares
 
 
 def random_base(length, density, heads=3):
@@ -91,3 +91,11 @@ def test_live_tiles(length):
     assert live_tiles(base, 64) == pytest.approx((form.tiles > 0).float().mean().item())
     form = tile_form(base, 128, 64)
     assert live_tiles(base, 128, 64) == pytest.approx((form.tiles > 0).float().mean().item())
+
+
+@pytest.mark.parametrize("length", [1, 64, 200])
+def test_full_tiles(length):
+    """A tile at the edge is full if all its entries within the mask are on."""
+    base = random_base(length, 0.9995)
+    full = [part.all(2).all(1).tolist() for row in base.split(64, 1) for part in row.split(64, 2)]
+    assert tile_shares(base, 64)[1] == pytest.approx(torch.tensor(full).float().mean().item())

@@ -24,9 +24,8 @@ from ..attention.choice import GPU_BACKENDS, TILE_SIZE, refusal
 from ..attention.self_check_process import TIMEOUT, keep_outcome, self_check
 from ..attention.self_check_results import TRUSTED, Order, Outcome, Setting, driver, installed, setting_for
 from ..checks import check_choice, check_range
-from ..masks.compiled import base_table
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import live_tiles
+from ..masks.tiles import mask_tile_shares
 from ..version import __version__
 from .tables import Table
 
@@ -188,8 +187,8 @@ def _orders(where, dtypes, head_sizes, length, mask, folder):
         if mask is None:
             setting = Setting(dtype, size, padded, dropout, gradients, length=length)
         else:
-            live = live_tiles(base_table(mask, length)[0], TILE_SIZE)
-            setting = setting_for(request, mask.length if mask.length_policy == "error" else None, live)
+            shares = mask_tile_shares(mask, length, TILE_SIZE)
+            setting = setting_for(request, mask.length if mask.length_policy == "error" else None, *shares)
         orders.append(
             Order(
                 str(where),

@@ -13,7 +13,7 @@ from ..attention.capabilities import Request
 from ..checks import check_range
 from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import mask_live_tiles
+from ..masks.tiles import mask_tile_shares
 from ..models.attaching import get_sparse_attention
 from ..models.loading import find_file, load
 from .tables import Table
@@ -144,7 +144,7 @@ def make_plan(
         device_type,
         dtype,
         sparsity,
-        {size: mask_live_tiles(mask, length, size, causal) for size in TILE_SIZES},
+        {size: mask_tile_shares(mask, length, size, causal)[0] for size in TILE_SIZES},
         choices,
     )
 

@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import mask_live_tiles
+from ..masks.tiles import mask_tile_shares
 from .capabilities import WANTED, Backend, Request
 from .flex import num_shapes
 from .mask_inputs import MaskInputs
@@ -49,8 +49,8 @@ def check(backends: Mapping[str, Backend], name: str, request: Request) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _live_tiles(handle, length, causal):
-    return mask_live_tiles(SparseMask.instances[handle], length, TILE_SIZE, causal)
+def _tile_shares(handle, length, causal):
+    return mask_tile_shares(SparseMask.instances[handle], length, TILE_SIZE, causal)
 
 
 def _known(order: Order, mask: SparseMask) -> Outcome | None:
@@ -131,7 +131,7 @@ def _csr_limit(request):
 def _on_cuda(backends, mask, request, ask):
     if request.num_keys <= 256:
         return None, "with at most 256 tokens a masked kernel has little to skip"
-    live = _live_tiles(mask.handle, request.num_keys, request.causal)
+    live, full = _tile_shares(mask.handle, request.num_keys, request.causal)
     if live > 0.6 and not (request.dropout or request.padded):
         percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
         return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
@@ -143,7 +143,7 @@ def _on_cuda(backends, mask, request, ask):
         return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
     longest = mask.length if mask.length_policy == "error" else None
     index = torch.cuda.current_device() if request.index is None and torch.cuda.is_available() else request.index
-    order = Order(f"cuda:{index or 0}", setting_for(request, longest, live), (*able, TRUSTED))
+    order = Order(f"cuda:{index or 0}", setting_for(request, longest, live, full), (*able, TRUSTED))
     outcome = ask(order, mask)
     if outcome is None:
         return None, f"no self-check of {' and '.join(able)} has passed on that GPU yet"

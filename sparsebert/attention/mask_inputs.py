@@ -68,6 +68,9 @@ class MaskInputs:
         last_token (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
         learned_diagonal (`bool`): Whether these rows and columns contain their diagonal entries.
         probability_map (`tuple` of `Callable`): Functions of the scores, see [`ProbabilityMap`]; `None` for softmax.
+        dropout_layers (`int`): Number of layers that have dropout and run once each in this forward. 0 if there is no
+            dropout or a layer may run several times.
+        seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
         documents ([`Documents`], *optional*): Where the sequences are in a batch that is packed otherwise. All other
             fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
     """
@@ -91,6 +94,8 @@ class MaskInputs:
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
+    dropout_layers: int = 0
+    seeds: tuple[torch.Tensor | None, ...] = (None,)
     documents: Documents | None = None
 
     @classmethod
@@ -145,6 +150,7 @@ class MaskInputs:
             compiled=compiled,
             learned=learned,
             probability_map=own(self.probability_map),
+            seeds=own(self.seeds),
         )
 
     def first(self) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ class Setting:
         causal (`bool`): Whether future keys are removed.
         length (`int`): Number of tokens with which times are taken.
         live (`int`): Tenths of the tiles, rounded up, that hold an entry of the mask with which times are taken.
+        partial (`int`): Tenths of these, rounded up, in which not all entries are on. A kernel takes longer for them.
     """
 
     dtype: str
@@ -49,6 +50,7 @@ class Setting:
     causal: bool = False
     length: int = 512
     live: int = 2
+    partial: int = 0
 
     def __str__(self) -> str:
         flags = [name for name in ("padded", "dropout", "gradients", "causal") if getattr(self, name)]
@@ -136,7 +138,8 @@ class Outcome:
         if not times:
             return TRUSTED, "no backend passed the self-check"
         listed = ", ".join(f"{name} {times[name]:.3f} ms" for name in sorted(times, key=times.__getitem__))
-        at = f"at {self.setting.length} tokens, {10 * self.setting.live} % of the tiles live"
+        tiles = f"{10 * self.setting.live} % of the tiles live, {10 * self.setting.partial} % of these partial"
+        at = f"at {self.setting.length} tokens, {tiles}"
         return min(times, key=times.__getitem__), f"the fastest right one of a self-check here ({listed}, {at})"
 
     def as_json(self) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class Outcome:
         return outcome
 
 
-def setting_for(request: Request, mask_length: int | None, live: float) -> Setting:
+def setting_for(request: Request, mask_length: int | None, live: float, full: float) -> Setting:
     """
     The setting whose check covers a request. Lengths share the times of the next power of two.
 
@@ -170,6 +173,7 @@ def setting_for(request: Request, mask_length: int | None, live: float) -> Setti
         request ([`Request`]): The request.
         mask_length (`int`, *optional*): The length that the mask cannot exceed.
         live (`float`): Share of the tiles that hold an entry.
+        full (`float`): Share of the tiles in which all entries are on.
     """
     length = 1 << (request.num_keys - 1).bit_length()
     return Setting(
@@ -181,6 +185,7 @@ def setting_for(request: Request, mask_length: int | None, live: float) -> Setti
         request.causal,
         length if mask_length is None else min(length, mask_length),
         math.ceil(10 * live),
+        math.ceil(10 * (live - full) / live) if live else 0,
     )
 
 

@@ -390,8 +390,9 @@ def refuse(request: "Request") -> str | None:
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """
-    The tile form of every layer's mask, the special tokens of each sequence, and the spans of their real tokens. What
-    depends on the batch is made here, once for all layers, since each operation of a layer is a launch.
+    The tile form of every layer's mask, the special tokens of each sequence, the spans of their real tokens, and the
+    seeds of dropout. What depends on the batch is made here, once for all layers, since each operation of a layer is a
+    launch.
     """
     tiles = compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)
     first, last, spans = inputs.first(), inputs.last(), None
@@ -399,7 +400,13 @@ def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
         batch, spans = len(inputs.padding), real_spans(inputs.padding)
         first, last = per_sequence(first, batch), per_sequence(last, batch)
     forms = tuple((*form, spans) for form in tiles)
-    return {"compiled": forms, "first_token": first, "last_token": last}
+    seeds = draw_seeds(inputs.dropout_layers, inputs.device) if inputs.dropout_layers else (None,)
+    return {"compiled": forms, "first_token": first, "last_token": last, "seeds": seeds}
+
+
+def draw_seeds(number: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Seeds of [`tile_attention`] from PyTorch's random numbers, drawn by one launch."""
+    return torch.randint(-(2**63), 2**63 - 1, (number, 2), device=device).unbind(0)
 
 
 def triton_backend(
@@ -417,7 +424,9 @@ def triton_backend(
     mask = inputs.sparse_mask
     assert mask is not None
     query, key, value = without_padding(inputs, query, key, value)
-    seed = torch.randint(-(2**63), 2**63 - 1, (2,), device=query.device) if dropout else None
+    seed = inputs.seeds[0]
+    if dropout and seed is None:
+        (seed,) = draw_seeds(1, query.device)
     *tiles, spans = inputs.compiled[0]
     output = tile_attention(
         query,

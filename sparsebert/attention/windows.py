@@ -62,6 +62,7 @@ def local_inputs(
         inputs.padding,
         inputs.causal,
         window if cut else None,
+        dropout_layers=inputs.dropout_layers,
     )
     return replace(local, **BACKENDS[backend].prepare(local_mask, local))
 

@@ -103,9 +103,9 @@ def _lists(tiles):
     return tuple(result)
 
 
-def live_tiles(base: torch.Tensor, block_q: int, block_k: int | None = None) -> float:
+def tile_shares(base: torch.Tensor, block_q: int, block_k: int | None = None) -> tuple[float, float]:
     """
-    The share of tiles that a kernel cannot skip.
+    The share of tiles that a kernel cannot skip, and that of tiles for which it needs no mask.
 
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
@@ -113,22 +113,32 @@ def live_tiles(base: torch.Tensor, block_q: int, block_k: int | None = None) -> 
         block_k (`int`, *optional*): Number of keys in a tile. Defaults to `block_q`.
 
     Returns:
-        `float`: Fraction of the tiles with at least one entry on, averaged over heads.
+        `tuple` of `float`: Fractions of the tiles with at least one entry on, and with all of them on, averaged over
+        heads.
     """
     block_k = block_k or block_q
     height, width = -(-base.shape[1] // block_q), -(-base.shape[2] // block_k)
-    live = 0
+    beyond = (0, width * block_k - base.shape[2], 0, height * block_q - base.shape[1])
+    live = full = 0
     for table in base:
-        padded = torch.nn.functional.pad(
-            table, (0, width * block_k - table.shape[1], 0, height * block_q - table.shape[0])
+        some, every = (
+            torch.nn.functional.pad(table, beyond, value=value).view(height, block_q, width, block_k)
+            for value in (False, True)
         )
-        live += int(padded.view(height, block_q, width, block_k).any(3).any(1).sum())
-    return live / (len(base) * height * width)
+        live += int(some.any(3).any(1).sum())
+        full += int(every.all(3).all(1).sum())
+    count = len(base) * height * width
+    return live / count, full / count
 
 
-def mask_live_tiles(mask: SparseMask, length: int, side: int, causal: bool = False) -> float:
+def live_tiles(base: torch.Tensor, block_q: int, block_k: int | None = None) -> float:
+    """The first of the [`tile_shares`], that of the tiles that a kernel cannot skip."""
+    return tile_shares(base, block_q, block_k)[0]
+
+
+def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = False) -> tuple[float, float]:
     """
-    [`live_tiles`] of the first layer of a mask, without the rows and columns of special tokens. For Toeplitz forms no
+    [`tile_shares`] of the first layer of a mask, without the rows and columns of special tokens. For Toeplitz forms no
     table is made.
 
     Args:
@@ -138,12 +148,12 @@ def mask_live_tiles(mask: SparseMask, length: int, side: int, causal: bool = Fal
         causal (`bool`, *optional*, defaults to `False`): Whether keys j > query i are removed.
 
     Returns:
-        `float`
+        `tuple` of `float`
     Raises:
         ValueError: See [`SparseMask.structure`].
     """
     if mask.form == "table":
-        return live_tiles(base_table(mask.replace(keep=mask.keep[:1]), length, causal)[0], side)
+        return tile_shares(base_table(mask.replace(keep=mask.keep[:1]), length, causal)[0], side)
     mask.check_length(length)
     block = mask.block_size or 1
     known = min(length, mask.length) if mask.length_policy == "dense" else length
@@ -157,17 +167,27 @@ def mask_live_tiles(mask: SparseMask, length: int, side: int, causal: bool = Fal
     both = torch.cat([keep.flip(-1)[:, :-1], keep], dim=-1)  # (H, 2K - 1), by the block of the query less the key's
     before = torch.nn.functional.pad(both.int().cumsum(-1), (1, 0))  # how many smaller differences are kept
     own = keep[:, 0]
-    live = 0
+    all_new = first >= known
+    # Whether two known tokens of a tile are in one block, so that their difference of 0 is not only on the diagonal.
+    two_of_a_block = (first + size).clamp(max=known) - first - 1 > high - low
+    live = full = 0
     for row in range(len(first)):
         # All differences between the nearest and the farthest tokens of two tiles occur.
         least, most = low[row] - high, high[row] - low
+        missing = most - least + 1 - (before[:, most + num_blocks] - before[:, least + num_blocks - 1])  # (H, nk)
         least = least.clamp(min=0) if causal else least
         count = before[:, most + num_blocks] - before[:, least + num_blocks - 1]  # (H, nk)
         row_live = (count > 0) | new | new[row]
+        row_full = (missing == 0) | all_new | all_new[row]
         if mask.diagonal:
             row_live[:, row] = True
+            row_full[:, row] |= ~(own | two_of_a_block[row]) & (missing[:, row] == 1)
         elif mask.diagonal is False:
-            two_of_a_block = size[row] - 1 > (high[row] - low[row]).clamp(min=0)
-            row_live[:, row] = (count[:, row] > own) | (own & two_of_a_block) | (new[row] & (size[row] > 1))
-        live += int((row_live[:, : row + 1] if causal else row_live).sum())
-    return live / (len(keep) * len(first) ** 2)
+            others = own & (size[row] - 1 > (high[row] - low[row]).clamp(min=0))
+            row_live[:, row] = (count[:, row] > own) | others | (new[row] & (size[row] > 1))
+            row_full[:, row] = False
+        if causal:
+            row_live, row_full = row_live[:, : row + 1], row_full & (first + size - 1 <= first[row])
+        live, full = live + int(row_live.sum()), full + int(row_full.sum())
+    tiles = len(keep) * len(first) ** 2
+    return live / tiles, full / tiles

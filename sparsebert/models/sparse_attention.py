@@ -372,7 +372,8 @@ class SparseAttention(nn.Module):
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map, device.index)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
-        inputs = inputs if documents is None else replace(inputs, documents=documents)
+        seeded = self.num_layers if dropout and not self.one_layer else 0
+        inputs = replace(inputs, dropout_layers=seeded, documents=documents)
         self._sample = None
         if learned is None:
             assert mask is not None
