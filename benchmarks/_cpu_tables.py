@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sparsebert.masks.sparse_mask import SparseMask
-from sparsebert.masks.tiles import mask_live_tiles
+from sparsebert.masks.tiles import mask_tile_shares
 
 from ._report import DROPOUT, FORWARD, make_table, ratio_text
 from .search import cost
@@ -72,6 +72,6 @@ def masks():
     rows = []
     for folder in sorted(path for path in MASKS.iterdir() if path.is_dir()):
         mask = SparseMask.from_pretrained(folder)
-        live = [f"{mask_live_tiles(mask, mask.length, side):.1%}" for side in TILES]
+        live = [f"{mask_tile_shares(mask, mask.length, side)[0]:.1%}" for side in TILES]
         rows.append([f"`{folder.name}`", mask.length, f"{mask.sparsity:.1%}", *live])
     return make_table("Masks", ("mask", "n", "removed", *(f"live tiles of {side}" for side in TILES)), rows)

@@ -131,8 +131,8 @@ def _search(
     inference = None
     if options.timed:
         model.set_attn_implementation("sparse_auto")
-        stock = model_class_of(config).from_pretrained(options.model, **hub_arguments).to(device)
-        inference = inference_seconds({"dense": stock, "masked": model}, held_out)
+        stock: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
+        inference = inference_seconds({"dense": stock.to(device), "masked": model}, held_out)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     if find_spec("matplotlib"):
