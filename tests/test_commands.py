@@ -97,7 +97,9 @@ def test_recipes_are_listed_for_the_verb_that_takes_them(capsys):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_is_found_by_its_name(name):
-    verb = next(v for v in ("pretrain", "finetune", "translate") if name in recipe_names(command_of(v).sections))
+    verb = next(
+        v for v in ("pretrain", "finetune", "translate", "search") if name in recipe_names(command_of(v).sections)
+    )
     by_name, by_path = parse([verb, name])[1], parse([verb, str(recipes_folder() / f"{name}.yaml")])[1]
     assert by_name == by_path
     assert {section for section, values in by_name.items() if values} == set(

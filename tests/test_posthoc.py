@@ -14,6 +14,7 @@ from test_attach import base_model, head_model
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach, build_pattern, load
+from sparsebert.commands import main
 from sparsebert.training.matching import (
     agreement,
     carrier,
@@ -209,6 +210,14 @@ def test_run(model_folder, text, tmp_path):
     assert model.sparse_attention.mask.metadata["search"] == "dam_b"
     assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
     assert AutoModel.from_pretrained(tmp_path / "out").sparse_attention.mask == model.sparse_attention.mask
+
+
+def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys):
+    flags = {"model": model_folder, "data": text, "output_dir": tmp_path / "out", "max_length": 32}
+    flags |= {"steps": 2, "recover": 2, "max_validation_tokens": 256, "target_sparsity": 0.7}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    assert main(["search", "demo_minilm", *words]) == 0
+    assert "times as fast" in capsys.readouterr().out and (tmp_path / "out/heads.png").is_file()
 
 
 def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folder, text, tmp_path):

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/demo_finetune.yaml"
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PRETRAIN_RECIPES = [path for path in RECIPES if "text" in yaml.safe_load(path.read_text())["data"]]
-FINETUNE_RECIPES = [path for path in RECIPES if path not in PRETRAIN_RECIPES and path.stem != "translation"]
+FINETUNE_RECIPES = [
+    path for path in RECIPES if path not in PRETRAIN_RECIPES and path.stem not in ("translation", "demo_minilm")
+]
 TINY = (
     "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --hidden_size 32 "
     "--intermediate_size 32 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 600 --bf16 false"
