@@ -17,7 +17,7 @@ from sparsebert.analysis.tables import Table
 from sparsebert.experiments import EXPERIMENTS
 from sparsebert.experiments.reproduction import experiment_tables
 
-from . import _cpu_tables, claims, cost_model, cramming, data_memory, engines, padding, pretrain
+from . import _cpu_tables, claims, cost_model, cramming, data_memory, engines, offsets, padding, pretrain
 from ._report import REPRODUCED, RESULTS, ROOT
 from .gpu import model as gpu_model
 
@@ -70,6 +70,7 @@ TABLES = {
     },
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
+    "offsets": lambda: [offsets.table(_read("offsets"))],
     "cramming": lambda: [cramming.table(_read("cramming"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],

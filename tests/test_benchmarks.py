@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, encoders, layer, model, pretrain, search
+from benchmarks import attention, encoders, layer, model, offsets, pretrain, search
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
@@ -225,6 +225,16 @@ def test_rows_that_were_measured_in_parts_are_one_row():
         "all_logits": "", "unfused": "", "compile": "", "checkpoint": "",
     }  # fmt: skip
     assert tables["options.ratios"].rows[0][5] == "0.50 [0.40, 0.60] slower"
+
+
+def test_distances_at_which_positions_are_alike():
+    angles = torch.arange(12) * torch.pi / 3  # a period of 6
+    alike = offsets.similarity(torch.stack([angles.sin(), angles.cos()], 1))
+    assert alike[:7].tolist() == pytest.approx([1, 0.5, -0.5, -1, -0.5, 0.5, 1], abs=1e-5)
+    kept = [0.0] * 100
+    kept[50], kept[52], kept[80] = 0.5, 0.4, 0.3
+    table = offsets.table({"kept": kept, "similarity": [0.1] * 100})
+    assert [row[0] for row in table.rows] == ["50 to 52", "all from 40 on, mean"] and table.rows[0][1] == "50%"
 
 
 def test_goals_that_are_missed_are_named():
