@@ -412,6 +412,16 @@ def test_masks_of_a_trained_model_are_compared_over_seeds():
     assert [rows[name]["p (Holm)"] for name in ("dense", "window", "random")] == [f"{p:.3g}" for p in holm(tests)]
 
 
+def test_changed_settings_are_cells_with_a_seed():
+    experiment = EXPERIMENTS["minilm_settings"]
+    cells = experiment.cells(experiment.arguments(seeds=[0, 1], lengths=[128], changes=["unchanged", "steps_20"]))
+    assert {unseeded(name) for name in cells} == {"dam_s_128_0.9_unchanged", "dam_s_128_0.9_steps_20"}
+    assert cells["dam_s_128_0.9_steps_20_seed_1"] == cells["dam_s_128_0.9_unchanged_seed_1"] | {
+        "steps": 20,
+        "change": "steps_20",
+    }
+
+
 def test_settings_are_compared_with_the_unchanged_ones():
     after = {"unchanged": [0.94, 0.95, 0.945], "dam_u": [0.95, 0.955, 0.957]}
     settings, metrics = [], []
@@ -523,6 +533,8 @@ def test_mixers_are_the_tables_and_the_figures():
         ("translation", {}, "--train must be a .tsv file of pairs"),
         ("translation", {"train": ["a", "b"]}, "there is no file 'a'"),
         ("language_modelling", {"max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
+        ("minilm", {"sparsity_scope": "layer"}, "sparsity_scope must be one of 'head', 'global', got 'layer'"),
+        ("minilm", {"recover_from": 0.95}, "recover_from must be a number from 0 to 0.9, got 0.95"),
         ("mixers", {"table_max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
         ("mixers", {"task": "mnl"}, "unknown task 'mnl'; did you mean 'mnli'"),
         ("mixers", {"task": "mnli", "data": "nowhere"}, "nowhere"),

@@ -21,11 +21,12 @@ from ..masks.matched import MATCHED, VARIED
 from ..models.architectures import num_positions
 from ..models.loading import load
 from ..models.positions import extend_positions
+from ..search.searches import SCOPES
 from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
 from ..training.sentence_similarity import similarity
 from .continued_pretraining import PACKAGE, located
-from .experiment import Experiment
+from .experiment import Experiment, seeded
 
 
 # The mask that is learned, and the one that keeps what the dense model attends to most.
@@ -53,7 +54,6 @@ class MiniLMStudy:
         batch_tokens (`int`): Tokens per step.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        timed (`bool`): Time the inference.
         learning_rate, recover_learning_rate, objective, recover_objective, recover_from, share_layers, sparsity_scope:
             See [`PostHocArguments`] and [`SparseBertConfig`].
     """
@@ -73,7 +73,6 @@ class MiniLMStudy:
     batch_tokens: int = 2048
     max_tokens: int = 2_000_000
     max_validation_tokens: int = 32_768
-    timed: bool = True
     learning_rate: float = 0.05
     recover_learning_rate: float = 1e-4
     objective: str = "layers"
@@ -91,14 +90,12 @@ def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = {entry.name: getattr(settings, entry.name) for entry in fields(MiniLMStudy) if entry.name not in AXES}
     result = {}
-    for seed in settings.seeds:
-        for length in settings.lengths:
-            for sparsity in settings.sparsities:
-                for mask in settings.masks:
-                    own = {"mask": mask, "length": length, "sparsity": sparsity if mask != "dense" else 0.0}
-                    name = f"{mask}_{length}_{own['sparsity']:g}_seed_{seed}"
-                    result[name] = common | own | {"seed": seed}
-    return result
+    for length in settings.lengths:
+        for sparsity in settings.sparsities:
+            for mask in settings.masks:
+                own = {"mask": mask, "length": length, "sparsity": sparsity if mask != "dense" else 0.0}
+                result[f"{mask}_{length}_{own['sparsity']:g}"] = common | own
+    return seeded(result, settings.seeds)
 
 
 def check(cell: dict[str, Any]) -> None:
@@ -119,6 +116,9 @@ def check(cell: dict[str, Any]) -> None:
         check_range(name, cell[name], 1)
     for name in ("objective", "recover_objective"):
         check_choice(name, cell[name], tuple(OBJECTIVES))
+    check_choice("sparsity_scope", cell["sparsity_scope"], SCOPES)
+    if cell["recover_from"] is not None and cell["mask"] in LEARNED_MASKS:
+        check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
     read_config(located(cell["model"]))
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
@@ -142,7 +142,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"], "shortest": None}
-    data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective", "timed")}
+    data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective")}
     model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
     if learned:
         data |= {"steps": 0 if cell["mask"] == "attention" else cell["steps"], "objective": cell["objective"]}
@@ -169,10 +169,9 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         masked = load(folder / "model", AutoModel).eval()
         pairs = glue.load("stsb", cell["stsb"], ["validation"])["validation"]
         metrics["spearman"] = similarity(masked, AutoTokenizer.from_pretrained(source), pairs)[0]["spearman"]
-    if seconds := found["inference_seconds"]:
-        metrics |= {"dense_inference": seconds["dense"], "inference": seconds["masked"]}
-        metrics["speed_up"] = seconds["dense"] / seconds["masked"]
-    return metrics
+    seconds = found["inference_seconds"]
+    metrics |= {"dense_inference": seconds["dense"], "inference": seconds["masked"]}
+    return metrics | {"speed_up": seconds["dense"] / seconds["masked"]}
 
 
 def _long_enough(cell, folder):

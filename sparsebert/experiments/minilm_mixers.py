@@ -4,12 +4,10 @@ Convolutions in the first layers of a trained encoder: Figure 1 of [U], Are Tran
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..analysis.tables import Table
 from ..checks import check_range, nearest
 from ..data.tasks import TASKS
 from ..hub import read_config
@@ -20,7 +18,6 @@ from .continued_pretraining import (
     continue_training,
     continued_fields,
     located,
-    loss_table,
 )
 from .experiment import Experiment, seeded
 
@@ -56,7 +53,7 @@ def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
     counts = settings.replaced
     if counts is None:
         counts = list(range(read_config(located(settings.base_model)).num_hidden_layers + 1))
-    layers = {f"sepconv_{count}": common | {"system": f"sepconv_{count}", "replaced": count} for count in counts}
+    layers = {f"sepconv_{count}": common | {"series": "sepconv", "replaced": count} for count in counts}
     return seeded(layers, settings.seeds)
 
 
@@ -111,19 +108,6 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    The losses by number of replaced layers.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-
-    Returns:
-        `list[Table]`: One table.
-    """
-    return [loss_table(finished, "Convolutions in the first layers (Figure 1)", "sepconv_0")]
-
-
 EXPERIMENT = Experiment(
     title="Convolutions in the first layers of a trained MiniLM ([U] Figure 1)",
     arguments=MiniLMMixers,
@@ -137,11 +121,10 @@ EXPERIMENT = Experiment(
         "task_score": ("task", "{:.1%}"),
         "train_seconds": ("seconds", "{:.0f}"),
     },
-    plot=("replaced", "mlm_loss", "task"),
+    plot=("replaced", "mlm_loss", "series"),
     baseline="sepconv_0",
     notes=(
         "sepconv_k: convolutions instead of attention in the first k layers. The paper has curves, no numbers, of 12 "
         "layers trained from scratch: with 1 or 2 convolutions better than with attention alone, with more worse",
     ),
-    summary=summary,
 )

@@ -11,7 +11,7 @@ from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import nearest
 from . import minilm
-from .experiment import Experiment
+from .experiment import Experiment, unseeded
 from .minilm import MiniLMStudy
 
 
@@ -56,7 +56,6 @@ class MiniLMSettings(MiniLMStudy):
     masks: list[str] = field(default_factory=lambda: ["dam_s"])
     seeds: list[int] = field(default_factory=lambda: [0])
     recover: int = 150
-    timed: bool = False
     changes: list[str] = field(default_factory=lambda: list(CHANGES))
 
 
@@ -68,7 +67,7 @@ def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
     result = {}
     for name, cell in minilm.cells(settings).items():
         for change in settings.changes:
-            result[f"{name}_{change}"] = cell | CHANGES[change] | {"change": change}
+            result[f"{unseeded(name)}_{change}_seed_{cell['seed']}"] = cell | CHANGES[change] | {"change": change}
     return result
 
 

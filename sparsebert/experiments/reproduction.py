@@ -257,7 +257,7 @@ def _means(experiment, title, finished):
     compared = compare_seeds(
         {name: (values, baseline) for name, values in judged.items() if name != experiment.baseline}, 3
     )
-    rows: dict[str, dict[str, str]] = {name: {"cell": name} for name in judged}
+    rows: dict[str, dict[str, str]] = {name: {"cell": name} for name in map(unseeded, finished)}
     for metric, (heading, form) in experiment.columns.items():
         for name, values in _by_seed(finished, metric).items():
             summary = summarize(list(values.values()))
@@ -265,7 +265,7 @@ def _means(experiment, title, finished):
             rows[name][f"{heading}, paper"] = _text(form, experiment.paper(name).get(metric))
     for name, row in rows.items():
         row[f"minus {experiment.baseline}"], row["p (Holm)"] = compared.get(name, ("", ""))
-        row["seeds"] = str(len(judged[name]))
+        row["seeds"] = str(len(judged.get(name, {})))
     note = "±: deviation over seeds"
     if compared:
         note += f"; minus {experiment.baseline}: in {experiment.columns[experiment.plot[1]][0]}, {COMPARED}"
