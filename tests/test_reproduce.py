@@ -307,6 +307,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
         "sparsebert_figure7",
     ):
         own[name] = {"text": words, "validation": words}
+    own["minilm_mixers"] |= {"replaced": [0, 1, 2]}
     return lambda name: known_fields(name, values | own.get(name, {}))
 
 
@@ -322,6 +323,14 @@ def test_cells_of_every_scale_can_run(name, inputs):
         named |= {unseeded(cell) for cell in cells}
     assert experiment.published.keys() <= named
     assert {metric for values in experiment.published.values() for metric in values} <= experiment.columns.keys()
+
+
+@EVERY
+def test_cells_are_counted_before_there_is_a_model(name):
+    experiment = EXPERIMENTS[name]
+    absent = known_fields(name, {"model": "absent", "base_model": "absent"})
+    for own in experiment.scales.values():
+        assert experiment.cells(experiment.arguments(**{**own, **absent}))
 
 
 @EVERY

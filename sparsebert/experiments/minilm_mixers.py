@@ -4,7 +4,7 @@ Convolutions in the first layers of a trained encoder: Figure 1 of [U], Are Tran
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class MiniLMMixers(ContinuedSettings):
     Settings of the study: how many of the first layers get convolutions, with the settings of [`ContinuedSettings`].
 
     Args:
-        replaced (`list[int]`, *optional*): Numbers of layers whose attention is replaced by a `sepconv`; by default
-            from none to all.
+        replaced (`list[int]`): Numbers of layers whose attention is replaced by a `sepconv`; by default from none to
+            the six of a MiniLM.
         task (`str`, *optional*): Task to fine-tune on, a key of `TASKS`.
         data (`str`, *optional*): Folder of the task's files; by default they come from the Hub.
         task_learning_rate (`float`): Learning rate of the fine-tuning.
@@ -38,7 +38,7 @@ class MiniLMMixers(ContinuedSettings):
     """
 
     max_steps: int = 1000
-    replaced: list[int] | None = None
+    replaced: list[int] = field(default_factory=lambda: [0, 1, 2, 3, 4, 5, 6])
     task: str | None = None
     data: str | None = None
     task_learning_rate: float = 5e-5
@@ -50,10 +50,7 @@ def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     names = ("task", "data", "task_learning_rate", "task_epochs", "max_train_examples")
     common = continued_fields(settings) | {name: getattr(settings, name) for name in names}
-    counts = settings.replaced
-    if counts is None:
-        counts = list(range(read_config(located(settings.base_model)).num_hidden_layers + 1))
-    layers = {f"sepconv_{count}": common | {"series": "sepconv", "replaced": count} for count in counts}
+    layers = {f"sepconv_{count}": common | {"series": "sepconv", "replaced": count} for count in settings.replaced}
     return seeded(layers, settings.seeds)
 
 
