@@ -44,6 +44,11 @@ CHOICES: dict[str, Callable[..., tuple[str, str]]] = {
     "sparse_auto": choice.automatic,
     "sparse_measure": choice.by_measurement,
 }
+# What they do while a graph is captured or compiled, when nothing may be checked or, on a GPU, timed.
+CHOICES_IN_A_GRAPH: dict[str, Callable[..., tuple[str, str]]] = {
+    "sparse_auto": choice.by_table,
+    "sparse_measure": choice.by_earlier_measurement,
+}
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 # What the names of transformers mean on a model that carries a mask.
 TWINS = {"eager": "sparse_eager", "sdpa": "sparse_sdpa", "flex_attention": "sparse_flex"}
@@ -101,10 +106,8 @@ def _choose(name, handle, fields, compiling):
     if name in BACKENDS:
         choice.check(BACKENDS, name, request)
         return name
-    choose = CHOICES[name]
-    if choose is choice.automatic and (compiling or _capturing(request.device)):
-        choose = choice.by_table  # no self-check in the middle of a graph
-    chosen, reason = choose(BACKENDS, mask, request)
+    choices = CHOICES_IN_A_GRAPH if compiling or _capturing(request.device) else CHOICES
+    chosen, reason = choices[name](BACKENDS, mask, request)
     logger.warning_once(f"{name} runs {chosen}: {reason}.")
     return chosen
 

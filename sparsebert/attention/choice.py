@@ -53,15 +53,23 @@ def _tile_shares(handle, length, causal):
     return mask_tile_shares(SparseMask.instances[handle], length, TILE_SIZE, causal)
 
 
+# Gives the outcome of a self-check, `None` if it is not known.
+Ask = Callable[[Order, SparseMask], Outcome | None]
+
+
 def _known(order: Order, mask: SparseMask) -> Outcome | None:
     return known_outcome(order.device, order.setting) if torch.cuda.is_available() else None
+
+
+def _checked(order: Order, mask: SparseMask) -> Outcome | None:
+    return found_out(order, mask) if torch.cuda.is_available() else None
 
 
 def by_table(
     backends: Mapping[str, Backend],
     mask: SparseMask | None,
     request: Request,
-    ask: Callable[[Order, SparseMask], Outcome | None] = _known,
+    ask: Ask = _known,
 ) -> tuple[str, str]:
     """
     What [`automatic`] chooses from what is known, without a self-check.
@@ -135,21 +143,35 @@ def _on_cuda(backends, mask, request, ask):
     if live > 0.6 and not (request.dropout or request.padded):
         percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
         return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
+    able, why_not = _to_check(backends, request)
+    if not able:
+        return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
+    outcome = ask(_order(mask, request, able, live, full), mask)
+    if outcome is None:
+        return None, _unchecked(able)
+    worth = [name for name in (*able, TRUSTED) if name != "sparse_flex" or num_shapes() <= FEW_SHAPES]
+    name, reason = outcome.fastest(worth)
+    return (None if name == TRUSTED else name), reason
+
+
+def _to_check(backends, request):
+    """The backends that a self-check on the GPU is about, and the reasons why it is not about others."""
     why_not = {name: refusal(backends, name, request) for name in GPU_BACKENDS}
     if request.dtype == torch.float32:
         why_not["sparse_triton"] = "in float32 it is slower than PyTorch's attention"
     able = tuple(name for name in GPU_BACKENDS if why_not[name] is None)
-    if not able:
-        return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
+    return able, {name: reason for name, reason in why_not.items() if reason is not None}
+
+
+def _order(mask, request, able, live, full):
+    """The self-check of these backends for a request, on the GPU of its tensors."""
     longest = mask.length if mask.length_policy == "error" else None
     index = torch.cuda.current_device() if request.index is None and torch.cuda.is_available() else request.index
-    order = Order(f"cuda:{index or 0}", setting_for(request, longest, live, full), (*able, TRUSTED))
-    outcome = ask(order, mask)
-    if outcome is None:
-        return None, f"no self-check of {' and '.join(able)} has passed on that GPU yet"
-    worth = [name for name in order.backends if name != "sparse_flex" or num_shapes() <= FEW_SHAPES]
-    name, reason = outcome.fastest(worth)
-    return (None if name == TRUSTED else name), reason
+    return Order(f"cuda:{index or 0}", setting_for(request, longest, live, full), (*able, TRUSTED))
+
+
+def _unchecked(able):
+    return f"no self-check of {' and '.join(able)} has passed on that GPU yet"
 
 
 def automatic(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:
@@ -158,18 +180,25 @@ def automatic(backends: Mapping[str, Backend], mask: SparseMask | None, request:
     self-check there, which is done once; the reference where nothing was measured. Arguments and result are those of
     [`by_table`].
     """
-    return by_table(backends, mask, request, found_out if torch.cuda.is_available() else _known)
+    return by_table(backends, mask, request, _checked)
 
 
 _MEASURED: dict[tuple[int | None, Request], tuple[str, str]] = {}
 
 
-def by_measurement(backends: Mapping[str, Backend], mask: SparseMask | None, request: Request) -> tuple[str, str]:
+def _question(mask, request):
+    return None if mask is None else mask.handle, request
+
+
+def by_measurement(
+    backends: Mapping[str, Backend], mask: SparseMask | None, request: Request, ask: Ask = _checked
+) -> tuple[str, str]:
     """
     The choice of `sparse_measure`: the fastest of all backends that can serve the request, measured once per mask and
-    request. Arguments and result are those of [`by_table`].
+    request; on a GPU, of those that a self-check there has found right. Arguments and result are those of
+    [`by_table`].
     """
-    key = (None if mask is None else mask.handle, request)
+    key = _question(mask, request)
     if key not in _MEASURED:
         names = [name for name in backends if refusal(backends, name, request) is None]
         if request.device == "cpu":
@@ -178,11 +207,38 @@ def by_measurement(backends: Mapping[str, Backend], mask: SparseMask | None, req
         if mask is None or len(names) == 1 or "export" in request.needs:
             _MEASURED[key] = by_table(backends, mask, request)
         else:
-            times = _times(backends, names, mask, request)
+            why_not = _not_passed(backends, mask, request, ask) if request.device == "cuda" else {}
+            times = _times(backends, [name for name in names if name not in why_not], mask, request)
             best = min(times, key=times.__getitem__)
             listed = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
-            _MEASURED[key] = best, f"the fastest of {listed}"
+            left_out = "".join(f"; not {name}: {why_not[name]}" for name in names if name in why_not)
+            _MEASURED[key] = best, f"the fastest of {listed}{left_out}"
     return _MEASURED[key]
+
+
+def by_earlier_measurement(
+    backends: Mapping[str, Backend], mask: SparseMask | None, request: Request
+) -> tuple[str, str]:
+    """
+    [`by_measurement`] in the middle of a graph: on a GPU nothing is run, so a request that has not been measured yet
+    gets what [`by_table`] gives.
+    """
+    if request.device != "cuda":
+        return by_measurement(backends, mask, request)
+    return _MEASURED.get(_question(mask, request)) or by_table(backends, mask, request)
+
+
+def _not_passed(backends, mask, request, ask):
+    """The backends for GPUs that no self-check has found right, with reasons. They are not to run in this process."""
+    able, why_not = _to_check(backends, request)
+    if able:
+        live, full = _tile_shares(mask.handle, request.num_keys, request.causal)
+        outcome = ask(_order(mask, request, able, live, full), mask)
+        if outcome is None:
+            return why_not | dict.fromkeys(able, _unchecked(able))
+        passed = outcome.passed()
+        why_not |= {name: "it has not passed the self-check on that GPU" for name in able if name not in passed}
+    return why_not
 
 
 def _times(backends, names, mask, request):

@@ -172,7 +172,7 @@ def _remember(device, outcome):
     _KNOWN[device, outcome.setting] = outcome
     for problem in outcome.problems():
         logger.warning_once(
-            f"the self-check of sparse_auto failed on {device} ({outcome.setting}): {problem}. sparse_sdpa or another "
+            f"the self-check of backends failed on {device} ({outcome.setting}): {problem}. sparse_sdpa or another "
             "backend runs instead. `sparsebert doctor` repeats the check; please report what it prints."
         )
 
@@ -215,8 +215,8 @@ def found_out(
                 found = known_outcome(device, setting)
                 if found is None:
                     logger.warning_once(
-                        f"sparse_auto checks {' and '.join(order.backends)} on {device} ({setting}), once; this takes "
-                        "about a minute."
+                        f"checking {' and '.join(order.backends)} on {device} ({setting}), once; this takes about a "
+                        "minute."
                     )
                     found = _with_mask(order, mask, timeout, command)
                     keep_outcome(device, found)

@@ -121,6 +121,16 @@ class Outcome:
         found = [f"{name}: {finding.reason}" for name, finding in self.backends.items() if not finding.right]
         return found if self.ended == FINISHED else [*found, self.ended]
 
+    def passed(self) -> dict[str, float]:
+        """Milliseconds of the backends that may run, by name; none if the check did not finish."""
+        if self.ended != FINISHED:
+            return {}
+        return {
+            name: finding.milliseconds
+            for name, finding in self.backends.items()
+            if finding.right and finding.milliseconds is not None
+        }
+
     def fastest(self, among: Collection[str] | None = None) -> tuple[str, str]:
         """
         The fastest backend that is right, and the reason for it; `TRUSTED` if the check did not finish.
@@ -130,11 +140,7 @@ class Outcome:
         """
         if self.ended != FINISHED:
             return TRUSTED, f"the self-check failed ({self.ended})"
-        times = {
-            name: finding.milliseconds
-            for name, finding in self.backends.items()
-            if finding.right and finding.milliseconds is not None and (among is None or name in among)
-        }
+        times = {name: ms for name, ms in self.passed().items() if among is None or name in among}
         if not times:
             return TRUSTED, "no backend passed the self-check"
         listed = ", ".join(f"{name} {times[name]:.3f} ms" for name in sorted(times, key=times.__getitem__))
