@@ -13,7 +13,8 @@ from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.attention import bias_attention as module
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.bias_attention import bias_attention
-from sparsebert.attention.mask_inputs import MaskInputs, merged_bias
+from sparsebert.attention.mask_biases import merged_bias
+from sparsebert.attention.mask_inputs import MaskInputs
 
 
 HEADS = 3

@@ -16,7 +16,8 @@ from ..masks.sparse_mask import SparseMask
 from . import choice, cpu, flex, triton
 from .capabilities import WANTED, Backend, Request
 from .eager import eager_attention
-from .mask_inputs import MaskInputs, prepare_bias
+from .mask_biases import prepare_bias
+from .mask_inputs import MaskInputs
 from .packed_batches import in_one_row
 from .probability_maps import PROBABILITY_MAPS
 from .sdpa import sdpa_attention

@@ -10,7 +10,7 @@ Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d 
 import torch
 
 from .eager import power_of_two
-from .mask_inputs import REMOVED, token_entries
+from .mask_biases import REMOVED, token_entries
 
 
 # Bytes of the scores of one block. On CPUs the few buffers of this size share the second-level cache of a core.

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..masks.compiled import compiled, compiled_parameters
 from ..masks.sparse_mask import SparseMask
 from .compilation import FOLDER, LEVELS, CompilationError, compile_library, library_name
-from .mask_inputs import MaskInputs, compiled_length, per_sequence
+from .mask_inputs import MaskInputs, per_sequence
 
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def refuse(request: "Request") -> str | None:
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
     """The compressed rows or offsets of every layer's mask, and the last token of each sequence."""
     if mask.form == "table":
-        length = compiled_length(mask, inputs)
+        length = inputs.compiled_length(mask)
         form = compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")
     else:
         form = compiled_parameters(mask, signed_offsets, inputs.num_keys, inputs.device)

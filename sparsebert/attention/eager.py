@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-from .mask_inputs import REMOVED_BELOW, MaskInputs
+from .mask_biases import REMOVED_BELOW
+from .mask_inputs import MaskInputs
 from .padded_tokens import without_padding
 
 

@@ -24,7 +24,8 @@ from .capabilities import Request
 from .choice import measure, trial
 from .dot_product import sparse_dot_product_attention
 from .eager import power_of_two
-from .mask_inputs import REMOVED, REMOVED_BELOW, MaskInputs, prepare_bias
+from .mask_biases import REMOVED, REMOVED_BELOW, prepare_bias
+from .mask_inputs import MaskInputs
 from .self_check_results import TRUSTED, Finding, Order, Setting
 
 

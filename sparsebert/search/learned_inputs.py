@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ..attention.mask_inputs import (
+from ..attention.mask_biases import (
     MAX_MASK_CONSTANT,
-    MaskInputs,
     bias_and_live,
     causal_entries,
     fix_entries,
@@ -23,6 +22,7 @@ from ..attention.mask_inputs import (
     special_rows,
     with_cuts,
 )
+from ..attention.mask_inputs import MaskInputs
 from ..masks.sparse_mask import SparseMask
 from .learned_mask import LearnedMask
 from .mask_search import MaskSearch
