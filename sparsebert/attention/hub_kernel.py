@@ -31,9 +31,10 @@ def set_mask(model: nn.Module, mask: SparseMask) -> None:
         model (`torch.nn.Module`): A model of transformers.
         mask ([`SparseMask`]): A mask for its heads.
     """
-    for module in model.modules():
+    layers: Any = model.modules()
+    for module in layers:
         if isinstance(getattr(module, "layer_idx", None), int):
-            module.sparse_mask = mask  # type: ignore[assignment]
+            module.sparse_mask = mask
 
 
 def _saved_mask(config):
@@ -88,13 +89,14 @@ def flash_attn_forward(
     if attention_mask is not None:
         # All rows are alike but those of a causal model, of which the last one is whole.
         attention_mask = (attention_mask[:, 0, -1] if attention_mask.dim() == 4 else attention_mask).bool()
+    layer: Any = 0 if mask.num_layers == 1 else module.layer_idx
     output = sparse_dot_product_attention(
         query,
         key,
         value,
         mask,
         attention_mask,
-        layer=0 if mask.num_layers == 1 else int(module.layer_idx),  # type: ignore[arg-type]
+        layer=layer,
         dropout_p=dropout,
         is_causal=bool(getattr(module, "is_causal", False)),
         scale=scaling,

@@ -5,6 +5,7 @@ A verb's module has a function `command(words)` that gives its [`Command`]; ever
 """
 
 import importlib
+import io
 import os
 import re
 import signal
@@ -129,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
     verb = arguments[0] if arguments else ""
-    with suppress(AttributeError):  # what stands for the output stream need not be a file
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what stands for the output stream need not be a file
         # A terminal that lacks a character must not cost the results of a run.
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        sys.stdout.reconfigure(errors="replace")
     try:
         return _run(verb, arguments)
     except REFUSED as error:
