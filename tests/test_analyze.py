@@ -10,15 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertLMHeadModel, attach
-from sparsebert.analysis.runs import (
-    analyze,
-    find_mask,
-    importance_table,
-    is_pattern,
-    measure_importance,
-    read_run,
-    read_runs,
-)
+from sparsebert.analysis.importance_analysis import analyze, importance_table, measure_importance
+from sparsebert.analysis.runs import find_mask, is_pattern, read_run, read_runs
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
 

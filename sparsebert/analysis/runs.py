@@ -1,5 +1,5 @@
 """
-What runs found: P and masks read from folders or the Hub, and the importance analysis of several seeds of one search.
+What runs found: P and masks, read from folders or the Hub.
 
 Letters: S runs, L layers (1 when shared), H heads, n length, P the probability that a position is kept.
 """
@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
-from ..files import make_folder, write_metrics
 from ..hub import check_available
 from ..masks.mask_files import (
     MASK_CONFIG_NAME,
@@ -36,9 +34,7 @@ from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
 from ..search.learned_mask import MASK_PROBS_NAME
-from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
-from .pictures import KEPT, plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
-from .tables import Table
+from .pictures import KEPT
 
 
 MASK_ONLY = "M, 1 where the position is kept, else 0"
@@ -326,126 +322,3 @@ def find_mask(
     if is_pattern(source):
         return build_pattern(source, length, num_heads, **pattern_arguments)
     return read_mask(source, **(hub_arguments or {})).mask
-
-
-def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") -> dict[str, Any]:
-    """
-    Which positions the runs of one search kept, as the numbers of `importance.json`.
-
-    Args:
-        runs (`list[Run]`): Seeds of one search, from [`read_runs`].
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Which tokens are special: `"none"`, `"first"`
-            or `"first_last"`.
-
-    Returns:
-        `dict`: What was read and, under `"all_layers"` (and `"layers"`, if the layers differ), mean and intervals of
-        the groups and of the profile over offsets, and the sketch (for 16 tokens or more).
-    Raises:
-        ValueError: If every token is a special token, or `special_tokens` is unknown.
-    """
-    probs = torch.stack([run.probs for run in runs])
-    groups = head_groups(probs, special_tokens)
-    offsets, profile = offset_profile(probs, special_tokens)
-    pooled = None
-    if probs.shape[-1] >= SKETCH_LENGTH:
-        pooled = sketch(probs.mean((0, 2)), special_tokens)  # (L, 16, 16)
-
-    def numbers(layers):
-        def of(values):
-            values = values[:, layers]
-            estimated = estimate(values.reshape(len(runs), -1, *values.shape[3:]))
-            return {name: value.tolist() for name, value in estimated.items()}
-
-        result = {"groups": {name: of(values) for name, values in groups.items()}}
-        result["profile"] = {"offsets": offsets.tolist()} | of(profile)
-        return result | ({} if pooled is None else {"sketch": pooled[layers].mean(0).tolist()})
-
-    result = {
-        "runs": [{"source": run.source, "sparsity": run.mask.sparsity} for run in runs],
-        **runs[0].setup,
-        "analysed_special_tokens": special_tokens,
-        "fixed_groups": _fixed_groups(runs[0], special_tokens),
-        "offset_groups": IMPORTANCE_GROUPS,
-        "confidence": CONFIDENCE,
-        "intervals": "Student's t of the mean, [lows, highs], clipped to [0, 1]. over_heads: every head (of every "
-        "layer and run) is one observation. over_seeds: the mean of every run is one observation.",
-        "all_layers": numbers(slice(None)),
-    }
-    if probs.shape[1] > 1:
-        result["layers"] = [numbers(slice(layer, layer + 1)) for layer in range(probs.shape[1])]
-    return result
-
-
-def _fixed_groups(run, special_tokens):
-    """Groups that the configuration fixed, so that the search did not decide on them."""
-    groups = []
-    if run.setup["search"] and run.mask.special_tokens == special_tokens != "none":
-        groups.append("special_tokens")
-    if run.setup["search"] and run.mask.diagonal is not None:
-        groups.append("diagonal")
-    return groups
-
-
-def importance_table(numbers: dict[str, Any]) -> Table:
-    """
-    The groups of all layers as a table: mean and intervals.
-
-    Args:
-        numbers (`dict`): From [`analyze`] or [`measure_importance`].
-
-    Returns:
-        [`Table`]
-    """
-    quantity = "mean of M" if numbers["quantity"] == MASK_ONLY else "mean P"
-    rows = []
-    for name, group in numbers["all_layers"]["groups"].items():
-        row = {"group": name, quantity: f"{group['mean']:.3f}"}
-        for kind in ("over_heads", "over_seeds"):
-            if kind in group:
-                low, high = group[kind]
-                row[f"95 % {kind}"] = f"[{low:.3f}, {high:.3f}]"
-        rows.append(row)
-    return Table.of("Positions kept", rows)
-
-
-def analyze(
-    sources: Sequence[str | os.PathLike],
-    output_dir: str | os.PathLike,
-    special_tokens: str | None = None,
-    **hub_arguments: Any,
-) -> dict[str, Any]:
-    """
-    Read runs of one search, write `importance.json` and pictures (PNG and SVG), and return the numbers.
-
-    Args:
-        sources (`list` of `str` or `os.PathLike`): Folders or Hub ids, see [`read_runs`].
-        output_dir (`str` or `os.PathLike`): Folder to write to; created if missing.
-        special_tokens (`str`, *optional*): Which tokens are special: `"none"`, `"first"` or `"first_last"`. Defaults
-            to `"first"` if the search keeps the first token alone, as in a decoder, else to `"first_last"`.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        `dict`: See [`measure_importance`].
-    Raises:
-        ValueError: If matplotlib is missing, the runs cannot be read or are no seeds of one search, every token is a
-            special token, or `special_tokens` is unknown.
-        OSError: If the Hub has no such repository.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError("the pictures need matplotlib: pip install 'sparsebert[viz]'")
-    output = Path(output_dir)
-    runs = read_runs(sources, **hub_arguments)
-    if special_tokens is None:
-        special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
-    numbers = measure_importance(runs, special_tokens)
-    probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
-    make_folder(output)
-    for number, run in enumerate(runs, start=1):
-        name = Path(run.source).name if len(runs) == 1 else f"run {number}, {Path(run.source).name}"
-        plot_heads(run.mask, output / ("heads" if len(runs) == 1 else f"heads_{number}"), name)
-    plot_mean_probs(probs, output / "mean_probs", quantity)
-    if probs.shape[-1] >= SKETCH_LENGTH:
-        plot_sketch(probs, output / "sketch", special_tokens, quantity)
-    plot_groups(probs, output / "groups", special_tokens, tuple(numbers["fixed_groups"]), quantity)
-    plot_offset_profile(probs, output / "offset_profile", special_tokens, quantity)
-    return write_metrics(output / "importance.json", numbers)

@@ -8,7 +8,7 @@ seeds, and writes all numbers as `importance.json` and pictures (PNG and SVG) to
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.runs import analyze, importance_table
+from ..analysis.importance_analysis import analyze, importance_table
 from ..files import check_output_dir
 from ..hub import HubArguments
 from ._command import Command, Printing, Results, needed
