@@ -25,9 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebert.attention import triton_kernels
-from sparsebert.attention.triton import DTYPES, HEAD_SIZES, short_backward_limit
-from sparsebert.attention.triton import head_sizes as supported_head_sizes
+from sparsebert.attention.triton import short_backward_limit
 from sparsebert.attention.triton_launch import configurations
+from sparsebert.attention.triton_limits import DTYPES, HEAD_SIZES
+from sparsebert.attention.triton_limits import head_sizes as supported_head_sizes
 
 from ._ptx import Loop, matrix_loops
 

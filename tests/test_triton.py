@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsebert.attention import triton as backend
-from sparsebert.attention.triton import check, real_spans, tile_attention
+from sparsebert.attention.triton import real_spans, tile_attention
+from sparsebert.attention.triton_limits import capability, check, head_sizes
 from sparsebert.masks.tiles import tile_form
 
 
@@ -302,7 +303,7 @@ def test_all_combinations(length, mask, padding, first, last, diagonal, causal):
 @pytest.mark.parametrize("padding", [None, "holes"])
 @pytest.mark.parametrize("length", [1, 100, 200, 257, 1000])
 def test_dtypes_on_a_gpu(length, padding, head_size, dtype):
-    if head_size not in backend.head_sizes(backend._capability()):
+    if head_size not in head_sizes(capability()):
         pytest.skip("refused on this GPU")
     case = Case(length, "blocks", padding, head_size=head_size, dtype=dtype, batch=3, heads=4)
     assert_right(case, case.run())

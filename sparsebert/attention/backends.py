@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
-from . import choice, cpu, flex, triton
+from . import choice, cpu, flex, triton, triton_limits
 from .capabilities import WANTED, Backend, Request
 from .eager import eager_attention
 from .mask_biases import prepare_bias
@@ -37,7 +37,7 @@ BACKENDS: dict[str, Backend] = {
         sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "window"})
     ),
     "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"window"}), packed=True),
-    "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton.refuse),
+    "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton_limits.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }
 # The names that choose a backend for each request.

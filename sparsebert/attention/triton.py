@@ -10,7 +10,7 @@ Letters: B batch, H heads, n length (queries and keys), d head size.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,25 +20,14 @@ from ..masks.tiles import TileForm, tile_form
 from .mask_inputs import MaskInputs, per_sequence
 from .padded_tokens import without_padding
 from .triton_launch import configurations, interpreted, launch
+from .triton_limits import TILE, capability, check
 
 
-if TYPE_CHECKING:
-    from .capabilities import Request
-
-
-HEAD_SIZES = (32, 64, 128)
-# Queries and keys in a tile: the usual block of `dam_b`, and small enough that two tiles fit on the chip.
-TILE = 64
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Head sizes of the GPUs for which the kernels were compiled, by compute capability times 10. Others are refused: on
-# 12.0, for one, most configurations spill registers.
-GPUS = {80: (32, 64), 86: (32, 64), 89: (32, 64), 90: HEAD_SIZES, 100: HEAD_SIZES}
 # Largest n of the forward without tile lists.
 SHORT_LENGTH = 256
 # Largest n of the single-kernel backward for 16-bit dtypes, by head size, on GPUs of compute capability 9.0 and later.
 # Beyond it, registers would spill.
 SHORT_BACKWARD = {32: 128, 64: 128, 128: 64}
-INTERPRETED_BFLOAT16 = "Triton's interpreter computes wrong numbers in torch.bfloat16; use float16 or float32"
 
 
 def tile_attention(
@@ -118,90 +107,6 @@ def real_spans(padding: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.stack([begin, end, holes.long()], 1), words], 1)
 
 
-def check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tiles: Sequence[torch.Tensor],
-    seed: torch.Tensor | None,
-    dropout: float,
-    scaling: float,
-) -> None:
-    """
-    Raises:
-        ValueError: If [`tile_attention`] cannot serve these arguments.
-    """
-    _, num_heads, length, head_size = query.shape
-    form = TileForm(*tiles)
-    if key.shape[2] != length:
-        raise ValueError(
-            f"sparse_triton needs as many keys as queries, got {key.shape[2]} keys and {length} queries: "
-            "key/value caches are not supported, use sparse_sdpa"
-        )
-    if head_size not in HEAD_SIZES:
-        raise ValueError(
-            f"head size must be one of {', '.join(map(str, HEAD_SIZES))} in sparse_triton, got {head_size}"
-        )
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
-            raise ValueError(
-                f"{name} must be bfloat16, float16 or float32 in sparse_triton, and all three the same, got "
-                f"{tensor.dtype}"
-            )
-        if abs(tensor.stride(2)) * length >= 2**31:
-            raise ValueError(
-                f"a sequence of {name} must span fewer than 2^31 numbers in sparse_triton, got "
-                f"{abs(tensor.stride(2)) * length}"
-            )
-    if query.device.type != "cuda" and not interpreted():
-        raise ValueError(f"sparse_triton needs a CUDA device, got query on {query.device.type}: use sparse_sdpa")
-    if query.dtype == torch.bfloat16 and interpreted():
-        raise ValueError(f"sparse_triton cannot run here: {INTERPRETED_BFLOAT16}")
-    shape = (num_heads, -(-length // TILE), -(-length // TILE))
-    if tuple(form.tiles.shape) != shape or form.pool.shape[1] != TILE or form.pool.dtype != torch.int64:
-        raise ValueError(
-            f"tiles must be {TILE} queries by {TILE} keys and of shape {shape} for {num_heads} heads and {length} "
-            f"tokens, got {form.pool.shape[1]} queries, {form.pool.dtype} and {tuple(form.tiles.shape)}"
-        )
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
-    if dropout and seed is None:
-        raise ValueError(f"dropout {dropout} needs a seed, got None")
-    if not scaling > 0:
-        raise ValueError(f"scaling must be positive in sparse_triton, got {scaling}")
-
-
-def head_sizes(capability: int) -> tuple[int, ...]:
-    """The head sizes that run without spilling registers on GPUs of this compute capability; none if it is unknown."""
-    return GPUS.get(capability, ())
-
-
-def _capability(index=None):
-    """The compute capability of a GPU (by default the current one), or that of Hopper if there is none."""
-    if not torch.cuda.is_available():
-        return 90
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
-
-
-def unsupported_gpu(head_size: int, index: int | None = None) -> str | None:
-    """
-    The reason why the kernels do not run on a GPU, or `None` if they do.
-
-    Args:
-        head_size (`int`): d, one of `HEAD_SIZES`.
-        index (`int`, *optional*): Index of the GPU; by default the current one.
-    """
-    if torch.version.hip is not None:
-        return "it runs on NVIDIA GPUs, and this PyTorch is built for ROCm"
-    capability = _capability(index)
-    able = [known for known, sizes in GPUS.items() if head_size in sizes]
-    if capability in able:
-        return None
-    listed = ", ".join(f"{known / 10:.1f}" for known in able)
-    return f"with heads of {head_size} it needs a GPU of compute capability {listed}, got {capability / 10:.1f}"
-
-
 def short_backward_limit(head_size: int, dtype: torch.dtype, capability: int) -> int:
     """The largest n of the single-kernel backward; 0 if it is not used."""
     return SHORT_BACKWARD[head_size] if capability >= 90 and dtype != torch.float32 else 0
@@ -211,7 +116,7 @@ def _hardware(query):
     """The dtype and compute capability that select configurations; the interpreter treats float32 like 16 bits."""
     if interpreted():
         return torch.bfloat16, 90
-    return query.dtype, _capability(query.device.index)
+    return query.dtype, capability(query.device.index)
 
 
 def _bucket(length):
@@ -365,27 +270,6 @@ def _differentiate(ctx, output_grad, lse_grad):
 
 
 _attention.register_autograd(_differentiate, setup_context=_remember)
-
-
-def refuse(request: "Request") -> str | None:
-    """The reason why this backend cannot serve a request, or `None` if it can."""
-    try:
-        on_cpu = interpreted()
-    except ValueError as error:
-        return str(error)
-    if request.device != "cuda" and not on_cpu:
-        return f"it needs a CUDA device, got {request.device!r}"
-    if request.num_queries != request.num_keys:
-        return f"it needs as many queries as keys, got {request.num_queries} and {request.num_keys}; use_cache=False"
-    if request.head_size not in HEAD_SIZES:
-        return f"head size must be one of {', '.join(map(str, HEAD_SIZES))}, got {request.head_size}"
-    if not on_cpu and (reason := unsupported_gpu(request.head_size, request.index)):
-        return reason
-    if request.dtype not in DTYPES:
-        return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
-    if on_cpu and request.dtype == torch.bfloat16:
-        return INTERPRETED_BFLOAT16
-    return None
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
