@@ -13,7 +13,6 @@ from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.attention import bias_attention as module
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.bias_attention import bias_attention
-from sparsebert.attention.mask_biases import merged_bias
 from sparsebert.attention.mask_inputs import MaskInputs
 
 
@@ -64,7 +63,7 @@ def formula(
     """The same with all scores in memory, in the inputs' dtype; the probabilities times `factors`."""
     tokens = {"first_token": first, "last_token": last, "learned_diagonal": learned_diagonal}
     inputs = MaskInputs("", bias.shape[1], bias.shape[2], padding=padding, causal=causal, **tokens)
-    scores = (query @ key.mT).to(bias.dtype) * query.shape[-1] ** -0.5 + merged_bias(bias, inputs)
+    scores = (query @ key.mT).to(bias.dtype) * query.shape[-1] ** -0.5 + inputs.merged(bias)
     return (scores.softmax(-1) * factors).to(value.dtype) @ value
 
 
@@ -86,6 +85,25 @@ def assert_as_good_as_plain(results, plain, truth):
         )
         error, allowed = ((values - truth[name]).abs().max().item() for values in (got, plain[name]))
         assert error <= 2 * allowed + 8 * unit, (name, error, allowed, unit)
+
+
+def assert_right(ours, reference, inputs, grad, padding):
+    """Both in the dtype of the inputs, and the reference in float64, by the 2x rule."""
+    results, plain = (with_gradients(function, inputs, grad) for function in (ours, reference))
+    truth = with_gradients(reference, inputs, grad, torch.float64)
+    if padding is not None:
+        # Where all is padding, scores are rounded to the unit of REMOVED: in float32 to 64, so that all keys weigh the
+        # same, and in float64 to 1.2e-7, which is also float32's eps.
+        nothing, dtype = ~padding.any(-1), inputs[0].dtype
+        unit = torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps
+        for name in NAMES[:4]:
+            got, want = results[name][nothing], plain[name][nothing]
+            assert not nothing.any() or (got - want).abs().max() <= 8 * unit * max(1.0, want.abs().max().item()), name
+        results, plain, truth = (
+            {name: values if name == "bias" else values[~nothing] for name, values in tensors.items()}
+            for tensors in (results, plain, truth)
+        )
+    assert_as_good_as_plain(results, plain, truth)
 
 
 CASES = [
@@ -114,22 +132,9 @@ def test_equals_the_formula_in_float64(case, dtype):
     first = padding.int().argmax(-1) if "first" in tokens else None
     last = torch.arange(batch) % num_keys if "last" in tokens else None
     rest = (padding, first, last, learned_diagonal, causal)
-    results = with_gradients(lambda *leaves: bias_attention(*leaves, *rest), inputs, grad)
-    plain = with_gradients(lambda *leaves: formula(*leaves, *rest), inputs, grad)
-    truth = with_gradients(lambda *leaves: formula(*leaves, *rest), inputs, grad, torch.float64)
-    if padded:
-        # Where all is padding, scores are rounded to the unit of REMOVED: in float32 to 64, so that all keys weigh the
-        # same, and in float64 to 1.2e-7, which is also float32's eps.
-        nothing = ~padding.any(-1)
-        unit = torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps
-        for name in NAMES[:4]:
-            got, want = results[name][nothing], plain[name][nothing]
-            assert (got - want).abs().max() <= 8 * unit * max(1.0, want.abs().max().item()), name
-        results, plain, truth = (
-            {name: values if name == "bias" else values[~nothing] for name, values in tensors.items()}
-            for tensors in (results, plain, truth)
-        )
-    assert_as_good_as_plain(results, plain, truth)
+    assert_right(
+        lambda *leaves: bias_attention(*leaves, *rest), lambda *leaves: formula(*leaves, *rest), inputs, grad, padding
+    )
     if last is not None:
         # Neither a padded key nor a last token's row moves the bias.
         alone = torch.zeros_like(padding)
@@ -359,8 +364,12 @@ def test_compiled_in_one_graph(tiny_config):
 def test_operator_is_registered_as_pytorch_asks():
     *inputs, _ = tensors(2, 6, 6, 8)
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    rest = (ragged(2, 6), torch.tensor([0, 1]), torch.tensor([5, 3]), torch.tensor([1]), True, False, 0.25, 0.3, 1)
-    torch.library.opcheck(torch.ops.sparsebert.bias_attention.default, (*inputs, *rest))
+    tokens = (ragged(2, 6), torch.tensor([0, 1]), torch.tensor([5, 3]))
+    options = (torch.tensor([1]), True, False, 0.25, 0.3, 4)
+    operator = torch.ops.sparsebert.bias_attention.default
+    torch.library.opcheck(operator, (*inputs, *tokens, None, *options, 0, None))
+    values = torch.randn(HEADS, 3, requires_grad=True)
+    torch.library.opcheck(operator, (*inputs[:3], values, *tokens, torch.tensor([2]), *options, 2, None))
 
 
 @pytest.mark.parametrize("pattern", ["dense", "window"])

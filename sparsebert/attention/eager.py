@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from .mask_biases import REMOVED_BELOW
+from .bias_entries import REMOVED_BELOW
 from .mask_inputs import MaskInputs
 from .padded_tokens import without_padding
 

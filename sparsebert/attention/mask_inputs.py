@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..masks.sparse_mask import SparseMask
-from .mask_biases import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, merged_bias
+from .bias_entries import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, token_entries
+from .offset_biases import OffsetBias
 from .packed_batches import Documents
 
 
@@ -40,8 +41,9 @@ class MaskInputs:
         local ([`MaskInputs`], *optional*): The inputs of the layers in `local_layers`, whose attention has a sliding
             window.
         local_layers (`tuple` of `int`): Indices of these layers.
-        learned (`tuple` of `torch.Tensor`): A bias `(H, n, m)` that is being learned, the same for all sequences,
-            instead of `bias`. Causality is included; padding and the special tokens of each sequence are not.
+        learned (`tuple` of `torch.Tensor` or [`OffsetBias`]): A bias `(H, n, m)` that is being learned, the same for
+            all sequences, instead of `bias`. Causality is included (not in an [`OffsetBias`]); padding and the special
+            tokens of each sequence are not.
         first_token (`torch.Tensor` of shape `(B,)`, *optional*): Position of each sequence's first token, whose row
             and column are on in addition to the `compiled` mask, and in whose row and column the `learned` bias does
             not count. In a `compiled` mask it has shape `(1,)` if it is the same for all sequences.
@@ -69,7 +71,7 @@ class MaskInputs:
     compiled: tuple[Any, ...] = (None,)
     local: "MaskInputs | None" = None
     local_layers: tuple[int, ...] = ()
-    learned: tuple[torch.Tensor | None, ...] = (None,)
+    learned: tuple[torch.Tensor | OffsetBias | None, ...] = (None,)
     first_token: torch.Tensor | None = None
     last_token: torch.Tensor | None = None
     learned_diagonal: bool = True
@@ -118,7 +120,10 @@ class MaskInputs:
                     f"{tuple(attention_mask.shape)}: use sparse_eager or sparse_sdpa"
                 )
             if learned[0] is not None:
-                bias, learned = (merged_bias(learned[0], self),), (None,)
+                whole = learned[0]
+                if isinstance(whole, OffsetBias):
+                    whole = whole.table(self.num_keys, self.causal)
+                bias, learned = (self.merged(whole),), (None,)
             # Clamped so that the sum of two removals stays finite in any dtype.
             bias = ((additive_4d(attention_mask) + (0.0 if bias[0] is None else bias[0])).clamp(min=REMOVED),)
             live = ((bias[0] > REMOVED_BELOW).any(-1, keepdim=True),)
@@ -153,6 +158,22 @@ class MaskInputs:
         if self.padding is None or mask.last_token == "position":
             return torch.full((1,), self.num_keys - 1, dtype=torch.int32, device=self.device)
         return last_real(self.padding).int()
+
+    def merged(self, learned: torch.Tensor) -> torch.Tensor:
+        """
+        A learned bias `(H, n, m)` with padding and special tokens, which differ by sequence: `(B, H, n, m)`, or
+        `(1, H, n, m)` without padding.
+        """
+        if self.padding is None:
+            return learned[None]
+        fixed = ~self.padding[:, None]  # (B, 1, m)
+        values = torch.zeros(fixed.shape, dtype=learned.dtype, device=learned.device).masked_fill_(fixed, REMOVED)
+        tokens = [token for token in (self.first_token, self.last_token) if token is not None]
+        if tokens:
+            queries = slice(self.num_keys - self.num_queries, self.num_keys)
+            fixed = fixed | token_entries(tokens, queries, self.num_keys, self.learned_diagonal, self.causal)
+        # A single pass over all heads, forward and backward.
+        return torch.where(fixed[:, None], values[:, None], learned)
 
     def compiled_length(self, mask: SparseMask) -> int:
         """

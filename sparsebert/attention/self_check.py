@@ -20,11 +20,12 @@ import torch
 
 from ..masks.sparse_mask import SparseMask
 from .backends import BACKENDS
+from .bias_entries import REMOVED, REMOVED_BELOW
 from .capabilities import Request
 from .choice import measure, trial
 from .dot_product import sparse_dot_product_attention
 from .eager import power_of_two
-from .mask_biases import REMOVED, REMOVED_BELOW, prepare_bias
+from .mask_biases import prepare_bias
 from .mask_inputs import MaskInputs
 from .self_check_results import TRUSTED, Finding, Order, Setting
 

@@ -9,7 +9,8 @@ import torch
 from ..masks.compiled import narrowed, windowed
 from ..masks.exported import exporting
 from .backends import BACKENDS, choose_backend
-from .mask_biases import REMOVED, near_entries
+from .bias_entries import REMOVED
+from .mask_biases import near_entries
 from .mask_inputs import MaskInputs
 
 

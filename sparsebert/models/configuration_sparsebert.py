@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers import BertConfig
 
-from ..attention.mask_biases import MAX_MASK_CONSTANT
+from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice
 from ..masks.expansion import LENGTH_POLICIES, default_length_policy

@@ -10,19 +10,12 @@ from typing import Any
 
 import torch
 
-from ..attention.mask_biases import (
-    MAX_MASK_CONSTANT,
-    bias_and_live,
-    causal_entries,
-    fix_entries,
-    kept_entries,
-    merged_bias,
-    real_tokens,
-    set_entries,
-    special_rows,
-    with_cuts,
-)
+from ..attention.bias_attention import exceeds_block
+from ..attention.bias_entries import MAX_MASK_CONSTANT, kept_entries, set_entries
+from ..attention.mask_biases import bias_and_live, causal_entries, fix_entries, real_tokens, special_rows, with_cuts
 from ..attention.mask_inputs import MaskInputs
+from ..attention.offset_biases import OffsetBias
+from ..masks.expansion import SPECIAL_TOKENS
 from ..masks.sparse_mask import SparseMask
 from .learned_mask import LearnedMask
 from .mask_search import MaskSearch
@@ -50,11 +43,19 @@ def drawn_inputs(
     first, last = real_tokens(inputs, search.special_tokens, search.last_token)
     # Position 0 is a special token or padding.
     special_tokens = search.special_tokens if last is None else "first"
+    apart: dict[str, Any] = {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
+    # Short inputs have several sequences in a block, and a table for all of them that is not large.
+    long = exceeds_block(inputs.num_queries, num_keys, inputs.device)
+    if long and not merged and not first_row and search.by_distance(num_keys):
+        positions = [0, num_keys - 1][: SPECIAL_TOKENS.index(special_tokens)]
+        special = torch.tensor(positions, dtype=torch.int64, device=inputs.device)
+        diagonal = {None: None, True: 0.0, False: -search.mask_constant}[search.diagonal]
+        values = search.distance_bias(sample, noisy, num_keys)
+        return {"learned": tuple(OffsetBias(layer, search.tile, special, diagonal) for layer in values), **apart}
     bias = search.bias(sample, noisy, num_keys)[:, :, first_row:]
     bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
-    apart: dict[str, Any] = {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
     if merged:
-        return {"bias": tuple(merged_bias(layer, replace(inputs, **apart)) for layer in bias)}
+        return {"bias": tuple(replace(inputs, **apart).merged(layer) for layer in bias)}
     return {"learned": bias.unbind(0), **apart}
 
 

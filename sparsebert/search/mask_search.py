@@ -276,6 +276,29 @@ class MaskSearch:
 
         return self._grown(length, 0.0, make, sample.device)
 
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile in a Toeplitz form; 1 for `"offsets"`."""
+        return (self.block_size or 1) if self.form == "blocks" else 1
+
+    def by_distance(self, length: int) -> bool:
+        """Whether all learned entries at some input length that are as far apart, in tiles, share their parameter."""
+        return self.form in ("offsets", "blocks") and (length <= self.length or self.length_policy != "dense")
+
+    def distance_bias(self, sample: torch.Tensor, noisy: torch.Tensor, length: int) -> torch.Tensor:
+        """
+        [`MaskSearch.bias`] of each distance in tiles instead of each entry, `(L, H, T)`.
+
+        Args:
+            sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`sample_mask`].
+            length (`int`): m, of which T tiles are as many as it takes.
+        """
+        if self.length_policy == "error":
+            check_length(length, self.length, self.form)
+        bias = mask_bias(sample, noisy, self.mask_form, self.mask_constant, self.hard)
+        missing = -(-length // self.tile) - self.num_parameters
+        return torch.nn.functional.pad(bias, (0, missing), value=-self.mask_constant)
+
     def zeros(self, probs: torch.Tensor, length: int) -> torch.Tensor:
         """Zeros `(L, H, m, m)` with the gradient of c times the P of the entries, from that of the parameters."""
         if self.union is None:

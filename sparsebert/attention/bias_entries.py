@@ -1,0 +1,109 @@
+"""
+Entries of a bias of the scores, which is 0 where a query may attend and `REMOVED` where it may not.
+
+Letters: B batch, n queries (the last n of the m positions), m keys.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+
+# Upper limit of the constant c that a learned mask subtracts. It is far below what padding and causality subtract, so
+# no mask outweighs them.
+MAX_MASK_CONSTANT = 1e4
+# The bias of a removed entry, which vanishes in any softmax. With values of some ten thousand, the exponential of
+# PyTorch's fused attention on CPUs would meet denormal numbers, and training would take up to half as long again.
+REMOVED = -1e9
+# A bias below this, such as in a mask that the caller passes in float16, counts as removed.
+REMOVED_BELOW = torch.finfo(torch.float16).min / 4
+
+
+def additive(keep: torch.Tensor) -> torch.Tensor:
+    """A bool mask as a bias: float32, 0 where `keep` is true and `REMOVED` elsewhere."""
+    return torch.zeros(keep.shape, device=keep.device).masked_fill_(~keep, REMOVED)
+
+
+def additive_4d(attention_mask: torch.Tensor) -> torch.Tensor:
+    """A mask of the host, `(B, m)` or `(B, 1, n, m)`, bool or added to the scores, as a bias `(B, 1, n or 1, m)`."""
+    if attention_mask.dim() == 2:
+        attention_mask = attention_mask[:, None, None, :]
+    return additive(attention_mask) if attention_mask.dtype == torch.bool else attention_mask.float()
+
+
+def first_real(padding: torch.Tensor) -> torch.Tensor:
+    """Position of the first real token in each row of `padding` `(B, m)`: int64 `(B,)`, 0 if there is none."""
+    return padding.int().argmax(-1)
+
+
+def last_real(padding: torch.Tensor) -> torch.Tensor:
+    """Position of the last real token in each row of `padding` `(B, m)`: int64 `(B,)`, 0 if there is none."""
+    return (padding * torch.arange(padding.shape[-1], device=padding.device)).argmax(-1)
+
+
+def token_entries(
+    tokens: Sequence[torch.Tensor], queries: slice, num_keys: int, with_diagonal: bool, causal: bool
+) -> torch.Tensor:
+    """
+    The rows and columns of some tokens of each sequence.
+
+    Args:
+        tokens (`Sequence` of `torch.Tensor` of shape `(B,)`): Positions of one or more tokens.
+        queries (`slice`): Positions of the n queries.
+        num_keys (`int`): m.
+        with_diagonal (`bool`): Whether the entries where a token's row and column meet are included.
+        causal (`bool`): Whether keys j > query i are left out.
+
+    Returns:
+        `torch.Tensor` of shape `(B, n, m)`, bool.
+    """
+    position = torch.arange(num_keys, device=tokens[0].device)
+    chosen = functools.reduce(torch.logical_or, [position == token[:, None] for token in tokens])  # (B, m)
+    row = position[queries, None]
+    entries = chosen[:, queries, None] | chosen[:, None, :]
+    if causal:
+        return entries & (row >= position if with_diagonal else row > position)
+    return entries if with_diagonal else entries & (row != position)
+
+
+def kept_entries(keep: torch.Tensor, special: torch.Tensor, diagonal: bool | None) -> torch.Tensor:
+    """
+    The entries that are kept, with those of special tokens and of a fixed diagonal set: [`set_entries`] for a bool
+    `keep`, on which it is faster, and by operators that all runtimes of exported graphs have.
+    """
+    keep = keep | special
+    if diagonal is None:
+        return keep
+    on_diagonal = _diagonal_entries(keep)
+    return keep | on_diagonal if diagonal else keep & ~on_diagonal
+
+
+def set_entries(
+    values: torch.Tensor, special: torch.Tensor, diagonal: bool | None, on: float, off: float
+) -> torch.Tensor:
+    """
+    Values with those of special tokens and of a fixed diagonal set.
+
+    Args:
+        values (`torch.Tensor` of shape `(..., n, m)`): Values of all entries, of a floating-point dtype.
+        special (`torch.Tensor` of shape `(B or 1, 1, n, m)` or `(n, m)`): Bool, the entries of special tokens, which
+            are set to `on`.
+        diagonal (`bool`, *optional*): `True` sets the diagonal to `on` and `False` to `off`, special tokens included.
+        on (`float`): Value of an entry that is kept.
+        off (`float`): Value of an entry that is removed.
+
+    Returns:
+        `torch.Tensor`: The values, broadcast to the batch of `special`.
+    """
+    kept, removed = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
+    values = torch.where(special, kept, values)
+    if diagonal is None:
+        return values
+    return torch.where(_diagonal_entries(values), kept if diagonal else removed, values)
+
+
+def _diagonal_entries(values):
+    num_queries, num_keys = values.shape[-2:]
+    position = torch.arange(num_keys, device=values.device)
+    return position[num_keys - num_queries :, None] == position
