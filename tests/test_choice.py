@@ -79,6 +79,9 @@ def test_auto_serves_every_need(need):
         ({"dropout": 0.1, "needs": ["learned"], "gradients": False}, "sparse_eager"),
         ({"dropout": 0.1, "needs": ["learned"], "device": "cuda"}, "sparse_eager"),
         ({"needs": ["additive"], "gradients": False}, "sparse_eager"),
+        ({"needs": ["additive"], "gradients": False, "num_keys": 513}, "sparse_sdpa"),
+        ({"needs": ["additive"], "num_keys": 513}, "sparse_eager"),
+        ({"needs": ["additive"], "gradients": False, "num_keys": 513, "device": "cuda"}, "sparse_eager"),
     ],
     ids=str,
 )

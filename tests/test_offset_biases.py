@@ -127,11 +127,7 @@ def learned(model, length=20, **kwargs):
     return model.sparse_attention("sparse_sdpa", 3, length, length, device=torch.device("cpu"), **kwargs).learned
 
 
-@pytest.mark.usefixtures("short_blocks")
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("last_token", ["real", "position"])
-@pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
-@pytest.mark.parametrize(
+every_search = pytest.mark.parametrize(
     "fields",
     [
         {"search": "dam_s"},
@@ -142,6 +138,13 @@ def learned(model, length=20, **kwargs):
     ],
     ids=str,
 )
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("last_token", ["real", "position"])
+@pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
+@every_search
 def test_a_search_trains_as_with_sparse_eager(tiny_config, fields, diagonal, last_token, padded):
     fields = {"mask_constant": 5.0, "initializer_range": 0.3, "diagonal": diagonal, "last_token": last_token} | fields
     model = SparseBertForMaskedLM(tiny_config(**fields)).train()
@@ -152,6 +155,23 @@ def test_a_search_trains_as_with_sparse_eager(tiny_config, fields, diagonal, las
     assert eager.keys() == ours.keys() and any("mask_logits" in name for name in ours)
     for name in eager:
         torch.testing.assert_close(ours[name], eager[name], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
+@every_search
+def test_a_search_is_evaluated_as_with_sparse_eager(tiny_config, fields, diagonal, padded):
+    model = SparseBertForMaskedLM(tiny_config(**{"initializer_range": 0.3, "diagonal": diagonal} | fields)).eval()
+    model.bert.sparse_attention.mask_logits.normal_(std=0.1)
+    assert all(isinstance(bias, OffsetBias) for bias in learned(model.bert))
+    ids, mask = paddings()
+    outputs = []
+    for name in ("sparse_eager", "sparse_sdpa"):
+        model.set_attn_implementation(name)
+        outputs.append(model(ids, attention_mask=mask if padded else None).logits)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("short_blocks")
@@ -198,14 +218,26 @@ def test_a_layer_s_own_4d_mask_applies_on_top():
     torch.testing.assert_close(layer.bias[0][extra.expand_as(want)], want[extra.expand_as(want)])
 
 
+LONG_TABLE = 4 * 4 * 1800**2
+
+
+def long_model(tiny_config, length=1800, **fields):
+    """A model, of whose 4 heads a table with an entry per pair of tokens takes `LONG_TABLE` bytes, and an input."""
+    sizes = {"mask_length": length, "max_position_embeddings": length, "num_hidden_layers": 1}
+    model = SparseBertModel(tiny_config(**sizes, **fields), add_pooling_layer=False)
+    return model, torch.randint(5, 100, (1, length))
+
+
 @pytest.mark.parametrize(
     "fields", [{"search": "dam_s"}, {"pattern": "dense", "attention_probs_dropout_prob": 0.1}], ids=str
 )
 def test_a_step_needs_no_memory_per_pair_of_tokens(tiny_config, fields):
     """Neither for a bias per distance, nor for the gradient of a bias that has none."""
-    length = 1800
-    sizes = {"mask_length": length, "max_position_embeddings": length, "num_hidden_layers": 1}
-    config = tiny_config(**sizes, **fields, attn_implementation="sparse_sdpa")
-    model = SparseBertModel(config, add_pooling_layer=False).train()
-    ids = torch.randint(5, 100, (1, length))
-    assert growth(lambda: model(ids).last_hidden_state.sum().backward()) < 4 * 4 * length**2
+    model, ids = long_model(tiny_config, attn_implementation="sparse_sdpa", **fields)
+    assert growth(lambda: model.train()(ids).last_hidden_state.sum().backward()) < LONG_TABLE
+
+
+@torch.no_grad()
+def test_evaluation_of_a_search_needs_no_memory_per_pair_of_tokens(tiny_config):
+    model, ids = long_model(tiny_config, search="dam_s")
+    assert growth(lambda: model.eval()(ids)) < LONG_TABLE

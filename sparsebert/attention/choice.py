@@ -25,6 +25,8 @@ TILE_SIZE = 64
 ROUNDS = 5
 # What `sparse_auto` may choose on GPUs besides PyTorch's own attention, once a self-check there has passed.
 GPU_BACKENDS = ("sparse_triton", "sparse_flex")
+# With more tokens than this, a mask that is not frozen is evaluated by fused attention.
+LONG = 512
 # With more shapes than this, compiling `sparse_flex` for each costs more than it saves.
 FEW_SHAPES = 4
 
@@ -92,6 +94,8 @@ def by_table(
     short = request.num_keys <= 128
     if mask is None:
         if "learned" not in request.needs:
+            if request.device == "cpu" and not request.gradients and request.num_keys > LONG:
+                return "sparse_sdpa", "the mask is not frozen; without gradients, which fused attention is fast at"
             return "sparse_eager", "the mask is not frozen"
         if request.device != "cpu" or "additive" in request.needs or not request.gradients:
             return "sparse_eager", "the mask is being learned, where fused attention would take its slow path"

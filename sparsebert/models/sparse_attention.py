@@ -378,12 +378,13 @@ class SparseAttention(nn.Module):
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
-        elif sampling:
-            prepared = self._sampled(learned, inputs, merged="additive" in wanted or backend != "sparse_sdpa")
         elif learned.search.pruning:
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
-            prepared = thresholded_inputs(learned.thresholded_mask(), inputs)
+            merged = backend != "sparse_sdpa" or "additive" in needs or self.window is not None
+            prepared = (
+                self._sampled(learned, inputs, merged) if sampling else thresholded_inputs(learned, inputs, merged)
+            )
         inputs = replace(inputs, **prepared)
         if self.window is None:
             return inputs

@@ -16,9 +16,9 @@ from ..attention.mask_biases import bias_and_live, causal_entries, fix_entries, 
 from ..attention.mask_inputs import MaskInputs
 from ..attention.offset_biases import OffsetBias
 from ..masks.expansion import SPECIAL_TOKENS
-from ..masks.sparse_mask import SparseMask
 from .learned_mask import LearnedMask
 from .mask_search import MaskSearch
+from .searches import mask_bias
 
 
 def drawn_inputs(
@@ -40,23 +40,42 @@ def drawn_inputs(
         gate = set_entries(gate, special, search.diagonal, on=1.0, off=0.0)
         bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
         return {"gate": gate.unbind(0), "bias": (bias,)}
-    first, last = real_tokens(inputs, search.special_tokens, search.last_token)
-    # Position 0 is a special token or padding.
-    special_tokens = search.special_tokens if last is None else "first"
-    apart: dict[str, Any] = {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
-    # Short inputs have several sequences in a block, and a table for all of them that is not large.
-    long = exceeds_block(inputs.num_queries, num_keys, inputs.device)
-    if long and not merged and not first_row and search.by_distance(num_keys):
-        positions = [0, num_keys - 1][: SPECIAL_TOKENS.index(special_tokens)]
-        special = torch.tensor(positions, dtype=torch.int64, device=inputs.device)
-        diagonal = {None: None, True: 0.0, False: -search.mask_constant}[search.diagonal]
-        values = search.distance_bias(sample, noisy, num_keys)
-        return {"learned": tuple(OffsetBias(layer, search.tile, special, diagonal) for layer in values), **apart}
+    if not merged and _by_distance(search, inputs):
+        values = mask_bias(sample, noisy, search.mask_form, search.mask_constant, search.hard)
+        return _distance_inputs(search, values, inputs, off=-search.mask_constant)
+    special_tokens, apart = _apart(search, inputs)
     bias = search.bias(sample, noisy, num_keys)[:, :, first_row:]
     bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
     if merged:
         return {"bias": tuple(replace(inputs, **apart).merged(layer) for layer in bias)}
     return {"learned": bias.unbind(0), **apart}
+
+
+def _apart(search, inputs):
+    """The special tokens that are at the same position in all sequences, and fields about those that are not."""
+    first, last = real_tokens(inputs, search.special_tokens, search.last_token)
+    # Position 0 is a special token or padding.
+    special_tokens = search.special_tokens if last is None else "first"
+    return special_tokens, {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
+
+
+def _by_distance(search, inputs):
+    """
+    Whether the bias stays one per distance. Short inputs have several sequences in a block, and a table for all of
+    them that is not large.
+    """
+    sizes = inputs.num_queries, inputs.num_keys
+    return sizes[0] == sizes[1] and exceeds_block(*sizes, inputs.device) and search.by_distance(sizes[1])
+
+
+def _distance_inputs(search, values, inputs, off):
+    """The fields of a bias per parameter `(L, H, K)`, which is `off` where it removes an entry."""
+    special_tokens, apart = _apart(search, inputs)
+    positions = [0, inputs.num_keys - 1][: SPECIAL_TOKENS.index(special_tokens)]
+    special = torch.tensor(positions, dtype=torch.int64, device=inputs.device)
+    diagonal = None if search.diagonal is None else 0.0 if search.diagonal else off
+    layers = search.at_distances(values, inputs.num_keys, off)
+    return {"learned": tuple(OffsetBias(layer, search.tile, special, diagonal) for layer in layers), **apart}
 
 
 def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> dict[str, Any]:
@@ -79,10 +98,19 @@ def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> d
     return prepared | {"bias": biases}
 
 
-def thresholded_inputs(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+def thresholded_inputs(learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:
     """
     The thresholded mask of a search. As in training, a query that keeps no key attends to all of them.
+
+    Args:
+        learned ([`LearnedMask`]): The search.
+        inputs ([`MaskInputs`]): The forward that it is prepared for.
+        merged (`bool`): See [`drawn_inputs`].
     """
+    mask = learned.thresholded_mask()
+    if not merged and _by_distance(learned.search, inputs):
+        values = -MAX_MASK_CONSTANT * (~mask.keep).float().to(inputs.device)
+        return _distance_inputs(learned.search, values, inputs, off=-MAX_MASK_CONSTANT)
     keep = mask.structure(inputs.num_keys).to(inputs.device)
     keep = keep[:, None, :, inputs.num_keys - inputs.num_queries :]
     special = special_rows(inputs, mask.special_tokens, mask.last_token)

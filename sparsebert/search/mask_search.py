@@ -285,19 +285,18 @@ class MaskSearch:
         """Whether all learned entries at some input length that are as far apart, in tiles, share their parameter."""
         return self.form in ("offsets", "blocks") and (length <= self.length or self.length_policy != "dense")
 
-    def distance_bias(self, sample: torch.Tensor, noisy: torch.Tensor, length: int) -> torch.Tensor:
+    def at_distances(self, values: torch.Tensor, length: int, off: float) -> torch.Tensor:
         """
-        [`MaskSearch.bias`] of each distance in tiles instead of each entry, `(L, H, T)`.
+        Values of the parameters `(L, H, K)` as values of each distance in tiles, `(L, H, T)`.
 
         Args:
-            sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`sample_mask`].
-            length (`int`): m, of which T tiles are as many as it takes.
+            values (`torch.Tensor`): The values.
+            length (`int`): m; T is the number of its tiles.
+            off (`float`): Value of a distance that has no parameter.
         """
         if self.length_policy == "error":
             check_length(length, self.length, self.form)
-        bias = mask_bias(sample, noisy, self.mask_form, self.mask_constant, self.hard)
-        missing = -(-length // self.tile) - self.num_parameters
-        return torch.nn.functional.pad(bias, (0, missing), value=-self.mask_constant)
+        return torch.nn.functional.pad(values, (0, -(-length // self.tile) - self.num_parameters), value=off)
 
     def zeros(self, probs: torch.Tensor, length: int) -> torch.Tensor:
         """Zeros `(L, H, m, m)` with the gradient of c times the P of the entries, from that of the parameters."""
