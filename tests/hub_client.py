@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # Runs what it is told, a line of JSON each: a command line of sparsebert, or code. Commands are told by their lists.
 CLIENT = """
 import contextlib, io, json, sys, time, traceback
-time.sleep = lambda seconds: None  # the client's pauses before it tries again
+time.sleep = lambda seconds: None  # the pauses of the client before it tries again, for which it has no setting
 import torch, transformers, sparsebert
 from sparsebert.commands import main
 answers, names = sys.stdout, {"torch": torch, "transformers": transformers, "sparsebert": sparsebert}
