@@ -237,9 +237,12 @@ def _block_bytes(device):
     return BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
 
 
-def exceeds_block(num_queries: int, num_keys: int, device: torch.device) -> bool:
-    """Whether the scores of one head of one sequence are too many for a block, so that blocks are of some queries."""
-    return 4 * num_queries * num_keys > _block_bytes(device)
+def has_many_blocks(num_queries: int, num_keys: int, device: torch.device) -> bool:
+    """
+    Whether the scores of one head of one sequence fill more than two blocks. Then an [`OffsetBias`] is faster than a
+    table: its own is small against one with all queries.
+    """
+    return 4 * num_queries * num_keys > 2 * _block_bytes(device)
 
 
 def bias_attention(

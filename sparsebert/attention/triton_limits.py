@@ -89,7 +89,7 @@ def capability(index: int | None = None) -> int:
     """The compute capability of a GPU (by default the current one), or that of Hopper if there is none."""
     if not torch.cuda.is_available():
         return 90
-    major, minor = torch.cuda.get_devicecapability(index)
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..attention.bias_attention import exceeds_block
+from ..attention.bias_attention import has_many_blocks
 from ..attention.bias_entries import MAX_MASK_CONSTANT, kept_entries, set_entries
 from ..attention.mask_biases import bias_and_live, causal_entries, fix_entries, real_tokens, special_rows, with_cuts
 from ..attention.mask_inputs import MaskInputs
@@ -42,7 +42,7 @@ def drawn_inputs(
         return {"gate": gate.unbind(0), "bias": (bias,)}
     if not merged and _by_distance(search, inputs):
         values = mask_bias(sample, noisy, search.mask_form, search.mask_constant, search.hard)
-        return _distance_inputs(search, values, inputs, off=-search.mask_constant)
+        return _distance_inputs(search, values, inputs, off=-search.mask_constant, start=True)
     special_tokens, apart = _apart(search, inputs)
     bias = search.bias(sample, noisy, num_keys)[:, :, first_row:]
     bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
@@ -60,18 +60,20 @@ def _apart(search, inputs):
 
 
 def _by_distance(search, inputs):
-    """
-    Whether the bias stays one per distance. Short inputs have several sequences in a block, and a table for all of
-    them that is not large.
-    """
+    """Whether the bias stays one per distance."""
     sizes = inputs.num_queries, inputs.num_keys
-    return sizes[0] == sizes[1] and exceeds_block(*sizes, inputs.device) and search.by_distance(sizes[1])
+    return sizes[0] == sizes[1] and has_many_blocks(*sizes, inputs.device) and search.by_distance(sizes[1])
 
 
-def _distance_inputs(search, values, inputs, off):
-    """The fields of a bias per parameter `(L, H, K)`, which is `off` where it removes an entry."""
+def _distance_inputs(search, values, inputs, off, start):
+    """
+    The fields of a bias per parameter `(L, H, K)`, which is `off` where it removes an entry. `start`: whether position
+    0 is special even where it is padding.
+    """
     special_tokens, apart = _apart(search, inputs)
     positions = [0, inputs.num_keys - 1][: SPECIAL_TOKENS.index(special_tokens)]
+    if inputs.padding is not None and not start:
+        positions = positions[1:]
     special = torch.tensor(positions, dtype=torch.int64, device=inputs.device)
     diagonal = None if search.diagonal is None else 0.0 if search.diagonal else off
     layers = search.at_distances(values, inputs.num_keys, off)
@@ -110,7 +112,7 @@ def thresholded_inputs(learned: LearnedMask, inputs: MaskInputs, merged: bool) -
     mask = learned.thresholded_mask()
     if not merged and _by_distance(learned.search, inputs):
         values = -MAX_MASK_CONSTANT * (~mask.keep).float().to(inputs.device)
-        return _distance_inputs(learned.search, values, inputs, off=-MAX_MASK_CONSTANT)
+        return _distance_inputs(learned.search, values, inputs, off=-MAX_MASK_CONSTANT, start=False)
     keep = mask.structure(inputs.num_keys).to(inputs.device)
     keep = keep[:, None, :, inputs.num_keys - inputs.num_queries :]
     special = special_rows(inputs, mask.special_tokens, mask.last_token)
