@@ -46,7 +46,7 @@ class PeakMemory:
     """
 
     def __enter__(self):
-        self._stop, self.peak = threading.Event(), 0
+        self._stop, self.peak = threading.Event(), resident()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         return self

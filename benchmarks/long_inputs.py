@@ -55,27 +55,29 @@ def measured(system, length, threads, seed, sizes):
     return {"seconds": seconds, "peak_bytes": memory.peak - before}
 
 
-def table(cells):
-    """Seconds and memory by length, and what the masks gain."""
-    masks = [name for name in SYSTEMS if name != "dense"]
+def table(cells, systems=tuple(SYSTEMS), with_memory=True):
+    """
+    Seconds by length, what the masks gain, and memory.
+
+    Args:
+        cells (`list[dict]`): Those of the results.
+        systems (`tuple[str, ...]`): Keys of `SYSTEMS`, `"dense"` first.
+        with_memory (`bool`): Whether the peaks are part of it.
+    """
+    header = ["n", *(f"{name}, s" for name in systems), *(f"dense / {name}" for name in systems[1:])]
+    header += [f"{name}, MiB" for name in systems] if with_memory else []
     rows = []
     for cell in cells:
-        runs = cell["systems"]
-        seconds = {name: statistics.median(run["seconds"] for run in of_one) for name, of_one in runs.items()}
-        peak = {name: statistics.median(run["peak_bytes"] for run in of_one) / 2**20 for name, of_one in runs.items()}
-        gains = [f"{seconds['dense'] / seconds[name]:.1f}" for name in masks]
-        rows.append(
-            (
-                cell["n"],
-                *(f"{seconds[name]:.1f}" for name in SYSTEMS),
-                *gains,
-                *(f"{peak[name]:,.0f}" for name in SYSTEMS),
-            )
-        )
-    header = (
-        "n", *(f"{name}, s" for name in SYSTEMS), *(f"dense / {name}" for name in masks),
-        *(f"{name}, MiB" for name in SYSTEMS),
-    )  # fmt: skip
+        runs = [cell["systems"][name] for name in systems]
+        seconds = [statistics.median(run["seconds"] for run in of_one) for of_one in runs]
+        row = [
+            cell["n"],
+            *(f"{value:.1f}" for value in seconds),
+            *(f"{seconds[0] / value:.1f}" for value in seconds[1:]),
+        ]
+        if with_memory:
+            row += [f"{statistics.median(run['peak_bytes'] for run in of_one) / 2**20:,.0f}" for of_one in runs]
+        rows.append(row)
     return make_table("One sequence, medians", header, rows)
 
 

@@ -82,9 +82,12 @@ TABLES = {
     },
     **{
         f"encoders.{kind}": lambda kind=kind: [encoders.tables(_read("encoders_cpu")["cells"])[kind]]
-        for kind in ("rates", "ratios", "cosines")
+        for kind in ("rates", "ratios", "best", "cosines")
     },
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
+    "long_inputs.offsets": lambda: [
+        long_inputs.table(_read("long_inputs_cpu")["cells"], ("dense", "same offsets"), with_memory=False)
+    ],
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
     "offsets": lambda: [offsets.table(_read("offsets"))],
