@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, encoders, layer, model, offsets, pretrain, search
+from benchmarks import attention, encoders, layer, long_inputs, model, offsets, pretrain, search
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
@@ -103,8 +103,9 @@ def test_encoders_in_three_precisions(tmp_path, capsys):
     assert kept == first and (second["n"], second["batch"]) == (64, 1)
     assert (tmp_path / "encoders.png").stat().st_size > 0
     for cell in (first, second):
-        assert list(cell["systems"]) == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
-        assert set(cell["speed_up"]) == {*encoders.PRECISIONS, "best"}
+        kinds = (*encoders.KINDS, encoders.LIMIT)
+        assert list(cell["systems"]) == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in kinds]
+        assert set(cell["speed_up"]) == {*encoders.PRECISIONS, "best", "limit"}
         for name, entry in cell["systems"].items():
             tokens = cell["batch"] * cell["n"]
             assert entry["tokens_per_second"] == pytest.approx(tokens / entry["median_ms"] * 1e3)
@@ -122,7 +123,9 @@ def test_encoders_without_a_precision_lose_no_cell(tmp_path, capsys):
     encoders.run([*arguments, "--lengths", "32", "--precisions", "float32", "bfloat16"])
     encoders.run([*arguments, "--lengths", "64", "--precisions", "float32", "int8"])
     cells = json.loads((tmp_path / "encoders.json").read_text())["cells"]
-    assert [set(cell["speed_up"]) for cell in cells] == [{"float32", "bfloat16", "best"}, {"float32", "int8", "best"}]
+    assert [set(cell["speed_up"]) for cell in cells] == [
+        {"float32", precision, "best", "limit"} for precision in ("bfloat16", "int8")
+    ]
     rates = encoders.tables(cells)["rates"]
     assert rates.columns[3:] == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
     assert [list(map(bool, row[5:])) for row in rates.rows] == [[True, True, False, False], [False, False, True, True]]
@@ -130,7 +133,10 @@ def test_encoders_without_a_precision_lose_no_cell(tmp_path, capsys):
     cells[0]["speed_up"]["best"] = {"ratio": 2.4, "low": 2.3, "high": 2.5}
     cells[0]["speed_up"]["float32"] = {"ratio": 0.5, "low": 0.4, "high": 0.6}
     lines = "\n".join(encoders.losses(cells[:1]))
-    assert "n = 512, float32: sparse is slower, 0.50 [0.40, 0.60]" in lines and "2.40x, the goal is 2.5x" in lines
+    assert (
+        "n = 512, float32: sparse is slower, 0.50 [0.40, 0.60]" in lines
+        and "2.40x, the goal is 2.5x, the limit" in lines
+    )
     with pytest.raises(SystemExit):
         encoders.run([*arguments, "--precisions", "int8"])
     assert "must hold float32" in capsys.readouterr().err
@@ -145,6 +151,17 @@ def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
     encoders.run([*arguments, "--text", str(tmp_path / "text.txt"), "--mask", "window:4"])
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
+
+
+def test_long_inputs_take_turns(tmp_path, capsys):
+    arguments = ["--quick", "--threads", "1", "--rounds", "1", "--output", str(tmp_path / "long")]
+    long_inputs.run([*arguments, "--lengths", "256"])
+    (cell,) = json.loads((tmp_path / "long.json").read_text())["cells"]
+    assert list(cell["systems"]) == list(long_inputs.SYSTEMS)
+    for runs in cell["systems"].values():
+        assert all(run["seconds"] > 0 and run["peak_bytes"] >= 0 for run in runs)
+    (row,) = long_inputs.table([cell]).rows
+    assert row[0] == "256" and len(row) == 9 and "256 tokens: done" in capsys.readouterr().out
 
 
 def test_search_reports_time_and_memory(tmp_path, capsys):
