@@ -24,6 +24,7 @@ from sparsebert.experiments.reproduction import (
 )
 from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.masks.patterns import build_pattern
+from sparsebert.training.trainer import SparseBertTrainer
 
 
 SMALL_COPYING = (
@@ -652,6 +653,26 @@ def test_searches_with_a_target_can_start_elsewhere(name, inputs):
     models = [cell["model"] if "model" in cell else cell for cell in cells.values()]
     searched = [model for model in models if "target_sparsity" in model or model.get("stage") == "one_stage"]
     assert searched and all(model["initial_decay"] == model["initial_sparsity"] == 0 for model in searched)
+
+
+def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
+    seen, step = [], SparseBertTrainer.training_step
+
+    def record(self, model, batch, *args, **kwargs):
+        seen.append(torch.cat([batch["input_ids"], batch["labels"]]))
+        return step(self, model, batch, *args, **kwargs)
+
+    monkeypatch.setattr(SparseBertTrainer, "training_step", record)
+    settings = known_fields("sparsebert_table3", SMALLEST) | inputs("sparsebert_table3")
+    cells = cells_of("sparsebert_table3", **settings)
+    batches = {}
+    for name in ("dense_seed_1", "dam_u_lambda_0.001_seed_1", "dense_seed_2"):
+        folder = tmp_path / "runs/cells" / name
+        folder.mkdir(parents=True)
+        EXPERIMENTS["sparsebert_table3"].run(cells[name], folder)
+        batches[name] = torch.stack(seen[-2:])  # those before are the checkpoint's
+    one, other, another_seed = batches.values()
+    assert torch.equal(one, other) and not torch.equal(one, another_seed)
 
 
 def test_the_checkpoint_is_that_of_all_cells(inputs, tmp_path):
