@@ -46,7 +46,7 @@ RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_600": {"recover": 600},
 }
 # What the mask is worth without a recovery is seen in a fraction of the time.
-CHANGES = (
+CHANGES: dict[str, dict[str, Any]] = (
     {UNCHANGED: {}} | {name: change | {"recover": 0} for name, change in SEARCH_CHANGES.items()} | RECOVERY_CHANGES
 )
 # Changes, the metric they are judged by with its heading, and what they take.
