@@ -195,7 +195,7 @@ def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp
     errors = signalled(process, signal.SIGTERM, tmp_path / "errors")
     assert process.exitcode == 143, errors
     assert errors.strip().splitlines()[-1] == (
-        "sparsebert search: stopped by SIGTERM: nothing is written, the same command begins anew"
+        "sparsebert search: stopped by SIGTERM: nothing was written, the same command starts from the beginning"
     )
     assert contents(folder) == {Path("metrics.json"): b"{}"}
 

@@ -1,7 +1,7 @@
 """
-Draw patterns and masks: the heads of each that is named, or without names a gallery of all patterns.
+Draw the heads of patterns and masks, or without names a gallery of all patterns.
 
-Masks come from folders or the Hub; a run or a model is drawn by its mask. Needs the extra `viz`.
+Masks are read from folders or the Hub; for a run or a model, its mask is drawn. Needs the extra `viz`.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """
-Which assumptions of the universality theorems a pattern, a cycle of patterns or a saved mask fulfils.
+Check which assumptions of the universality theorems a pattern, a cycle of patterns or a saved mask meets.
 
-`--mappings` checks instead the contextual mappings of the proofs, exactly and on every input (`--figure FILE` draws
-the selective shifts); `--maps` shows how far scores must be scaled until each probability map is nearly a hardmax.
+With `--mappings`, check the contextual mappings of the proofs instead, exactly and on every input (`--figure FILE`
+draws the selective shifts). With `--maps`, show how much scores must be scaled until each probability map is nearly a
+hardmax.
 """
 
 from dataclasses import dataclass
