@@ -17,7 +17,7 @@ from sparsebert.analysis.tables import Table
 from sparsebert.experiments import EXPERIMENTS
 from sparsebert.experiments.reproduction import experiment_tables
 
-from . import _cpu_tables, claims, cost_model, cramming, data_memory, engines, offsets, padding, pretrain
+from . import _cpu_tables, claims, cost_model, cramming, data_memory, encoders, engines, offsets, padding, pretrain
 from ._report import REPRODUCED, RESULTS, ROOT
 from .gpu import model as gpu_model
 
@@ -67,6 +67,10 @@ TABLES = {
     **{
         f"pretrain.{kind}": lambda kind=kind: _pretrain(kind)
         for kind in ("speed", "ratios", "memory", "options.ratios", "options.memory")
+    },
+    **{
+        f"encoders.{kind}": lambda kind=kind: [encoders.tables(_read("encoders_cpu")["cells"])[kind]]
+        for kind in ("rates", "ratios", "cosines")
     },
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],

@@ -427,24 +427,29 @@ def test_changed_settings_are_cells_with_a_seed():
     assert {unseeded(name) for name in cells} == {"dam_s_128_0.9_unchanged", "dam_s_128_0.9_steps_20"}
     assert cells["dam_s_128_0.9_steps_20_seed_1"] == cells["dam_s_128_0.9_unchanged_seed_1"] | {
         "steps": 20,
+        "recover": 0,
         "change": "steps_20",
     }
 
 
 def test_settings_are_compared_with_the_unchanged_ones():
-    after = {"unchanged": [0.94, 0.95, 0.945], "dam_u": [0.95, 0.955, 0.957]}
+    before = {"unchanged": [0.84, 0.85, 0.845], "dam_u": [0.85, 0.855, 0.857]}
+    after = {"unchanged": [0.94, 0.95, 0.945], "recover_last": [0.93, 0.935, 0.937]}
     settings, metrics = [], []
-    for change, values in after.items():
-        for seed, cosine in enumerate(values):
+    for change in ("unchanged", "dam_u", "recover_last"):
+        for seed in range(3):
             settings.append({"length": 128, "sparsity": 0.9, "seed": seed, "change": change})
-            numbers = {"removed": 0.9, "cosine_before": cosine - 0.1, "cosine": cosine}
+            low = before.get(change, before["unchanged"])[seed]
+            numbers = {"removed": 0.9, "cosine_before": low, "cosine": after.get(change, before["dam_u"])[seed]}
             metrics.append(numbers | {"search_seconds": 20.0, "recover_seconds": 60.0})
-    (table,) = EXPERIMENTS["minilm_settings"].summary(finished(settings, metrics))
-    rows = {row["change"]: row for row in table.as_json()["rows"]}
-    test = paired_difference(after["dam_u"], after["unchanged"])
-    assert rows["dam_u"]["cosine after: p (Holm)"] == f"{test['p']:.3g}"
-    assert rows["unchanged"]["cosine after: minus unchanged"] == ""
-    assert rows["dam_u"]["cosine after"] == "0.9540 ± 0.0036"
+    found = EXPERIMENTS["minilm_settings"].summary(finished(settings, metrics))
+    for table, values, changed in zip(found, (before, after), ("dam_u", "recover_last"), strict=True):
+        rows = {row["change"]: row for row in table.as_json()["rows"]}
+        assert list(rows) == ["unchanged", changed]
+        test = paired_difference(values[changed], values["unchanged"])
+        assert rows[changed]["p (Holm)"] == f"{test['p']:.3g}" and rows["unchanged"]["minus unchanged"] == ""
+        heading = "cosine before recovery" if changed == "dam_u" else "cosine after recovery"
+        assert rows[changed][heading].startswith(f"{sum(values[changed]) / 3:.4f}")
 
 
 def test_long_texts_are_compared_with_truncated_ones():

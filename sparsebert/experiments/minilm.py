@@ -50,7 +50,7 @@ class MiniLMStudy:
         sparsities (`list[float]`): Fractions of the attention to remove.
         seeds (`list[int]`): Seeds of the order of the text and of random masks.
         steps (`int`): Steps of the search.
-        recover (`int`): Steps of the recovery.
+        recover (`int`): Steps of the recovery; 0 leaves the weights as they are.
         batch_tokens (`int`): Tokens per step.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
@@ -112,8 +112,8 @@ def check(cell: dict[str, Any]) -> None:
     check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
     check_range("lengths", cell["length"], 8)
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
-    for name in ("steps", "recover"):
-        check_range(name, cell[name], 1)
+    check_range("steps", cell["steps"], 1)
+    check_range("recover", cell["recover"], 0)
     for name in ("objective", "recover_objective"):
         check_choice(name, cell[name], tuple(OBJECTIVES))
     check_choice("sparsity_scope", cell["sparsity_scope"], SCOPES)
@@ -154,14 +154,15 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})
     name = LEARNED if learned else GIVEN
-    recovered = RECOVERED.format(name)
+    before = found["agreement"][name]
+    after = found["agreement"][RECOVERED.format(name)] if cell["recover"] else before
     metrics = {
         "removed": found["sparsity"][name],
-        "cosine_before": found["agreement"][name]["cosine"],
-        "cosine": found["agreement"][recovered]["cosine"],
-        "cosine_5": found["agreement"][recovered]["cosine_5"],
-        "last_error": found["agreement"][recovered]["layer_error"][-1],
-        "recover_seconds": found["seconds"]["recover"],
+        "cosine_before": before["cosine"],
+        "cosine": after["cosine"],
+        "cosine_5": after["cosine_5"],
+        "last_error": after["layer_error"][-1],
+        "recover_seconds": found["seconds"].get("recover", 0.0),
     }
     if learned:
         metrics["search_seconds"] = found["seconds"]["search"]

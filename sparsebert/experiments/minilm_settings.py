@@ -1,6 +1,6 @@
 """
 Settings of the search and the recovery of a trained sentence encoder: each is changed alone, and compared with what
-the settings of `minilm` give.
+the settings of `minilm` give: those of the search before recovery, those of the recovery after it.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,8 @@ from .minilm import MiniLMStudy
 
 
 UNCHANGED = "unchanged"
-# Name of a change to the settings of a cell.
-CHANGES: dict[str, dict[str, Any]] = {
-    UNCHANGED: {},
+# Settings of the search, by the name of the change.
+SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "steps_20": {"steps": 20},
     "steps_200": {"steps": 200},
     "rate_0.02": {"learning_rate": 0.02},
@@ -32,6 +31,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
     "vertical_slash": {"mask": "vertical_slash", "objective": "pooled"},
+}
+# Settings of the recovery.
+RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_layers": {"recover_objective": "layers"},
     "recover_last": {"recover_objective": "last"},
     "recover_attention": {"recover_objective": "attention"},
@@ -41,6 +43,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recover_rate_3e-4": {"recover_learning_rate": 3e-4},
     "recover_rate_1e-3": {"recover_learning_rate": 1e-3},
     "recover_600": {"recover": 600},
+}
+# What the mask is worth without a recovery is seen in a fraction of the time.
+CHANGES = (
+    {UNCHANGED: {}} | {name: change | {"recover": 0} for name, change in SEARCH_CHANGES.items()} | RECOVERY_CHANGES
+)
+# Changes, the metric they are judged by with its heading, and what they take.
+PARTS = {
+    "search": (SEARCH_CHANGES, "cosine_before", "cosine before recovery", "search_seconds"),
+    "recovery": (RECOVERY_CHANGES, "cosine", "cosine after recovery", "recover_seconds"),
 }
 
 
@@ -54,7 +65,6 @@ class MiniLMSettings(MiniLMStudy):
     """
 
     masks: list[str] = field(default_factory=lambda: ["dam_s"])
-    seeds: list[int] = field(default_factory=lambda: [0])
     recover: int = 150
     changes: list[str] = field(default_factory=lambda: list(CHANGES))
 
@@ -73,43 +83,44 @@ def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
-    Means over seeds by length, sparsity and change, and the paired difference to the unchanged settings.
+    Means over seeds by change, and the paired difference to the unchanged settings.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
 
     Returns:
-        `list[Table]`: One table per length and sparsity.
+        `list[Table]`: Per length and sparsity, a table of the search and one of the recovery.
     """
     groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
     for cell in finished.values():
         settings = cell["settings"]
         changes = groups.setdefault((settings["length"], settings["sparsity"]), {})
         changes.setdefault(settings["change"], {})[settings["seed"]] = cell["metrics"]
-    return [_summary_table(*group, changes) for group, changes in sorted(groups.items())]
+    return [
+        _summary_table(*group, changes, part)
+        for group, changes in sorted(groups.items())
+        for part, (names, *_) in PARTS.items()
+        if changes.keys() & names.keys()
+    ]
 
 
-def _summary_table(length, sparsity, changes):
-    columns = {
-        name: {change: {seed: m[name] for seed, m in by_seed.items()} for change, by_seed in changes.items()}
-        for name in ("cosine_before", "cosine")
-    }
-    compared = {}
-    for name, values in columns.items():
-        unchanged = values.get(UNCHANGED, {})
-        compared[name] = compare_seeds({key: (v, unchanged) for key, v in values.items() if key != UNCHANGED}, 4)
+def _summary_table(length, sparsity, changes, part):
+    names, metric, heading, seconds = PARTS[part]
+    changes = {name: changes[name] for name in (UNCHANGED, *names) if name in changes}
+    values = {name: {seed: m[metric] for seed, m in by_seed.items()} for name, by_seed in changes.items()}
+    unchanged = values.get(UNCHANGED, {})
+    compared = compare_seeds({name: (v, unchanged) for name, v in values.items() if name != UNCHANGED}, 4)
     rows = []
-    for change in sorted(changes, key=list(CHANGES).index):
-        row = {"change": change, "removed": f"{next(iter(changes[change].values()))['removed']:.1%}"}
-        for name, heading in (("cosine_before", "cosine before recovery"), ("cosine", "cosine after")):
-            row[heading] = mean_text(columns[name][change].values(), 4)
-            difference, p = compared[name].get(change, ("", ""))
-            row |= {f"{heading}: minus unchanged": difference, f"{heading}: p (Holm)": p}
-        for name, heading in (("search_seconds", "search, s"), ("recover_seconds", "recovery, s")):
-            row[heading] = mean_text((metrics[name] for metrics in changes[change].values()), 0)
-        rows.append(row | {"seeds": str(len(changes[change]))})
+    for name, by_seed in changes.items():
+        row = {"change": name, "removed": f"{next(iter(by_seed.values()))['removed']:.1%}"}
+        row[heading] = mean_text(values[name].values(), 4)
+        row["minus unchanged"], row["p (Holm)"] = compared.get(name, ("", ""))
+        row[f"{part}, s"] = mean_text((metrics[seconds] for metrics in by_seed.values()), 0)
+        rows.append(row | {"seeds": str(len(by_seed))})
     notes = (f"cosine and seeds: see the experiment minilm; {COMPARED}",)
-    return Table.of(f"{length} tokens, {sparsity:.0%} to remove: one setting changed at a time", rows, notes)
+    return Table.of(
+        f"{length} tokens, {sparsity:.0%} to remove: one setting of the {part} changed at a time", rows, notes
+    )
 
 
 EXPERIMENT = Experiment(
