@@ -290,7 +290,7 @@ def test_resuming_takes_the_newest_complete_checkpoint(saved, pretraining_flags,
         path.unlink()
     assert main(pretraining_flags(saved, *SEARCH, *flag)) == 0
     said = " ".join(record.getMessage() for record in caplog.records)
-    assert "checkpoint-6" in said and MANIFEST_NAME in said and f"Going on from {saved / 'checkpoint-4'}" in said
+    assert "checkpoint-6" in said and MANIFEST_NAME in said and f"Resuming from {saved / 'checkpoint-4'}" in said
     assert json.loads((saved / "metrics.json").read_text())["steps"] == 6
 
 

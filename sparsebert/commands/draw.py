@@ -49,7 +49,7 @@ def run(values):
     options = DrawingArguments(**values["drawing"])
     of_pattern = sorted(values["drawing"].keys() & {"length", "num_heads", "seed"})
     if of_pattern and not any(map(is_pattern, options.sources or ())):
-        raise ValueError(f"--{of_pattern[0]} goes with the name of a pattern")
+        raise ValueError(f"--{of_pattern[0]} needs the name of a pattern")
     output = Path(options.output_dir)
     if not options.sources:
         make_folder(output)

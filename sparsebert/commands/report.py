@@ -54,7 +54,7 @@ def run(values):
     if options.output is not None:
         check_page(options.output, options.overwrite)
     elif options.overwrite:
-        raise ValueError("--overwrite goes with --output")
+        raise ValueError("--overwrite needs --output")
     sources = read_sources(options.runs, with_masks=options.output is not None)
     metrics = {Path(source.name): source.metrics for source in sources if source.metrics is not None}
     tables = report_tables(metrics)

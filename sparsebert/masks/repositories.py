@@ -289,7 +289,7 @@ def pull_folder(
         for name in wrong:
             (place / name).unlink(missing_ok=True)
         raise OSError(
-            f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was thrown away; nothing was written to "
+            f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written to "
             f"{output}: run the same command again"
         )
     shutil.rmtree(place / ".cache", ignore_errors=True)

@@ -108,8 +108,8 @@ def _with_mask_inputs(model, names, args, kwargs):
             padding = None
         elif not bool(padding.any(-1).all()):
             logger.warning_once(
-                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output means "
-                "nothing."
+                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output has no "
+                "meaning."
             )
     if given.get("output_attentions", config.output_attentions):
         needs.add("weights")

@@ -74,12 +74,12 @@ def warn_of_ignored_engine(training: TrainingArguments) -> None:
         runs = "DDP" if training.world_size > 1 else "one process"
         for name in (name for name, value in asked.items() if value):
             logger.warning_once(
-                f"{name} is ignored here, {runs} runs instead: accelerate has it for accelerators such as GPUs only, "
-                "and for processes of a launcher (torchrun, accelerate launch, deepspeed)"
+                f"{name} is ignored here, {runs} runs instead: accelerate supports it only on accelerators such as "
+                "GPUs, and only in processes of a launcher (torchrun, accelerate launch, deepspeed)"
             )
     if _is_on("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         logger.warning_once(
-            "accelerate launch --cpu has started one process, whatever its --num_processes: start several with "
+            "accelerate launch --cpu has started one process and ignored --num_processes: start several with "
             "torchrun --nproc_per_node, or with accelerate launch --multi_gpu --num_processes, and set use_cpu"
         )
 

@@ -142,14 +142,14 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         why = "the mask is given" if options.mask else "the model keeps its own configuration"
         raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
     if options.mask and not options.recover:
-        raise ValueError("recover must be at least 1 with mask, which is not searched, got 0")
+        raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
     if options.mask not in (None, *PATTERNS):
         check_source("mask", options.mask)
     check_choice("train", options.train, (None, "norms"))
     for name in ("objective", "recover_objective"):
         check_choice(name, getattr(options, name), tuple(OBJECTIVES))
     if options.recover_from is not None and options.mask:
-        raise ValueError("recover_from has no meaning with mask, of which there are no sparser and denser ones")
+        raise ValueError("recover_from has no meaning with mask: only a search has denser masks to begin with")
     if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
         raise ValueError(
             f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "

@@ -79,7 +79,7 @@ def run_folder(
     if whole:
         folder = output / ASIDE_NAME / output.name
     if checkpoint is not None:
-        logger.warning(f"Going on from {checkpoint}.")
+        logger.warning(f"Resuming from {checkpoint}.")
     state.wait_for_everyone()
     if folder != output and checkpoint is None and folder.is_dir() and state.is_main_process:
         _keep_older(folder)

@@ -364,7 +364,7 @@ class SparseBertTrainer(ShardedTrainer):
             try:
                 self._delete_contradicting(self.args.hub_token, None)
             except Exception as error:  # whatever it is, a training does not end for it
-                logger.warning(f"{self.hub_model_id}: the files of a former mask could not be deleted: {error}")
+                logger.warning(f"{self.hub_model_id}: the files of the previous mask could not be deleted: {error}")
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _delete_contradicting(self, token, revision):
