@@ -37,7 +37,7 @@ _ADDRESSES = (
 @dataclass(kw_only=True)
 class HubArguments:
     """
-    What is read of a model or mask on the Hub, and as whom.
+    Which version of a model or mask to read from the Hub, and with which token.
 
     Args:
         revision (`str`, *optional*): Branch, tag or commit of a Hub repository; by default `main`.

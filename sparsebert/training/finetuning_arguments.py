@@ -47,7 +47,7 @@ class FinetuningArguments(HubArguments):
         simple_baseline (`bool`): Also report the task's simple baseline, if it has one.
         attn_implementation (`str`, *optional*): Attention backend; by default `"sparse_auto"`, or the stock default
             for a dense stock model.
-        resume (`bool`): Go on from the newest complete checkpoint of each run that is not finished, if it has one.
+        resume (`bool`): Continue from the newest complete checkpoint of each run that is not finished, if it has one.
         allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
         overwrite (`bool`): Repeat finished runs, and replace what is in the output folder once the new ones finish.
     """

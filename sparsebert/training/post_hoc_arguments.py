@@ -52,25 +52,25 @@ class PostHocArguments(HubArguments):
         data (`str` or `list`): Unlabelled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         output_dir (`str`): Output folder.
-        mask (`str`, *optional*): Instead of a search: a mask to recover through, as a folder or Hub id, or the name of
-            a pattern, which gets the parameters that come nearest to `target_sparsity`. `"dense"` trains without one.
+        mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
+            pattern, whose parameters are chosen to come closest to `target_sparsity`. `"dense"` trains without a mask.
         max_length (`int`): Tokens per row of text, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        steps (`int`): Steps of the search; with 0 the mask keeps what the dense model attends to most.
+        steps (`int`): Number of steps of the search; with 0, the mask keeps what the dense model attends to most.
         batch_size (`int`): Rows of text per step.
         learning_rate (`float`): Learning rate of the mask logits.
         shortest (`int`, *optional*): Cut every other batch to a random length from here to `max_length`, for a mask
             that also serves short inputs; `null` to keep all batches whole.
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
-        recover (`int`): Steps of training the weights through the frozen mask, after the search.
+        recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
-        objective (`str`): What the search compares of the masked and the dense model, a key of `OBJECTIVES`.
-        recover_objective (`str`): What the recovery compares.
-        recover_from (`float`, *optional*): Sparsity at which the recovery begins; the mask then becomes sparser in
-            its first half. By default it has its final sparsity all along.
+        objective (`str`): What the search compares between the masked and the dense model, a key of `OBJECTIVES`.
+        recover_objective (`str`): What the recovery compares, a key of `OBJECTIVES`.
+        recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
+            first half of it. By default the recovery begins with the final mask.
         patterns (`bool`): Compare with random and manual masks.
-        timed (`bool`): Time the inference, with the mask and without.
+        timed (`bool`): Time inference with the mask and without it.
         seed (`int`): Random seed.
         overwrite (`bool`): Replace what is in the output folder, once the search is finished.
     """
