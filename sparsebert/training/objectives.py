@@ -1,6 +1,6 @@
 """
-What a masked model is trained to have in common with the dense model, in the search for its mask and in the recovery of
-its weights. A new objective is a function that records, a function that compares, and a row in `OBJECTIVES`.
+What a masked model is trained to have in common with the dense model, in the search for its mask and in the recovery
+of its weights. A new objective is a function that records, a function that compares, and a row in `OBJECTIVES`.
 
 Letters: B batch, n length, L layers, H heads, d head size, D hidden size, V vocabulary.
 """
