@@ -1,4 +1,4 @@
-"""The Hub: what a command reads there, without running code, if it can be had, and what went wrong in one line."""
+"""Access to the Hub: reading without running code, checking whether files are available, and errors in one line."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What all pictures share: a figure without a window, how it is saved, and colours."""
+"""What all pictures share: figures without a window, how they are saved, and colors."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A web page to look at masks and runs: one file, which asks the network for nothing."""
+"""A web page that shows masks and runs: one file, which loads nothing from the network."""
 
 import base64
 import hashlib

@@ -1,5 +1,5 @@
 """
-Cards: the README.md of a folder or repository with a mask, written by this package and never over a text of the user.
+Cards: the README.md of a folder or repository with a mask. One that the user wrote or changed is never overwritten.
 
 A card ends in a signature, a hash of all that it says. One without it, or changed since, belongs to the user.
 """

@@ -1,4 +1,4 @@
-"""Folders of masks and models to and from the Hub, and which masks there are. A push is one commit."""
+"""Pushing folders of masks and models to the Hub, pulling them, and listing masks. A push is one commit."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ from .mask_files import (
 _NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
 # The state of a mask, which a newer one replaces.
 _STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search_config.json")
-# Of a folder of a model, what is about its mask.
+# The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, "heads.png")
 
 

@@ -54,7 +54,7 @@ SEARCHES = {
 }
 
 
-# What a sparsity is of: every head, or all heads and layers together.
+# Where a sparsity is met: in every head, or over all heads and layers together.
 SCOPES = ("head", "global")
 
 

@@ -1,5 +1,5 @@
 """
-Fine-tuning: the runs that a recipe asks for, over seeds, a grid of settings or all of GLUE, and what they amount to.
+Fine-tuning: the runs that a recipe asks for, over seeds, a grid of settings or all of GLUE, and their summary.
 
 Finished runs are read from their folders, not repeated.
 """

@@ -1,4 +1,4 @@
-"""What a fine-tuning recipe can say about task, model, mask and runs."""
+"""The fields of a fine-tuning recipe about task, model, mask and runs."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The arguments of a post-hoc search, and what is checked of them before weights and text are read."""
+"""The arguments of a post-hoc search, and the checks that are made before weights and text are read."""
 
 import copy
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a pre-training trains and on what: the model of a recipe, and its tokenizer, rows and collator."""
+"""The inputs of a pre-training: the model of a recipe, and its tokenizer, rows and collator."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

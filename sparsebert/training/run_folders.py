@@ -1,4 +1,4 @@
-"""Where a run writes, and what it goes on from: nothing that is there is lost before the run has its own to show."""
+"""The output folder of a run, and where the run resumes: nothing in the folder is lost before the run is finished."""
 
 import os
 import shutil

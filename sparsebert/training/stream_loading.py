@@ -1,4 +1,4 @@
-"""Batches of a stream for a Trainer, and the place in it that a checkpoint keeps."""
+"""Batches of a stream for a Trainer, and the place in the stream that a checkpoint stores."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Training for a given time instead of a given number of steps: what follows the clock, and the end."""
+"""Training for a given time instead of a given number of steps."""
 
 import time
 from typing import Any

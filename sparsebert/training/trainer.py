@@ -294,7 +294,7 @@ class SparseBertTrainer(ShardedTrainer):
             if self.args.dataloader_drop_last:
                 raise ValueError(f"{message}, and dataloader_drop_last leaves none: take a smaller batch")
             logger.warning(f"{message}: every step sees all of them.")
-        # Of its own: the global one, from which it would draw, is that of noise and dropout.
+        # By default it would draw from the global generator, which is for noise and dropout.
         getattr(loader, "base_dataloader", loader).generator = self.worker_seeds
         return loader
 
