@@ -183,7 +183,7 @@ def pretraining_collator(
     """
     Return the collator for the rows of [`pretraining_dataset`].
 
-    It pads the rows and chooses the tokens to predict anew in each epoch: 80 % of them become `[MASK]`, 10 % a random
+    It pads the rows and chooses new tokens to predict in each epoch: 80 % of them become `[MASK]`, 10 % a random
     token, and 10 % stay.
 
     Args:

@@ -246,7 +246,7 @@ def pull_folder(
 ) -> list[str]:
     """
     Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
-    interrupted download has is kept beside the folder, and the next one goes on from there.
+    interrupted download has is kept next to the folder, and the next one continues with it.
 
     Args:
         repo_id (`str`): Name of the repository.

@@ -30,7 +30,7 @@ def load_mask_of_adapter(
     model: torch.nn.Module, source: str | PathLike, is_trainable: bool = False, **hub_arguments: Any
 ) -> None:
     """
-    Give a model the mask that lies beside an adapter, if there is one.
+    Give a model the mask that was saved with an adapter, if there is one.
 
     Args:
         model (`torch.nn.Module`): The model that the adapter was loaded into, changed in place.

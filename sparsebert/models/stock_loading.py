@@ -1,5 +1,5 @@
 """
-What `import sparsebert` adds to `from_pretrained` of stock models: a mask that lies beside the weights is attached.
+What `import sparsebert` adds to `from_pretrained` of stock models: a mask saved next to the weights is attached.
 
 The files of an attached model are stock, so nothing in them can lead transformers to the mask. `from_pretrained` of
 the class, which all others end in (`Auto*`, `pipeline`, sentence-transformers), is where the mask has to enter.

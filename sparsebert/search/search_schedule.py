@@ -95,7 +95,7 @@ class SearchSchedule(TrainerCallback):
             except ValueError as error:
                 # A mask with empty rows must not cost hours of training.
                 self._refused = True
-                logger.warning(f"search_end: the mask cannot be frozen yet, the search goes on: {error}")
+                logger.warning(f"search_end: the mask cannot be frozen yet, so the search continues: {error}")
 
     def freeze(self, sparse_attention: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         """

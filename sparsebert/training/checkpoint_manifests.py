@@ -30,7 +30,7 @@ _PARTS = ("optimizer.pt", "scheduler.pt", "rng_state", "trainer_state.json", CON
 def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
     """
     Context manager for the saving of a checkpoint: at the end it gets its manifest; if saving fails, for example
-    since the disk is full, what there is of it is removed.
+    because the disk is full, its incomplete files are removed.
 
     Raises:
         OSError: If saving failed. The message is one line.
@@ -73,7 +73,7 @@ def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> N
     Args:
         checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
         allow_partial (`bool`, *optional*, defaults to `False`): Accept that parts are missing: the manifest, or the
-            state of the optimizer, the schedule or the random numbers. Damaged files are refused all the same.
+            state of the optimizer, the schedule or the random numbers. Damaged files are always refused.
 
     Raises:
         FileNotFoundError: If there is no such folder.

@@ -1,6 +1,6 @@
 """
-Engines that shard a model over processes, DeepSpeed and FSDP: which one a run has, which checkpoints it can go on
-from, and the mask logits, which stay outside of it.
+Engines that shard a model over processes, DeepSpeed and FSDP: which one a run has, which checkpoints it can resume
+from, and the mask logits, which stay outside the engine.
 """
 
 import json
@@ -186,7 +186,7 @@ def wrap_layers(plugin: Any, model: Any) -> None:
 def keep_outside(sparse_attention: "SparseAttention", device: torch.device) -> None:
     """
     Take the mask logits out of the parameters of the model, so that no engine shards them. The attribute `mask_logits`
-    stays, and `save_pretrained` saves them all the same. A frozen mask has none.
+    stays, and `save_pretrained` saves them nevertheless. A frozen mask has none.
 
     Args:
         sparse_attention ([`SparseAttention`]): The mask.

@@ -27,7 +27,7 @@ _LOGS_NAME = "runs"
 
 def resume_from(resume: bool, checkpoint: Any) -> bool | str | None:
     """
-    What a run is asked to go on from.
+    The checkpoint that a run is asked to resume from.
 
     Args:
         resume (`bool`): The field `resume`.
@@ -68,7 +68,7 @@ def run_folder(
             checkpoints, of which all files are to be there or none.
 
     Returns:
-        `tuple[Path, str | None]`: Where to write, and the checkpoint to go on from.
+        `tuple[Path, str | None]`: Where to write, and the checkpoint to resume from.
     Raises:
         FileExistsError: If the run would replace something without `overwrite`.
         FileNotFoundError: If the checkpoint does not exist.
@@ -144,8 +144,8 @@ def choose_folder(
             checkpoint = None
         if checkpoint is not None:
             raise FileExistsError(
-                f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to go "
-                "on with it, or --overwrite to start over"
+                f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to "
+                "continue it, or --overwrite to start over"
             )
     check_output_dir(output)
     raise AssertionError  # it is not empty

@@ -120,7 +120,7 @@ def check_time_budget(minutes: float | None, pruning: Any, training: dict[str, A
         training (`dict`): Section `training`.
 
     Raises:
-        ValueError: If a field counts steps of which nobody knows how many there will be.
+        ValueError: If a field counts steps, whose number is not known.
     """
     if minutes is None:
         return
