@@ -103,8 +103,9 @@ def test_encoders_in_three_precisions(tmp_path, capsys):
     assert kept == first and (second["n"], second["batch"]) == (64, 1)
     assert (tmp_path / "encoders.png").stat().st_size > 0
     for cell in (first, second):
-        assert list(cell["systems"]) == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
-        assert set(cell["speed_up"]) == {*encoders.PRECISIONS, "best"}
+        kinds = (*encoders.KINDS, encoders.LIMIT)
+        assert list(cell["systems"]) == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in kinds]
+        assert set(cell["speed_up"]) == {*encoders.PRECISIONS, "best", "limit"}
         for name, entry in cell["systems"].items():
             tokens = cell["batch"] * cell["n"]
             assert entry["tokens_per_second"] == pytest.approx(tokens / entry["median_ms"] * 1e3)
@@ -122,7 +123,9 @@ def test_encoders_without_a_precision_lose_no_cell(tmp_path, capsys):
     encoders.run([*arguments, "--lengths", "32", "--precisions", "float32", "bfloat16"])
     encoders.run([*arguments, "--lengths", "64", "--precisions", "float32", "int8"])
     cells = json.loads((tmp_path / "encoders.json").read_text())["cells"]
-    assert [set(cell["speed_up"]) for cell in cells] == [{"float32", "bfloat16", "best"}, {"float32", "int8", "best"}]
+    assert [set(cell["speed_up"]) for cell in cells] == [
+        {"float32", precision, "best", "limit"} for precision in ("bfloat16", "int8")
+    ]
     rates = encoders.tables(cells)["rates"]
     assert rates.columns[3:] == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
     assert [list(map(bool, row[5:])) for row in rates.rows] == [[True, True, False, False], [False, False, True, True]]
@@ -130,7 +133,10 @@ def test_encoders_without_a_precision_lose_no_cell(tmp_path, capsys):
     cells[0]["speed_up"]["best"] = {"ratio": 2.4, "low": 2.3, "high": 2.5}
     cells[0]["speed_up"]["float32"] = {"ratio": 0.5, "low": 0.4, "high": 0.6}
     lines = "\n".join(encoders.losses(cells[:1]))
-    assert "n = 512, float32: sparse is slower, 0.50 [0.40, 0.60]" in lines and "2.40x, the goal is 2.5x" in lines
+    assert (
+        "n = 512, float32: sparse is slower, 0.50 [0.40, 0.60]" in lines
+        and "2.40x, the goal is 2.5x, the limit" in lines
+    )
     with pytest.raises(SystemExit):
         encoders.run([*arguments, "--precisions", "int8"])
     assert "must hold float32" in capsys.readouterr().err
