@@ -121,7 +121,7 @@ def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: S
 
 
 def _name_in(metadata, name):
-    """A name in the metadata of a mask, which anybody may have written; `None` if it is no name."""
+    """A name in the metadata of a mask, which anybody may have written; `None` if it is not a name."""
     value = metadata.get(name)
     return value if isinstance(value, str) and re.fullmatch(r"[\w./-]{1,200}", value, re.ASCII) else None
 

@@ -86,7 +86,7 @@ def warn_of_ignored_engine(training: TrainingArguments) -> None:
 
 def engine_of_checkpoint(checkpoint: str | os.PathLike) -> dict[str, Any]:
     """
-    What wrote a checkpoint: `"engine"`, a name as of [`engine_of`], and `"processes"`, which is `None` if it does not
+    What wrote a checkpoint: `"engine"`, a name that [`engine_of`] returns, and `"processes"`, which is `None` if it does not
     say.
 
     Args:

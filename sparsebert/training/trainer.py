@@ -217,7 +217,7 @@ class SparseBertTrainer(ShardedTrainer):
 
     def _clip_apart(self, model, max_norm):
         """
-        Clip the gradients of the mask logits and of all other weights apart, and check that both are finite: the
+        Clip the gradients of the mask logits and of all other weights separately, and check that both are finite: the
         penalty sums over all entries, and its gradient would leave nothing of that of the weights.
         """
         losses, self._step_losses = self._step_losses, []
