@@ -217,8 +217,8 @@ class SparseBertTrainer(ShardedTrainer):
 
     def _clip_apart(self, model, max_norm):
         """
-        Clip the gradients of the mask logits and of all other weights separately, and check that both are finite: the
-        penalty sums over all entries, and its gradient would leave nothing of that of the weights.
+        Clip the gradients of the mask logits and of all other weights separately, and check that both are finite. The
+        penalty sums over all entries, so if they were clipped together little would be left of the weights' gradient.
         """
         losses, self._step_losses = self._step_losses, []
         logits = getattr(self._sparse_attention(), "mask_logits", None)
