@@ -86,8 +86,8 @@ def warn_of_ignored_engine(training: TrainingArguments) -> None:
 
 def engine_of_checkpoint(checkpoint: str | os.PathLike) -> dict[str, Any]:
     """
-    What wrote a checkpoint: `"engine"`, a name that [`engine_of`] returns, and `"processes"`, their number, or `None` if
-    it is not recorded.
+    What wrote a checkpoint: `"engine"`, a name that [`engine_of`] returns, and `"processes"`, their number, or `None`
+    if it is not recorded.
 
     Args:
         checkpoint (`str` or `os.PathLike`): Folder written by a Trainer.
