@@ -269,7 +269,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             raise ValueError("skip_padding true has no meaning with is_decoder true: set it to false")
         if self.skip_padding and set(self.token_mixers or ()) - {"attention"}:
             raise ValueError(
-                "skip_padding true needs attention in all layers, since the other token_mixers mix neighbouring "
+                "skip_padding true needs attention in all layers, since the other token_mixers mix neighboring "
                 f"tokens, got {self.token_mixers!r}: set it to false"
             )
 

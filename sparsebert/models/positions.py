@@ -50,7 +50,7 @@ def extend_positions(model: Model, length: int, method: str = "interpolate") -> 
             configuration's `max_position_embeddings` changes too; a tokenizer's `model_max_length` does not.
         length (`int`): m, the new number of tokens of the longest input, more than n.
         method (`str`, *optional*, defaults to `"interpolate"`): `"interpolate"` interpolates linearly between
-            neighbours: the first and the last position stay the same, and the distance between any two tokens shrinks.
+            neighbors: the first and the last position stay the same, and the distance between any two tokens shrinks.
             `"tile"` repeats the table: the first n positions stay the same.
 
     Returns:

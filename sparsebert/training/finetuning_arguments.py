@@ -33,7 +33,7 @@ class FinetuningArguments(HubArguments):
         pad_to_multiple_of (`int`, *optional*): Pad batches to a multiple of this length, so that there are at most
             `max_length / pad_to_multiple_of` lengths, for each of which a compiled model makes a graph; by default to
             their longest input.
-        doc_stride (`int`): Tokens shared by neighbouring windows of a SQuAD context.
+        doc_stride (`int`): Tokens shared by neighboring windows of a SQuAD context.
         max_question_length (`int`): Maximum number of tokens of a SQuAD question.
         n_best_size (`int`): Number of candidate answers kept per SQuAD question.
         max_answer_length (`int`): Maximum number of tokens of a SQuAD answer.

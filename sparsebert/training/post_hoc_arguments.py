@@ -49,7 +49,7 @@ class PostHocArguments(HubArguments):
 
     Args:
         model (`str`): Folder or Hub id of a text encoder without a mask.
-        data (`str` or `list`): Unlabelled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        data (`str` or `list`): Unlabeled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         output_dir (`str`): Output folder.
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a

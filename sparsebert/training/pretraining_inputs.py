@@ -59,7 +59,7 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
     sparse_attention = model.sparse_attention
     if data.pack_documents and sparse_attention.num_layers < model.config.num_hidden_layers:
         raise ValueError(
-            "pack_documents true needs attention in all layers, since the other token_mixers mix neighbouring tokens, "
+            "pack_documents true needs attention in all layers, since the other token_mixers mix neighboring tokens, "
             f"got {model.config.token_mixers!r}"
         )
     check_served(model, training, data.max_length)
