@@ -52,7 +52,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
         if not kinds:
             raise ValueError(
-                f"{path}: expected the metrics of a pre-training, a fine-tuning or GLUE, got other fields"
+                f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE run"
             )
         try:
             report_tables({folder: found})
