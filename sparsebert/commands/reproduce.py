@@ -1,9 +1,8 @@
 """
-A table or figure of the papers, run cell by cell beside the published numbers.
+Repeat a table or figure of the papers, cell by cell, and show the published numbers beside the results.
 
-Cells that are finished are not run again; an interrupted one starts over. After each cell it writes
-EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to
-`output`.
+Finished cells are not run again; an interrupted cell starts over. After each cell, results are written to `output`:
+EXPERIMENT_SCALE.json (all numbers), .md (a table with the paper's numbers) and, with the extra `viz`, .png (a plot).
 """
 
 from ..checks import nearest
@@ -32,7 +31,7 @@ def command(words):
 def run(values):
     options = ReproductionArguments(**values["run"])
     if options.experiment is None:
-        raise ValueError(f"expected the name of an experiment: {', '.join(EXPERIMENTS)}")
+        raise ValueError(f"give the name of an experiment: {', '.join(EXPERIMENTS)}")
     experiment = EXPERIMENTS[options.experiment]
     if options.list_cells:
         cells = plan_cells(experiment, options, values["settings"])
