@@ -1,9 +1,9 @@
 """
-A table or figure of the papers, run cell by cell beside the published numbers.
+Repeat a table or figure of the papers, cell by cell, and show the published numbers beside the results.
 
-First it says how many cells are done and to do, and how long that will take, judged by finished cells. Cells that are
-finished are not run again; an interrupted one starts over. After each cell it writes EXPERIMENT_SCALE.json (results),
-.md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to `output`.
+First it says how many cells are done and to do, and about how long these will take, judged by finished cells. Finished
+cells are not run again; an interrupted cell starts over. After each cell, results are written to `output`:
+EXPERIMENT_SCALE.json (all numbers), .md (a table with the paper's numbers) and, with the extra `viz`, .png (a plot).
 """
 
 from transformers.utils import logging
@@ -37,7 +37,7 @@ def command(words):
 def run(values):
     options = ReproductionArguments(**values["run"])
     if options.experiment is None:
-        raise ValueError(f"expected the name of an experiment: {', '.join(EXPERIMENTS)}")
+        raise ValueError(f"give the name of an experiment: {', '.join(EXPERIMENTS)}")
     experiment = EXPERIMENTS[options.experiment]
     if options.list_cells:
         cells = plan_cells(experiment, options, values["settings"])

@@ -23,7 +23,7 @@ class MixersStudy(TextSettings):
 
     Args:
         table_max_steps, table_batch_size, table_gradient_accumulation_steps (`int`, *optional*): Training of the
-            models with one mixer. By default they train like the hybrids, of which they then are the two ends.
+            models with one mixer. By default they train like the hybrids, and are the two ends of their range.
         nsp (`bool`): Whether to pre-train on next-sentence pairs too.
         task (`str`, *optional*): Task to fine-tune on, a key of `TASKS`.
         data (`str`, *optional*): Folder of the task's files; by default they come from the Hub.
