@@ -201,15 +201,6 @@ def tables(cells):
 
     ratios = [precision for precision in PRECISIONS if any(precision in cell["speed_up"] for cell in cells)]
     ratios += ["best against best", "limit", "best dense", "best sparse"]
-    models = list(dict.fromkeys(cell["model"] for cell in cells))
-    lengths = sorted({cell["n"] for cell in cells})
-    against = {
-        (
-            cell["model"],
-            cell["n"],
-        ): f"{ratio_text(cell['speed_up']['best'])}, limit {cell['speed_up']['limit']['ratio']:.2f}"
-        for cell in cells
-    }
     low = [name for name in names if not name.endswith("float32")]
     return {
         "times": make_table(
@@ -221,10 +212,6 @@ def tables(cells):
         ),
         "ratios": make_table(
             "Sparse against dense, ratio of medians [95 % interval]", (*head, *ratios), rows(ratio, ratios)
-        ),
-        "best": make_table(
-            "The best sparse system against the best dense one",
-            ("n", *models), [(n, *(against.get((name, n), "") for name in models)) for n in lengths],
         ),
         "cosines": make_table(
             "Cosine of hidden states with those in float32", (*head, *low),

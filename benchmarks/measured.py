@@ -82,7 +82,7 @@ TABLES = {
     },
     **{
         f"encoders.{kind}": lambda kind=kind: [encoders.tables(_read("encoders_cpu")["cells"])[kind]]
-        for kind in ("rates", "ratios", "best", "cosines")
+        for kind in ("rates", "ratios", "cosines")
     },
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
     "long_inputs.offsets": lambda: [
