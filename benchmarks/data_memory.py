@@ -33,6 +33,12 @@ LENGTH, BATCH, VOCABULARY = 128, 32, 8000
 STREAM_BYTES = 20e9
 
 
+def resident():
+    """Memory of this process alone, in bytes: not that of files that are mapped into it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+
 class PeakMemory:
     """
     Context manager: the most memory that this process had of its own, in bytes, sampled. Files that are mapped into
@@ -40,15 +46,14 @@ class PeakMemory:
     """
 
     def __enter__(self):
-        self._stop, self.peak = threading.Event(), 0
+        self._stop, self.peak = threading.Event(), resident()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         return self
 
     def _sample(self):
         while not self._stop.wait(0.02):
-            status = Path("/proc/self/status").read_text()
-            self.peak = max(self.peak, 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1]))
+            self.peak = max(self.peak, resident())
 
     def __exit__(self, *_):
         self._stop.set()

@@ -263,7 +263,8 @@ def plot(options, result):
         axis.set_xlabel("n, tokens of a sequence")
         axis.grid(alpha=0.3)
     figure.axes[0].set_ylabel("tokens per second")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    ncols = len(handles) // len(KINDS)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols, fontsize=8)
     removed = 100 * (1 - result["cells"][0]["density"])
     figure.suptitle(
         f"Inference, {removed:.0f} % of the attention removed (solid) or none (dashed)\n"

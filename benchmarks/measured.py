@@ -17,7 +17,19 @@ from sparsebert.analysis.tables import Table
 from sparsebert.experiments import EXPERIMENTS
 from sparsebert.experiments.reproduction import experiment_tables
 
-from . import _cpu_tables, claims, cost_model, cramming, data_memory, encoders, engines, offsets, padding, pretrain
+from . import (
+    _cpu_tables,
+    claims,
+    cost_model,
+    cramming,
+    data_memory,
+    encoders,
+    engines,
+    long_inputs,
+    offsets,
+    padding,
+    pretrain,
+)
 from ._report import REPRODUCED, RESULTS, ROOT
 from .gpu import model as gpu_model
 
@@ -72,6 +84,10 @@ TABLES = {
         f"encoders.{kind}": lambda kind=kind: [encoders.tables(_read("encoders_cpu")["cells"])[kind]]
         for kind in ("rates", "ratios", "cosines")
     },
+    "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
+    "long_inputs.offsets": lambda: [
+        long_inputs.table(_read("long_inputs_cpu")["cells"], ("dense", "same offsets"), with_memory=False)
+    ],
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
     "offsets": lambda: [offsets.table(_read("offsets"))],

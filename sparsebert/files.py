@@ -209,7 +209,7 @@ def open_binary(path: str | os.PathLike) -> IO[bytes]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: JSON may write half of a surrogate pair, which is no character."""
+    """Whether a text can be encoded: JSON may write half of a surrogate pair, which is not a character."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The Hub: what a command reads there, without running code, if it can be had, and what went wrong in one line."""
+"""Access to the Hub: reading without running code, checking whether files are available, and errors in one line."""
 
 import os
 import re
@@ -37,7 +37,7 @@ _ADDRESSES = (
 @dataclass(kw_only=True)
 class HubArguments:
     """
-    What is read of a model or mask on the Hub, and as whom.
+    Which version of a model or mask to read from the Hub, and with which token.
 
     Args:
         revision (`str`, *optional*): Branch, tag or commit of a Hub repository; by default `main`.

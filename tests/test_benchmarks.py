@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, encoders, layer, model, offsets, pretrain, search
+from benchmarks import attention, encoders, layer, long_inputs, model, offsets, pretrain, search
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
@@ -151,6 +151,17 @@ def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
     encoders.run([*arguments, "--text", str(tmp_path / "text.txt"), "--mask", "window:4"])
     (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
+
+
+def test_long_inputs_take_turns(tmp_path, capsys):
+    arguments = ["--quick", "--threads", "1", "--rounds", "1", "--output", str(tmp_path / "long")]
+    long_inputs.run([*arguments, "--lengths", "256"])
+    (cell,) = json.loads((tmp_path / "long.json").read_text())["cells"]
+    assert list(cell["systems"]) == list(long_inputs.SYSTEMS)
+    for runs in cell["systems"].values():
+        assert all(run["seconds"] > 0 and run["peak_bytes"] >= 0 for run in runs)
+    (row,) = long_inputs.table([cell]).rows
+    assert row[0] == "256" and len(row) == 9 and "256 tokens: done" in capsys.readouterr().out
 
 
 def test_search_reports_time_and_memory(tmp_path, capsys):

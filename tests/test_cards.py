@@ -90,7 +90,7 @@ def test_attached_model(tmp_path):
     assert card.data.pipeline_tag == "text-classification" and card.data.library_name == "sparsebert"
     assert (card.data.base_model, card.data.base_model_revision) == ("user/base", "f" * 40)
     assert 'sparsebert.load("mine")' in card.text and "trust_remote_code" not in card.text
-    assert "without the mask, and says nothing" in card.text
+    assert "without the mask and without a warning" in card.text
 
 
 def test_own_architecture_and_remote_code(tmp_path, tiny_config):

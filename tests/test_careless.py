@@ -165,7 +165,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("draw window --output_dir file", "output_dir file cannot be made: file is a file"),
         ("draw window --output_dir file/out", "output_dir file/out cannot be made: file is a file"),
         ("draw window --output_dir out --length 1000000", "length must be an integer from 1 to 65536, got 1000000"),
-        ("draw --output_dir out --length 8", "--length goes with the name of a pattern"),
+        ("draw --output_dir out --length 8", "--length needs the name of a pattern"),
         ("draw random --output_dir out --seed -1", "seed must be an integer from 0"),
         ("plan MASK --device gpu", "device must be a device of torch, such as cpu or cuda, got 'gpu'"),
         ("plan MASK --length 1000000000", "length must be an integer from 1 to 65536, got 1000000000"),

@@ -5,8 +5,10 @@ import random
 
 import pytest
 
-from benchmarks.claims import CLAIMS, Comparison, status, table, weakest
+from benchmarks.claims import _AS_SPARSE, CLAIMS, Comparison, status, table, weakest
 from sparsebert.experiments import EXPERIMENTS
+from sparsebert.experiments.sparsebert_table3 import MANUAL
+from sparsebert.masks.patterns import build_pattern
 
 
 class Numbers(dict):
@@ -24,6 +26,12 @@ def test_every_claim_finds_its_cells(claim):
     assert comparisons and len({comparison.label for comparison in comparisons}) == len(comparisons)
     seeds = {cell["seed"] for cell in settings.values()}
     assert all(set(comparison.seeds()) == seeds for comparison in comparisons)
+
+
+@pytest.mark.parametrize("name", _AS_SPARSE)
+def test_learned_and_manual_masks_keep_as_much(name):
+    manual = build_pattern(name, 128, 12, **MANUAL[name])
+    assert _AS_SPARSE[name] == pytest.approx(manual.sparsity, abs=0.011)
 
 
 def compared(*differences):
@@ -66,7 +74,7 @@ def test_results_fill_the_table_in(tmp_path):
             cells[f"no_diag_seed_{seed}"]["metrics"]["mlm_loss"] += changed
         path.write_text(json.dumps({"cells": {**cells, "soft_seed_0": soft(0), "soft_seed_1": soft(1)}}))
         rows = table(tmp_path).as_json()["rows"]
-        (row,) = [row for row in rows if row["paper"] == "[S] Tables 1, 2, 4"]
+        (row,) = [row for row in rows if row["paper"] == "[S] Table 1"]
         assert (row["status"], row["seeds"], row["from"]) == (found, "3", "`sparsebert_table1_tiny.json`")
         assert row["found"].startswith("loss: dense + 0.02 - no_diag = ")
     (diagonal, neighbours) = [row["status"] for row in rows if row["paper"] == "[S] Figure 2"]

@@ -496,8 +496,8 @@ def test_adapters_of_sparsebert(peft, tiny_config, state, tmp_path):
         ("mask", "mask.safetensors"),
         ("heads", "4 heads"),
         ("logits", "not the logits of a search"),
-        ("shape", "shape .1, 4, 3., the model has a search dam_s and shape .1, 4, 10."),
-        ("frozen", "still being searched, that of the model is frozen"),
+        ("shape", "shape .1, 4, 3., but the model has the search dam_s and shape .1, 4, 10."),
+        ("frozen", "still being searched, but that of the model is frozen"),
     ],
 )
 def test_wrong_masks_of_adapters_are_refused(peft, change, message, tmp_path):

@@ -256,10 +256,10 @@ def test_analyze_and_report_of_a_run(tmp_path, capsys):
     "arguments, said",
     [
         (["window", "--parameters", "{window_size"], "is not YAML"),
-        (["--all", "--parameters", "{window_size: 3}"], "--parameters goes with the name of a pattern"),
+        (["--all", "--parameters", "{window_size: 3}"], "--parameters needs the name of a pattern"),
         (["--maps", "--mappings"], "exclude each other"),
         (["window", "--length", "1"], "--length must be at least 2"),
-        (["window", "--figure", "x.png"], "--figure goes with --mappings"),
+        (["window", "--figure", "x.png"], "--figure needs --mappings"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

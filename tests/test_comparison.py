@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from sparsebert.analysis.statistics import holm, paired_bootstrap, paired_difference, summarize
+from sparsebert.analysis.statistics import (
+    compare_seeds,
+    holm,
+    mean_text,
+    paired_bootstrap,
+    paired_difference,
+    summarize,
+)
 
 
 def accuracy(predictions, references):
@@ -76,6 +83,18 @@ def test_paired_difference_is_students():
     assert found["p"] == pytest.approx(0.0742, abs=1e-4)
     with pytest.raises(ValueError, match="two or more pairs, got 1 and 1"):
         paired_difference([1.0], [2.0])
+
+
+def test_pairs_that_are_equal_do_not_differ():
+    same = {1: 0.5, 2: 0.75, 3: 0.25}
+    assert paired_difference([0.5, 0.75], [0.5, 0.75]) == {"difference": 0, "low": 0, "high": 0, "p": 1}
+    compared = compare_seeds({"same": (same, same), "other": ({1: 3.0, 2: 5.0, 3: 4.0}, same)}, 2)
+    assert compared["same"] == ("+0.00 [+0.00, +0.00]", "1") and "nan" not in compared["other"][1]
+
+
+def test_one_seed_has_no_interval():
+    assert compare_seeds({"one": ({1: 0.5}, {1: 0.25}), "none": ({1: 0.5}, {2: 0.25})}, 2) == {}
+    assert mean_text([0.5], 2) == "0.50"
 
 
 def test_holm():

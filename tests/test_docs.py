@@ -14,12 +14,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import sparsebert
 from sparsebert.commands import VERBS, main, parse
+from sparsebert.data.tasks.glue import GLUE
+from sparsebert.experiments import EXPERIMENTS
+from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, plan_text
 
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +101,50 @@ def benchmark_flags(module):
         patch.delitem(sys.modules, module, raising=False)
         runpy.run_module(module, run_name="__main__")
     return set(re.findall(r"--[\w-]+", printed.getvalue()))
+
+
+EXPERIMENT_COMMANDS = {
+    name: command[1:]
+    for name, command in COMMANDS.items()
+    if command[:2] == ["sparsebert", "reproduce"] and len(command) > 2 and not command[2].startswith("-")
+}
+
+
+@pytest.fixture
+def named(checkpoints, tmp_path):
+    """`named(arguments, given)`: the settings of an experiment, with files in place of the names on the pages."""
+    (tmp_path / "text.txt").write_text("Some text.\n")
+    (tmp_path / "pairs.tsv").write_text("A house.\tDum.\n")
+    for task in GLUE.values():
+        (tmp_path / "glue" / task.folder).mkdir(parents=True)
+        for split in ("train", "dev"):
+            (tmp_path / "glue" / task.folder / f"{split}.tsv").touch()
+    (tmp_path / "reviews").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "reviews" / f"{split}.jsonl").touch()
+
+    def settings(arguments, given):
+        places = {"text": "text.txt", "validation": "text.txt", "train": "pairs.tsv", "test": "pairs.tsv"}
+        places |= {"data": "glue", "stsb": "glue", "reviews": "reviews"}
+        found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
+        models = {name: checkpoints["stock"] for name in ("model", "base_model", "original")}
+        models |= {"models": str(tmp_path / "cells"), "masked": [checkpoints["window"]], "replaced": [0, 2]}
+        found = {name: models[name] for name in models.keys() & {field.name for field in fields(arguments)}} | found
+        for system in getattr(arguments(**found), "systems", ()):
+            shutil.copytree(checkpoints["stock"], tmp_path / "cells" / system / "model")
+        return found
+
+    return settings
+
+
+@pytest.mark.parametrize("command", EXPERIMENT_COMMANDS.values(), ids=EXPERIMENT_COMMANDS.keys())
+def test_experiments_can_be_planned(command, named, tmp_path):
+    """Files and models apart, which are the reader's."""
+    _, values = parse(command)
+    options = ReproductionArguments(**values["run"] | {"output": str(tmp_path / "results")})
+    experiment = EXPERIMENTS[options.experiment]
+    cells = plan_cells(experiment, options, named(experiment.arguments, values["settings"]))
+    assert f"{options.experiment}: 0 of {len(cells)} cells are done" in plan_text(options.experiment, options, cells)
 
 
 CONSOLE = [body for page in PAGES for body in blocks(page, "console")]

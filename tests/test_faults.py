@@ -532,7 +532,7 @@ def another_recipe(saved_run, pretraining_flags, said, caplog, tmp_path):
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     recipe = state["stateful_callbacks"][RecipeRecord.__name__]["args"]["recipe"]
     check_recipe(checkpoint, recipe | {"inputs": recipe["inputs"] | {"processes": 2}})
-    assert "was trained by 1 processes, now by 2: the batches will be others" in caplog.text
+    assert "was trained by 1 processes, now by 2: the batches will be different" in caplog.text
 
 
 class Ledger(SparseBertTrainer):

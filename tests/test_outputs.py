@@ -195,7 +195,7 @@ def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp
     errors = signalled(process, signal.SIGTERM, tmp_path / "errors")
     assert process.exitcode == 143, errors
     assert errors.strip().splitlines()[-1] == (
-        "sparsebert search: stopped by SIGTERM: nothing is written, the same command begins anew"
+        "sparsebert search: stopped by SIGTERM: nothing was written, the same command starts from the beginning"
     )
     assert contents(folder) == {Path("metrics.json"): b"{}"}
 
@@ -290,7 +290,7 @@ def test_resuming_takes_the_newest_complete_checkpoint(saved, pretraining_flags,
         path.unlink()
     assert main(pretraining_flags(saved, *SEARCH, *flag)) == 0
     said = " ".join(record.getMessage() for record in caplog.records)
-    assert "checkpoint-6" in said and MANIFEST_NAME in said and f"Going on from {saved / 'checkpoint-4'}" in said
+    assert "checkpoint-6" in said and MANIFEST_NAME in said and f"Resuming from {saved / 'checkpoint-4'}" in said
     assert json.loads((saved / "metrics.json").read_text())["steps"] == 6
 
 

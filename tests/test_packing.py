@@ -232,7 +232,7 @@ def test_heads_of_whole_rows_refuse_packed_rows(tiny_config, name, fields, label
 
 def test_parts_that_mix_neighbours_refuse_packed_rows(tiny_config):
     model = SparseBertModel(tiny_config(pattern="window", token_mixers=["attention", "average"]))
-    with pytest.raises(ValueError, match="token mixer 'average' mixes neighbouring tokens"):
+    with pytest.raises(ValueError, match="token mixer 'average' mixes neighboring tokens"):
         model(IDS, **packed())
 
 
@@ -384,7 +384,7 @@ def test_a_model_of_trigrams_refuses_both():
     with pytest.raises(ValueError, match="skip_padding true has no meaning for a model of type 'mobilebert'"):
         attach(model, "window", mask_length=LENGTH, skip_padding=True)
     attach(model, "window", mask_length=LENGTH)
-    with pytest.raises(ValueError, match="type 'mobilebert' mixes neighbouring tokens"):
+    with pytest.raises(ValueError, match="type 'mobilebert' mixes neighboring tokens"):
         model(IDS, **packed())
 
 

@@ -284,7 +284,7 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"batch_size": 100_000}, "too few for a batch of 100000"),
         ({"steps": -1}, "steps must be an integer of at least 0"),
         ({"shortest": 64}, "shortest must be from 8 to max_length"),
-        ({"mask": "window"}, "recover must be at least 1 with mask"),
+        ({"mask": "window"}, "recover must be at least 1 if mask is given"),
         ({"mask": "window", "recover": 2, "search": "dam_s"}, "model.search has no meaning here: the mask is given"),
         ({"mask": "window", "recover": 2, "recover_from": 0.5}, "recover_from has no meaning with mask"),
         ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),

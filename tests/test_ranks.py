@@ -143,6 +143,6 @@ def test_a_signal_to_all_processes_saves_one_checkpoint(pretraining_flags, tmp_p
     assert not (run / "metrics.json").exists() and not (run / "mask.safetensors").exists()
     again = start(tmp_path / "second", [*words, "--resume"])
     errors = again.communicate(timeout=200)[1]
-    assert codes(tmp_path / "second") == [0, 0] and f"Going on from {checkpoint}" in errors, errors
+    assert codes(tmp_path / "second") == [0, 0] and f"Resuming from {checkpoint}" in errors, errors
     assert json.loads((run / "metrics.json").read_text())["steps"] == 60
     assert (run / "mask.safetensors").exists() and not (run / UNFINISHED_NAME).exists()

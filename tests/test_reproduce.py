@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sparsebert.analysis.statistics import holm, paired_difference
@@ -20,7 +22,9 @@ from sparsebert.experiments.reproduction import (
     result_files,
     run_experiment,
 )
+from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.masks.patterns import build_pattern
+from sparsebert.training.trainer import SparseBertTrainer
 
 
 SMALL_COPYING = (
@@ -170,12 +174,95 @@ def test_cells_of_two_processes_are_all_kept(experiment, run, tmp_path, monkeypa
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b"}
 
 
+def test_processes_share_the_cells(experiment, run, tmp_path, monkeypatch):
+    own = EXPERIMENTS["products"]
+
+    def run_beside(cell, folder):
+        if cell["name"] == "a":
+            monkeypatch.setitem(EXPERIMENTS, "products", own)
+            run("products")  # leaves a, which is being run, and runs b
+            assert experiment == ["b"] and folder.is_dir()
+        return own.run(cell, folder)
+
+    monkeypatch.setitem(EXPERIMENTS, "products", replace(own, run=run_beside))
+    run("products")
+    assert experiment == ["b", "a"] and set(read(tmp_path / "results/products_tiny.json")) == {"a", "b"}
+    run("products", "--overwrite")
+    assert experiment == ["b", "a", "a", "b"]
+
+
+def test_nothing_is_reported_while_another_process_runs_the_only_cell(experiment, run, tmp_path, monkeypatch):
+    own = replace(EXPERIMENTS["products"], summary=lambda cells: [] if cells else 1 / 0)
+
+    def run_beside(cell, folder):
+        monkeypatch.setitem(EXPERIMENTS, "products", own)
+        assert run("products", "--only", "a") == ""
+        return own.run(cell, folder)
+
+    monkeypatch.setitem(EXPERIMENTS, "products", replace(own, run=run_beside))
+    run("products", "--only", "a")
+    assert experiment == ["a"]
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    """`said()`: the messages of the package since the last call."""
+    monkeypatch.setattr(transformers.utils.logging.get_logger("transformers"), "propagate", True)
+    monkeypatch.setattr(transformers.utils.logging.get_logger("sparsebert"), "propagate", True)
+
+    def messages():
+        found = [record.getMessage() for record in caplog.records if record.name.startswith("sparsebert")]
+        caplog.clear()
+        return found
+
+    return messages
+
+
+def test_what_is_to_do_is_said_first(experiment, run, said):
+    run("products", "--list_cells")
+    assert said() == [
+        "products: 0 of 2 cells are done, 2 to do; no cell is finished yet to judge the time by, so the estimate "
+        "follows after the first"
+    ]
+    run("products")
+    first, a, b = said()
+    assert first.startswith("products: 0 of 2 cells are done, 2 to do; no cell") and a == "products: a (1 of 2)"
+    assert b == "products: b (2 of 2, about 0 s left)"
+    run("products", "--names", "[a, b, c]", "--list_cells")
+    assert said() == ["products: 2 of 3 cells are done, 1 to do, about 0 s, judged by 2 finished"]
+    run("products")
+    assert said() == ["products: 2 of 2 cells are done, 0 to do"]
+    run("products", "--factor", "4", "--list_cells")
+    assert said() == ["products: 0 of 2 cells are done, 2 to do, about 0 s, judged by 2 finished"]
+
+
+def test_the_time_is_judged_by_the_cells_that_are_most_alike():
+    cell = {"series": "dam_s", "target": 0.8, "max_steps": 100, "seed": 1}
+    finished = {
+        str(number): {"settings": cell | changes, "metrics": {"seconds": seconds}}
+        for number, (changes, seconds) in enumerate(
+            [({}, 60.0), ({"seed": 2}, 80.0), ({"target": 0.9}, 10.0), ({"series": "dense"}, 20.0)]
+        )
+    }
+    estimate = lambda **changes: estimate_seconds({"new": cell | {"seed": 3} | changes}, finished, "series")  # noqa: E731
+    assert estimate() == 70  # two seeds of it
+    assert estimate(max_steps=200) == 140
+    assert estimate(target=0.9) == 10
+    assert estimate(series="dense", target=0.9) == 20  # of its series, whatever else differs
+    assert estimate(series="random") == 60  # the median of all that differ in nothing else: 60, 80 and 20
+    finished["0"]["metrics"]["shared_seconds"] = 50.0  # a checkpoint, which the others have found there
+    assert estimate() == 45
+    assert estimate_seconds({"new": cell}, {}, "series") is None
+    assert [duration(seconds) for seconds in (0.4, 89, 600, 9000)] == ["0 s", "89 s", "10 min", "2.5 h"]
+
+
 def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
     with pytest.raises(RuntimeError):
         run("products", "--names", "[a, broken, b]")
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
     assert (tmp_path / "runs/products_tiny/broken/file").is_file()
     assert "| a | 3.0 |" in (tmp_path / "results/products_tiny.md").read_text()
+    (tmp_path / "runs/products_tiny/b.lock").touch()  # of a process that was killed
     run("products")
     assert experiment == ["a", "broken", "b"]
 
@@ -272,7 +359,7 @@ SMALLEST = {
     "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
     "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
-    "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2,
+    "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2, "targets": [0.5],
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -409,14 +496,20 @@ def test_masks_of_a_trained_model_are_compared_over_seeds():
             sparsity = 0.0 if mask == "dense" else 0.9
             settings.append({"mask": mask, "length": 128, "sparsity": sparsity, "seed": seed})
             numbers = {"removed": sparsity, "cosine_before": cosine - 0.1, "cosine": cosine}
-            metrics.append(numbers | {"spearman": 0.86, "speed_up": 1.5})
+            metrics.append(numbers | {"spearman": 0.86, "stsb_removed": 0.25, "speed_up": 1.5})
     (table,) = EXPERIMENTS["minilm"].summary(finished(settings, metrics))
+    metrics[-1]["spearman_original"] = 0.867
+    (same,) = EXPERIMENTS["minilm"].summary(finished(settings, metrics))
+    *others, original = same.as_json()["rows"]
+    assert others == table.as_json()["rows"] and original["mask"] == "none, no recovery"
+    assert original["STS-B Spearman"] == "86.7"
     rows = {row["mask"]: row for row in table.as_json()["rows"]}
     assert table.title == "128 tokens, 90% to remove" and list(rows) == ["dense", "dam_s", "window", "random"]
     assert rows["dam_s"]["cosine after"] == "0.9550 ± 0.0050" and rows["dam_s"]["p (Holm)"] == ""
     found = paired_difference(cosines["dam_s"], cosines["window"])
     text = f"{found['difference']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
     assert rows["window"]["dam_s minus this"] == text and rows["dense"]["removed"] == "0.0%"
+    assert rows["dam_s"]["STS-B Spearman"] == "86.0 ± 0.0" and rows["dam_s"]["removed on STS-B"] == "25.0%"
     tests = [paired_difference(cosines["dam_s"], values)["p"] for values in ([0.999] * 3, *list(cosines.values())[1:])]
     assert [rows[name]["p (Holm)"] for name in ("dense", "window", "random")] == [f"{p:.3g}" for p in holm(tests)]
 
@@ -457,13 +550,20 @@ def test_long_texts_are_compared_with_truncated_ones():
     for length, accuracy in ((512, 0.80), (2048, 0.85)):
         for seed in (1, 2):
             settings.append({"system": f"dense, {length} tokens", "split": length == 512, "seed": seed})
-            numbers = {"accuracy": accuracy + 0.01 * seed, "ms_per_text": length / 10}
+            numbers = {"accuracy": accuracy + 0.01 * seed, "ms_per_text": length / 10, "input_sparsity": 0.5}
             metrics.append(numbers | ({"split_accuracy": 0.82, "split_ms_per_text": 99.0} if length == 512 else {}))
     (table,) = EXPERIMENTS["long_reviews"].summary(finished(settings, metrics))
     rows = {row["system"]: row for row in table.as_json()["rows"]}
     assert list(rows) == ["dense, 512 tokens, truncated", "dense, 512 tokens, split", "dense, 2048 tokens"]
     assert rows["dense, 2048 tokens"]["minus truncated"].startswith("+5.0 [")
     assert rows["dense, 512 tokens, truncated"]["accuracy"] == "81.5 ± 0.7"
+    assert rows["dense, 2048 tokens"]["removed on inputs"] == "50.0%"
+
+
+def test_systems_of_long_texts_have_names_of_their_own():
+    experiment = EXPERIMENTS["long_reviews"]
+    with pytest.raises(ValueError, match="masked: runs/two/dam_s/model would be the second system .* 'dam_s'"):
+        experiment.cells(experiment.arguments(masked=["runs/one/dam_s/model", "runs/two/dam_s/model"]))
 
 
 def test_parts_of_a_text_are_averaged(checkpoints):
@@ -491,11 +591,104 @@ def test_tasks_are_compared_over_seeds():
     for (task, system), values in scores.items():
         for seed, value in enumerate(values):
             settings.append({"task": task, "system": system, "seed": seed, "baseline": "dense"})
-            metrics.append({"score": value, "train_examples": 100})
+            metrics.append({"score": value, "train_examples": 100, "input_sparsity": 0.3 * (system == "mask")})
     (table,) = EXPERIMENTS["minilm_tasks"].summary(finished(settings, metrics))
     rows = {(row["task"], row["system"]): row for row in table.as_json()["rows"]}
     assert len(rows) == 6 and rows["mean", "mask"]["score"] == "51.5 ± 1.4"
     assert rows["rte", "mask"]["minus the first"].startswith("-1.5 [") and rows["rte", "dense"]["p (Holm)"] == ""
+    assert rows["rte", "mask"]["removed on inputs"] == "30.0%" and rows["mean", "mask"]["removed on inputs"] == ""
+
+
+def test_the_original_model_is_a_system(inputs, checkpoints, tmp_path):
+    settings = inputs("minilm_tasks") | {"systems": ["stock", "original"], "original": checkpoints["stock"]}
+    cells = cells_of("minilm_tasks", **settings)
+    assert cells["rte_original_seed_1"]["model"] == checkpoints["stock"] != cells["rte_stock_seed_1"]["model"]
+
+
+def test_draws_of_a_seed_are_one_system():
+    losses = {"dense": [2.0, 2.1, 2.2], "random_drop, draw 0": [2.1, 2.3, 2.3], "random_drop, draw 1": [2.3, 2.5, 2.5]}
+    settings, metrics = [], []
+    for system, values in losses.items():
+        for seed, loss in enumerate(values):
+            settings.append({"system": system, "seed": seed})
+            metrics.append({"mlm_loss": loss, "sparsity": 0.01})
+    for seed, p in enumerate((0.5, 0.6)):
+        settings.append({"system": "soft", "seed": seed})
+        metrics.append({"p_diagonal": p, "p_diagonal_low": 0.4, "p_diagonal_high": 0.7})
+    importance, table = EXPERIMENTS["sparsebert_table1"].summary(finished(settings, metrics))
+    (dense, random_drop) = table.as_json()["rows"]
+    assert (dense["system"], random_drop["system"]) == ("dense", "random_drop") and random_drop["seeds"] == "3"
+    test = paired_difference([2.2, 2.4, 2.4], losses["dense"])
+    assert random_drop["MLM loss"] == "2.333 ± 0.115" and random_drop["p (Holm)"] == f"{test['p']:.3g}"
+    assert importance.rows == [
+        ["0", "0.500 [0.400, 0.700]"], ["1", "0.600 [0.400, 0.700]"], ["all", "0.550 [0.000, 1.000]"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["minilm_tasks", "minilm_mixers", "mixers"])
+def test_tasks_without_data_are_refused_first(name, inputs):
+    settings = inputs(name) | ({"tasks": ["rte", "mrpc"]} if name == "minilm_tasks" else {"task": "mrpc"})
+    settings["data"] = inputs("minilm_tasks")["data"]
+    with pytest.raises(ValueError, match="task mrpc: split 'train' is missing"):
+        cells_of(name, **settings)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("sparsebert_table3", {"targets": [0.99]}, "target_sparsity must be at most 0.9690, got 0.99"),
+        ("sparsebert_table3", {"search_end": 2}, "search_end must be a number from 0 to 1, got 2"),
+        ("sparsebert_figure7", {"initial_decay": -1}, "initial_decay"),
+        ("sparsebert_table1", {"mask_logit_scale": 0}, "mask_logit_scale"),
+    ],
+)
+def test_masks_that_cannot_be_are_refused_first(name, settings, message, inputs):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        cells_of(name, **inputs(name) | settings)
+
+
+@pytest.mark.parametrize("name", ["sparsebert_table3", "sparsebert_figure7"])
+def test_searches_with_a_target_can_start_elsewhere(name, inputs):
+    cells = cells_of(name, **inputs(name), initial_decay=0.0, initial_sparsity=0.0)
+    models = [cell["model"] if "model" in cell else cell for cell in cells.values()]
+    searched = [model for model in models if "target_sparsity" in model or model.get("stage") == "one_stage"]
+    assert searched and all(model["initial_decay"] == model["initial_sparsity"] == 0 for model in searched)
+
+
+def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
+    seen, step = [], SparseBertTrainer.training_step
+
+    def record(self, model, batch, *args, **kwargs):
+        seen.append(torch.cat([batch["input_ids"], batch["labels"]]))
+        return step(self, model, batch, *args, **kwargs)
+
+    monkeypatch.setattr(SparseBertTrainer, "training_step", record)
+    settings = known_fields("sparsebert_table3", SMALLEST) | inputs("sparsebert_table3")
+    cells = cells_of("sparsebert_table3", **settings)
+    batches = {}
+    for name in ("dense_seed_1", "dam_u_lambda_0.001_seed_1", "dense_seed_2"):
+        folder = tmp_path / "runs/cells" / name
+        folder.mkdir(parents=True)
+        EXPERIMENTS["sparsebert_table3"].run(cells[name], folder)
+        batches[name] = torch.stack(seen[-2:])  # those before are the checkpoint's
+    one, other, another_seed = batches.values()
+    assert torch.equal(one, other) and not torch.equal(one, another_seed)
+
+
+def test_the_checkpoint_is_that_of_all_cells(inputs, tmp_path):
+    settings = known_fields("sparsebert_table1", SMALLEST) | inputs("sparsebert_table1")
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    options.only = "dense_seed_1"
+    run_experiment("sparsebert_table1", options, settings)
+    (metrics,) = tmp_path.glob("runs/checkpoint_*/metrics.json")
+    weights = metrics.with_name("model.safetensors").read_bytes()
+    (first,) = read(tmp_path / "results/sparsebert_table1_tiny.json").values()
+    assert 0 < first["metrics"]["shared_seconds"] < first["metrics"]["seconds"]
+    # As if it had been killed at the end; the cell that goes on with it trains for longer.
+    metrics.unlink()
+    options.only = "no_diag_seed_1"
+    run_experiment("sparsebert_table1", options, settings | {"max_steps": 3})
+    assert metrics.is_file() and metrics.with_name("model.safetensors").read_bytes() == weights
 
 
 # What the papers' tables and figures hold.

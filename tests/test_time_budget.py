@@ -116,7 +116,7 @@ def test_a_run_whose_time_is_over_trains_no_step():
         ({}, {"warmup_steps": 10}, r"warmup_steps must be a fraction of max_minutes, in \[0, 1\), got 10"),
         ({}, {"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type with max_minutes must be one of 'linear'"),
         ({}, {"save_steps": 0.1}, "save_steps must be a number of steps with max_minutes, got 0.1"),
-        ({"pruning": {"final_sparsity": 0.5}}, {}, "pruning follows the steps of a training"),
+        ({"pruning": {"final_sparsity": 0.5}}, {}, "pruning has no meaning with max_minutes"),
     ],
 )
 def test_what_counts_steps_is_refused(text, tmp_path, data, training, message):

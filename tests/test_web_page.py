@@ -335,4 +335,4 @@ def test_what_cannot_be_reported(tmp_path, capsys, files, said, with_page):
 
 def test_overwrite_goes_with_a_page(mask_folder, capsys):
     assert main(["report", str(mask_folder), "--overwrite"]) == 2
-    assert "--overwrite goes with --output" in capsys.readouterr().err
+    assert "--overwrite needs --output" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""What a mask or a run turned out to be: which positions matter, what it costs, pictures, tables, statistics."""
+"""Analysis of masks and runs: which positions matter, what a mask costs, pictures, tables and statistics."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from .figures import BLUE, COLOURS, VERMILION, new_figure, save_figure
 
 
-# One colour more than there are markers, so that neighbouring lines differ in both.
+# One color more than there are markers, so that neighboring lines differ in both.
 _COLOURS = (*COLOURS, "#7F7F7F")
 _MARKERS = "osD^vPX"
 

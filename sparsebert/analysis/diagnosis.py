@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy")
 # Padding, dropout and gradients of the checks: inference, and training.
 PHASES = ((False, False, False), (True, False, False), (True, False, True), (True, True, True))
-# Tokens of the comparisons, and heads of the inputs that are timed without a mask of one's own. On a CPU one kernel
+# Tokens of the comparisons, and heads of the inputs that are timed if no mask is given. On a CPU one kernel
 # serves all lengths.
 LENGTHS = {"cpu": (7, 77), "cuda": (77, 333)}
 NUM_HEADS = {"cpu": 4, "cuda": 12}

@@ -1,4 +1,4 @@
-"""What all pictures share: a figure without a window, how it is saved, and colours."""
+"""What all pictures share: figures without a window, how they are saved, and colors."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 DPI = 150
-# Okabe and Ito's colours, which readers with any colour vision can tell apart.
+# Okabe and Ito's colors, which readers with any color vision can tell apart.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
     "#0072B2",
     "#D55E00",

@@ -9,7 +9,7 @@ from typing import Any
 
 WIDTH, HEIGHT = 480, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 52
-# Marks of one chart differ in shape and colour, and each has its number beside it.
+# Marks of one chart differ in shape and color, and each has its number beside it.
 SHAPES = (
     "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0Z",
     "M-5 -5H5V5H-5Z",

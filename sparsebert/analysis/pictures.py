@@ -127,7 +127,7 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
         _draw_mask(axis, head, panel)
         place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
         axis.set_title(f"{place}\n{1 - head.float().mean():.1%} removed", fontsize=7 if num_layers > 1 else 8)
-    partly = "" if _interpolation(length, panel) == "nearest" else ", grey: a pixel with both"
+    partly = "" if _interpolation(length, panel) == "nearest" else ", gray: a pixel with both"
     figure.suptitle(
         f"Attention masks{f' of {name}' if name else ''}\n{_size(table[None])}, "
         f"{1 - table.float().mean():.1%} removed\n({WHITE_ATTENDS}{partly})",
@@ -139,7 +139,7 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
 
 
 def _draw_heat_maps(probs, path, title, quantity, ticks=None):
-    """Draw the mean P of every panel on one colour scale, from the lowest mean to the highest."""
+    """Draw the mean P of every panel on one color scale, from the lowest mean to the highest."""
     figure, axes, parts = _panels(probs, 5.8, 4.9)
     means = [part.mean((0, 1, 2)).numpy() for part in parts]
     low, high = float(min(mean.min() for mean in means)), float(max(mean.max() for mean in means))
@@ -156,7 +156,7 @@ def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     normalised = bar.ax.secondary_yaxis(
         "left", functions=(lambda value: (value - low) / (high - low), lambda value: low + value * (high - low))
     )
-    normalised.set_ylabel("normalised: 0 lowest, 1 highest")
+    normalised.set_ylabel("normalized: 0 lowest, 1 highest")
     figure.suptitle(title, fontsize=11)
     _label_panels(axes, "key position j", "query position i")
     save_figure(figure, path)
@@ -169,7 +169,7 @@ def plot_mean_probs(probs: torch.Tensor, path: str | os.PathLike, quantity: str 
     Args:
         probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
         path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        quantity (`str`, *optional*): What the numbers are, for the colour bar.
+        quantity (`str`, *optional*): What the numbers are, for the color bar.
     Raises:
         ValueError: If `probs` has another shape.
     Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as from lowest to highest.
@@ -188,7 +188,7 @@ def plot_sketch(
         probs (`torch.Tensor`): P as in [`plot_mean_probs`], with 16 tokens or more.
         path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
         special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose row and column are kept separate.
-        quantity (`str`, *optional*): What the numbers are, for the colour bar.
+        quantity (`str`, *optional*): What the numbers are, for the color bar.
     Raises:
         ValueError: If `probs` has another shape or fewer tokens, or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Figure 2b.
@@ -218,7 +218,7 @@ def plot_groups(
     quantity: str = KEPT,
 ) -> None:
     """
-    Plot the mean P of the diagonal, the neighbours, the special tokens and the others with 95 % intervals: heads as
+    Plot the mean P of the diagonal, the neighbors, the special tokens and the others with 95 % intervals: heads as
     points, or lines over the layers if the layers differ.
 
     Args:

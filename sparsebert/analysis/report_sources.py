@@ -1,4 +1,4 @@
-"""What a report is about: finished runs and masks, from folders and the Hub."""
+"""The sources of a report: finished runs and masks, from folders and the Hub."""
 
 import os
 from collections.abc import Iterator, Sequence

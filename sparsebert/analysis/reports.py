@@ -51,7 +51,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
             raise ValueError(f"{path}: damaged or not JSON ({error})") from error
         kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
         if not kinds:
-            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE; a report is of these")
+            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE run")
         try:
             report_tables({folder: found})
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:

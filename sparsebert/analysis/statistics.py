@@ -97,12 +97,14 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
 
     Returns:
         `dict[str, float]`: `"difference"` (ours minus theirs, mean over seeds), `"low"` and `"high"` of its interval,
-        and `"p"` of the two-sided test.
+        and `"p"` of the two-sided test. Of pairs that are all equal: 0, 0, 0 and 1.
     Raises:
         ValueError: If there are fewer than two pairs.
     """
     if len(ours) != len(theirs) or len(ours) < 2:
         raise ValueError(f"a paired test needs two or more pairs, got {len(ours)} and {len(theirs)} numbers")
+    if all(a == b for a, b in zip(ours, theirs, strict=True)):
+        return {"difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
     test = stats.ttest_rel(ours, theirs)
     interval = test.confidence_interval(confidence)
     difference = statistics.fmean(a - b for a, b in zip(ours, theirs, strict=True))

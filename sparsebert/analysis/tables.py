@@ -71,7 +71,7 @@ class Table:
 
 
 def print_tables(tables: Iterable[Table]) -> None:
-    """Print tables as wide as the terminal, or 200 columns wide where the output is no terminal."""
+    """Print tables as wide as the terminal, or 200 columns wide if the output is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     for table in tables:
         console.print(table.rich())

@@ -1,4 +1,4 @@
-"""A web page to look at masks and runs: one file, which asks the network for nothing."""
+"""A web page that shows masks and runs: one file, which loads nothing from the network."""
 
 import base64
 import hashlib
@@ -62,7 +62,7 @@ def check_page(path: str | os.PathLike, overwrite: bool = False) -> None:
     """
     Raises:
         ValueError: If the name of the file does not end in `.html`.
-        FileExistsError: If the file exists and `overwrite` is not set, or it is no file.
+        FileExistsError: If the file exists and `overwrite` is not set, or it is not a file.
         NotADirectoryError: If its folder is a file.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-// The colours of the page: as the system has them, or as chosen.
+// The colors of the page: as the system has them, or as chosen.
 const repaints = [];
 function repaint() {
   repaints.forEach((draw) => draw());

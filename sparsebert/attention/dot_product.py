@@ -32,12 +32,12 @@ def sparse_dot_product_attention(
     probability_map_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """
-    The counterpart of `torch.nn.functional.scaled_dot_product_attention` under a [`SparseMask`].
+    Attention under a [`SparseMask`]: the counterpart of `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
-        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys of all positions.
-        value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all positions.
+        query (`torch.Tensor` of shape `(B, H, n, d)`): Queries of the last n of the m positions.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys of all m positions.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all m positions.
         mask ([`SparseMask`]): A mask for H heads.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
         layer (`int`, *optional*, defaults to 0): The layer of the mask to apply.
@@ -52,7 +52,7 @@ def sparse_dot_product_attention(
     Returns:
         `torch.Tensor` of shape `(B, H, n, d)`: 0 for queries that are padded or have no key.
     Raises:
-        ValueError: If mask and inputs do not fit, or the backend cannot serve them.
+        ValueError: If mask and inputs do not fit, or if the backend cannot run them.
     """
     if backend not in ATTENTION_NAMES:
         raise ValueError(f"backend must be one of {', '.join(ATTENTION_NAMES)}, got {backend!r}")

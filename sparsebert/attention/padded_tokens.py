@@ -1,4 +1,4 @@
-"""Padded tokens on their way into attention: whatever they hold, the other tokens do not notice."""
+"""Padded tokens in attention: their content never affects the other tokens."""
 
 import math
 from collections.abc import Sequence

@@ -27,19 +27,19 @@ from ._command import Command
 VERBS = {
     "pretrain": "train a BERT and learn its attention mask",
     "finetune": "fine-tune and evaluate on GLUE, SQuAD, SWAG, through a mask or dense",
-    "search": "learn the mask of a model that is trained already",
-    "prune": "masks at several sparsities from a search, with random controls",
+    "search": "learn a mask for a trained model",
+    "prune": "make masks of several sparsities from a search, with random controls",
     "lengthen": "extend the position embeddings of a model for longer inputs",
-    "analyze": "which positions a search, a mask or several seeds keep",
-    "plan": "what a mask costs to run: live tiles, and which backend would be chosen",
-    "doctor": "what runs on this machine, and whether it is right; for reports of problems",
-    "theory": "which universality theorems apply to a pattern or mask",
-    "draw": "pictures of patterns and masks",
-    "report": "tables of finished runs, and a web page to look at masks",
-    "masks": "the masks in a Hub repository or folder",
-    "push": "a model or mask to the Hub",
-    "pull": "a model or mask from the Hub",
-    "reproduce": "the papers' tables and figures",
+    "analyze": "show which positions a search, a mask or several seeds keep",
+    "plan": "show what a mask costs to run: live tiles, and which backend would be chosen",
+    "doctor": "show what runs on this machine and whether it is right; for bug reports",
+    "theory": "check which universality theorems apply to a pattern or mask",
+    "draw": "draw patterns and masks",
+    "report": "print tables of finished runs, and write a web page that shows their masks",
+    "masks": "list the masks in a Hub repository or folder",
+    "push": "push a model or mask to the Hub",
+    "pull": "pull a model or mask from the Hub",
+    "reproduce": "repeat the papers' tables and figures",
     "translate": "train a translation model with sparse attention",
 }
 # What ends in one line on the error stream instead of a traceback.
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (`Sequence[str]`, *optional*): What follows the program's name; by default that of this process.
 
     Returns:
-        `int`: 0, or 2 if what was asked for is wrong, or 1 if it failed on the way, or 143 or 130 if a signal stopped
-        it.
+        `int`: 0 if it succeeded, 1 if it failed while running, 2 if the command line, recipe or input is wrong, 130 or
+        143 if a signal stopped it.
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
     verb = arguments[0] if arguments else ""

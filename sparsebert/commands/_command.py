@@ -1,4 +1,4 @@
-"""What a verb of the command line is, and how verbs print."""
+"""What a verb of the command line is, and how its results are printed."""
 
 import json
 import math

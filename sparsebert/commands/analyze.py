@@ -1,8 +1,8 @@
 """
-Which attention positions a search, a mask, or several seeds of one search keep.
+Show which attention positions a search, a mask, or several seeds of one search keep.
 
-Prints the mean P of the diagonal, neighbours, special tokens and others, with 95 % intervals over heads and over
-seeds, and writes all numbers as `importance.json` and pictures (PNG and SVG) to `output_dir`.
+Prints the mean P of the diagonal, neighbors, special tokens and others, with 95 % intervals over heads and over seeds.
+Writes all numbers to `importance.json` in `output_dir`, and pictures (PNG and SVG) beside it.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from ._command import Command, Printing, Results, needed
 @dataclass
 class AnalysisArguments(HubArguments):
     """
-    What to analyse.
+    What to analyze.
 
     Args:
         runs (`list[str]`): Run folders of `pretrain` or `search`, searching checkpoints, folders or Hub ids of masks;
-            several are seeds of one search.
+            several runs are taken as seeds of one search.
         output_dir (`str`): Folder to write, created if missing.
-        special_tokens (`str`, *optional*): What counts as special; by default `first_last`, or `first` where the
-            search keeps the first token alone.
+        special_tokens (`str`, *optional*): Which tokens count as special; by default `first_last`, or `first` if the
+            search always keeps only the first token.
         overwrite (`bool`): Accept an output folder that is not empty.
     """
 

@@ -1,9 +1,9 @@
 """
-What can run on this machine: versions, hardware, and which attention backends give right results, and how fast.
+Show what can run on this machine: versions, hardware, which attention backends give right results, and how fast.
 
-Every backend that `sparse_auto` may choose is compared with float64, output and gradients, in a process of its own: it
-must not be more than twice as far off as plain PyTorch in the same dtype. Then it is timed. On a GPU, `sparse_auto`
-uses what was found from then on. Please add the output of `sparsebert doctor --json` to every report of a problem.
+The output and gradients of every backend that `sparse_auto` may choose are compared with float64, in a separate
+process: the error may be at most twice that of plain PyTorch in the same dtype. Then the backend is timed. On a GPU,
+`sparse_auto` uses these results from then on. Please add the output of `sparsebert doctor --json` to bug reports.
 
 Exit codes: 0 if all that can run on this device is right; 1 if something is wrong, crashes or hangs, or if a compiler
 or a package is missing without which the kernels of this device do not run; 2 if there is no such device.
@@ -24,11 +24,11 @@ class DoctorArguments(HubArguments):
 
     Args:
         device (`str`, *optional*): `cpu`, `cuda` or `cuda:1`; by default the GPU, or the CPU if there is none.
-        dtypes (`list[str]`): Dtypes: `float32`, `bfloat16`, `float16`.
-        head_sizes (`list[int]`): Sizes of a head.
-        length (`int`): Tokens of the inputs with which times are taken.
-        mask (`str`, *optional*): Folder or Hub id of the mask or model with which times are taken; by default a mask
-            of tiles near the diagonal.
+        dtypes (`list[str]`): Dtypes to check: `float32`, `bfloat16`, `float16`.
+        head_sizes (`list[int]`): Head sizes to check.
+        length (`int`): Number of tokens of the inputs that are timed.
+        mask (`str`, *optional*): Folder or Hub id of the mask or model that is timed; by default a mask of tiles near
+            the diagonal.
         timeout (`float`): Seconds that one check may take.
     """
 

@@ -1,7 +1,7 @@
 """
-Draw patterns and masks: the heads of each that is named, or without names a gallery of all patterns.
+Draw the heads of patterns and masks, or without names a gallery of all patterns.
 
-Masks come from folders or the Hub; a run or a model is drawn by its mask. Needs the extra `viz`.
+Masks are read from folders or the Hub; for a run or a model, its mask is drawn. Needs the extra `viz`.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def run(values):
     options = DrawingArguments(**values["drawing"])
     of_pattern = sorted(values["drawing"].keys() & {"length", "num_heads", "seed"})
     if of_pattern and not any(map(is_pattern, options.sources or ())):
-        raise ValueError(f"--{of_pattern[0]} goes with the name of a pattern")
+        raise ValueError(f"--{of_pattern[0]} needs the name of a pattern")
     output = Path(options.output_dir)
     if not options.sources:
         make_folder(output)

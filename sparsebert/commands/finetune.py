@@ -1,9 +1,9 @@
 """
-Fine-tune a model on a task and evaluate it: through its frozen mask, through another (`--mask`), or dense.
+Fine-tune a model on a task and evaluate it: through its frozen mask, through another mask (`--mask`), or dense.
 
-Runs one seed or several (`--seeds`), given settings or the best of a grid (`--sweep`), one task or all of GLUE
+Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--sweep`), one task or all of GLUE
 (`--all`). Writes to `output_dir` the model with its mask, the tokenizer, predictions, `metrics.json`, `results.md`
-(the tables that it prints) and logs. The same command again runs only what is not finished.
+(the tables that it prints) and logs. If the same command is run again, it runs only what is not finished.
 """
 
 from accelerate import PartialState

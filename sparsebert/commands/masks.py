@@ -1,7 +1,7 @@
 """
-Which masks a Hub repository or a folder holds: their names, forms, sparsities and scores.
+List the masks in a Hub repository or a folder: their names, forms, sparsities and scores.
 
-The name of a mask is its subfolder, for `--subfolder` of the verbs that take a mask. Weights are not read.
+The name of a mask is its subfolder, which other verbs take as `--subfolder`. Weights are not read.
 """
 
 from dataclasses import dataclass

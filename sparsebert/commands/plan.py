@@ -1,7 +1,7 @@
 """
-What a frozen mask costs to run: its sparsity, the tiles it leaves, and the backend that would be chosen.
+Show what a frozen mask costs to run: its sparsity, its live tiles, and the backend that `sparse_auto` would choose.
 
-Takes the folder or Hub id of a model, a run or a mask. Nothing is measured: the choice is that of `sparse_auto`.
+Takes the folder or Hub id of a model, a run or a mask. Nothing is measured.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """
-Train a BERT and learn its attention mask with the weights, or run through a given mask; in the end the mask is frozen.
+Train a BERT and learn its attention mask together with the weights, or train through a given mask.
 
-Writes to `output_dir`: the model with its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was logged),
-`mask_probs.safetensors` (P before freezing), pictures (with the extra `viz`), TensorBoard logs.
+A learned mask is frozen at the end of its search. Writes to `output_dir` the model with its mask, the tokenizer,
+`metrics.json`, `trainer_state.json` (the log), `mask_probs.safetensors` (P before freezing), pictures (with the extra
+`viz`) and TensorBoard logs.
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
 """
-Two-stage pruning: from the P that a search found, one mask per sparsity, with random controls.
+Two-stage pruning: make one mask per sparsity from the P that a search found, with random controls.
 
-In every head the entries of lowest P are removed. With `--random_controls N`, N controls per sparsity remove as many
-of the learned entries at random. With `--finetune RECIPE` and the fields of `finetune`, a model is fine-tuned through
-each mask. Writes a folder per mask, `pruning.json`, and with `--finetune` the runs, `scores.json` and a picture. The
-same command again goes on where it stopped.
+In every head the entries with the lowest P are removed. With `--random_controls N`, N controls per sparsity remove the
+same number of learned entries at random. With `--finetune RECIPE` and the fields of `finetune`, a model is fine-tuned
+through each mask. Writes a folder per mask, `pruning.json`, and with `--finetune` the runs, `scores.json` and a
+picture. If the same command is run again, it continues where it stopped.
 """
 
 from ..files import locked_output
@@ -45,7 +45,7 @@ def run(values):
         recipe = {section: recipe[section] | values[section] for section in SECTIONS}
         recipe["data"] |= {"token": options.token} if options.token is not None else {}
     elif given:
-        raise ValueError(f"{given} is about fine-tuning, which needs --finetune RECIPE")
+        raise ValueError(f"{given} is a field of fine-tuning: it needs --finetune RECIPE")
     with locked_output(str(options.output_dir)):
         result = prune_run(options, recipe)
     return Results(result, [pruning_table(result)], [f"written to {options.output_dir}"])

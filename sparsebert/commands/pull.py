@@ -1,8 +1,8 @@
 """
-Download a model or a mask from the Hub into a folder, with its checksums verified.
+Download a model or a mask from the Hub into a folder, and verify its checksums.
 
-The folder is there when all of it is: an interrupted download is kept beside it under a hidden name, and the same
-command goes on from there.
+The folder appears only when it is complete. An interrupted download is kept next to it under a hidden name, and the
+same command continues with it.
 """
 
 from dataclasses import dataclass

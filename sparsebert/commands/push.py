@@ -2,8 +2,8 @@
 Push the folder of a model or a mask to a repository of the Hub, in one commit.
 
 A run is pushed without its checkpoints, logs and pickled files. The repository is created if it is missing; a
-README.md there that sparsebert did not write stays. With `--subfolder` a repository holds several masks of one base
-model.
+README.md there that sparsebert did not write is kept. With `--subfolder` a repository can hold several masks of one
+base model.
 """
 
 from dataclasses import dataclass

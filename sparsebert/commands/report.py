@@ -1,9 +1,9 @@
 """
-Runs and masks: tables of finished runs, and with `--output report.html` (or `-o`) a page to look at their masks.
+Print tables of finished runs, and with `--output report.html` (or `-o`) write a web page that shows their masks.
 
 Takes output folders of `pretrain` and `finetune`, and folders or Hub ids of masks. The page is one file that needs no
-network: heads to enlarge, what is kept by distance, live tiles, what the universality theorems say, two masks side by
-side, and over several runs the quality against sparsity and time.
+network. It shows every head, the share kept by distance, live tiles, what the universality theorems say, two masks
+side by side, and for several runs their quality against sparsity and time.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class ReportArguments:
     Args:
         runs (`list[str]`): Output folders of `pretrain` and `finetune`; folders or Hub ids of masks.
         output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
-        overwrite (`bool`): Accept a page that exists.
+        overwrite (`bool`): Replace an existing page.
     """
 
     runs: list[str] | None = None
@@ -54,7 +54,7 @@ def run(values):
     if options.output is not None:
         check_page(options.output, options.overwrite)
     elif options.overwrite:
-        raise ValueError("--overwrite goes with --output")
+        raise ValueError("--overwrite needs --output")
     sources = read_sources(options.runs, with_masks=options.output is not None)
     metrics = {Path(source.name): source.metrics for source in sources if source.metrics is not None}
     tables = report_tables(metrics)

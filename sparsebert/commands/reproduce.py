@@ -1,15 +1,20 @@
 """
-A table or figure of the papers, run cell by cell beside the published numbers.
+Repeat a table or figure of the papers, cell by cell, and show the published numbers beside the results.
 
-Cells that are finished are not run again; an interrupted one starts over. After each cell it writes
-EXPERIMENT_SCALE.json (results), .md (a table with the paper's figures) and, with the extra `viz`, .png (a plot) to
-`output`.
+First it says how many cells are done and to do, and about how long these will take, judged by finished cells. Finished
+cells are not run again; an interrupted cell starts over. After each cell, results are written to `output`:
+EXPERIMENT_SCALE.json (all numbers), .md (a table with the paper's numbers) and, with the extra `viz`, .png (a plot).
 """
+
+from transformers.utils import logging
 
 from ..checks import nearest
 from ..experiments import EXPERIMENTS
-from ..experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
+from ..experiments.reproduction import ReproductionArguments, plan_cells, plan_text, result_files, run_experiment
 from ._command import Command, Printing, Results
+
+
+logger = logging.get_logger(__name__)
 
 
 def command(words):
@@ -32,10 +37,11 @@ def command(words):
 def run(values):
     options = ReproductionArguments(**values["run"])
     if options.experiment is None:
-        raise ValueError(f"expected the name of an experiment: {', '.join(EXPERIMENTS)}")
+        raise ValueError(f"give the name of an experiment: {', '.join(EXPERIMENTS)}")
     experiment = EXPERIMENTS[options.experiment]
     if options.list_cells:
         cells = plan_cells(experiment, options, values["settings"])
+        logger.warning(plan_text(options.experiment, options, cells))
         return Results(cells, notes=list(cells))
     tables = run_experiment(options.experiment, options, values["settings"])
     written = [f"written: {path}" for path in result_files(options.experiment, options)]

@@ -1,11 +1,11 @@
 """
-Learn the mask of a model that is trained already, from text without labels, and nothing else of the model.
+Learn a mask for a trained model, from unlabeled text and without changing the weights.
 
-The mask is learned by matching the hidden states of the dense model; `--recover STEPS` trains the weights through the
-frozen mask after that, and with `--mask` through a given mask, without a search. The result is compared with random
-and manual masks at the same sparsity. Writes to `output_dir` the model with its mask (stock files, read back by
-`sparsebert.load`), the tokenizer, `metrics.json`, and of a search `mask_probs.safetensors` and pictures (with the
-extra `viz`).
+The mask is learned by matching the dense model, see `--objective`. `--recover STEPS` then trains the weights through
+the frozen mask; with `--mask` there is no search, and the weights are trained through the given mask. The result is
+compared with random and manual masks of the same sparsity. Writes to `output_dir` the model with its mask (stock
+files, read back by `sparsebert.load`), the tokenizer, `metrics.json` and pictures (with the extra `viz`), and after a
+search `mask_probs.safetensors`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def run(values):
     try:
         metrics = search_post_hoc(values)
     except KeyboardInterrupt as error:
-        error.args = (f"{error or 'interrupted'}: nothing is written, the same command begins anew",)
+        error.args = (f"{error or 'interrupted'}: nothing was written, the same command starts from the beginning",)
         raise
     lines = [f"written to {values['data']['output_dir']}"]
     if outcome := metrics["search_outcome"]:

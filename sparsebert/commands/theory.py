@@ -1,8 +1,9 @@
 """
-Which assumptions of the universality theorems a pattern, a cycle of patterns or a saved mask fulfils.
+Check which assumptions of the universality theorems a pattern, a cycle of patterns or a saved mask meets.
 
-`--mappings` checks instead the contextual mappings of the proofs, exactly and on every input (`--figure FILE` draws
-the selective shifts); `--maps` shows how far scores must be scaled until each probability map is nearly a hardmax.
+With `--mappings`, check the contextual mappings of the proofs instead, exactly and on every input (`--figure FILE`
+draws the selective shifts). With `--maps`, show how much scores must be scaled until each probability map is nearly a
+hardmax.
 """
 
 from dataclasses import dataclass
@@ -94,11 +95,11 @@ def _check(options):
     if len(given) > 1 and set(given) != {"--all", "names"}:
         raise ValueError(f"{given[0]} and {given[1]} exclude each other")
     if options.figure and not options.mappings:
-        raise ValueError("--figure goes with --mappings")
+        raise ValueError("--figure needs --mappings")
     own = {"--parameters": options.parameters, "--head_configuration": options.head_configuration}
     pattern_fields = [flag for flag, value in own.items() if value]
     if pattern_fields and (options.all or not any(map(is_pattern, options.sources or ()))):
-        raise ValueError(f"{pattern_fields[0]} goes with the name of a pattern")
+        raise ValueError(f"{pattern_fields[0]} needs the name of a pattern")
     if options.length is not None and options.length < 2:
         raise ValueError(f"--length must be at least 2, got {options.length}")
 

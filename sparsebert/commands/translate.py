@@ -1,7 +1,7 @@
 """
 Train an encoder-decoder with sparse attention on pairs of sentences, and score its translations.
 
-Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased BLEU of sacreBLEU). Needs the extra
+Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased BLEU from sacreBLEU). Needs the extra
 `translation`.
 """
 

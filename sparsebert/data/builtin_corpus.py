@@ -252,7 +252,7 @@ def prose_paragraphs(docstring: str) -> list[str]:
         for pattern, replacement in _INLINE:
             text = pattern.sub(replacement, text)
         words = text.replace("\\", "").split()
-        # Code, formulas and headings without markup are recognised by their small share of plain words.
+        # Code, formulas and headings without markup are recognized by their small share of plain words.
         if len(words) >= 5 and sum(1 for word in words if _WORD.match(word)) >= 0.7 * len(words):
             paragraphs.append(" ".join(words))
 

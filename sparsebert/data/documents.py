@@ -261,7 +261,7 @@ def _jsonl_documents(file: str | Path, lines: Iterable[tuple[int, str]]) -> Iter
             found = f"fields {sorted(row)}" if isinstance(row, dict) else type(row).__name__
             raise ValueError(f'{file}:{number}: expected a JSON object with a string field "text", got {found}')
         if not row["text"].isascii() and not is_unicode(row["text"]):
-            raise ValueError(f"{file}:{number}: the text has half of a surrogate pair, which is no character")
+            raise ValueError(f"{file}:{number}: the text has half of a surrogate pair, which is not a character")
         yield _paragraphs(row["text"])
 
 

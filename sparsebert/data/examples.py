@@ -156,7 +156,7 @@ class ReproducibleCollator(DataCollatorForLanguageModeling):
         if special is None:
             special = torch.isin(ids, torch.tensor(self.tokenizer.all_special_ids))
         draws = np.zeros((3, *ids.shape), dtype=np.float32)
-        # Of evaluations, whose epoch is -1, this makes 0.
+        # For evaluations, whose epoch is -1, this gives 0.
         stream, from_left = int(self._epoch) + 1, self.tokenizer.padding_side == "right"
         for row, example in enumerate(examples):
             tokens = array("i", example["input_ids"])
@@ -183,7 +183,7 @@ def pretraining_collator(
     """
     Return the collator for the rows of [`pretraining_dataset`].
 
-    It pads the rows and chooses the tokens to predict anew in each epoch: 80 % of them become `[MASK]`, 10 % a random
+    It pads the rows and chooses new tokens to predict in each epoch: 80 % of them become `[MASK]`, 10 % a random
     token, and 10 % stay.
 
     Args:

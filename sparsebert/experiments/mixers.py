@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checks import nearest
 from ..data.tasks import TASKS
 from ..training.finetuning import finetune
 from .experiment import Experiment, seeded
+from .recipe_sections import check_task
 from .text_pretraining import TextSettings, check_text, run_text, text_fields
 
 
@@ -23,7 +23,7 @@ class MixersStudy(TextSettings):
 
     Args:
         table_max_steps, table_batch_size, table_gradient_accumulation_steps (`int`, *optional*): Training of the
-            models with one mixer. By default they train like the hybrids, of which they then are the two ends.
+            models with one mixer. By default they train like the hybrids, and are the two ends of their range.
         nsp (`bool`): Whether to pre-train on next-sentence pairs too.
         task (`str`, *optional*): Task to fine-tune on, a key of `TASKS`.
         data (`str`, *optional*): Folder of the task's files; by default they come from the Hub.
@@ -80,9 +80,7 @@ def check(cell: dict[str, Any]) -> None:
     """
     check_text(cell, _model(cell))
     if cell["task"] is not None:
-        if cell["task"] not in TASKS:
-            raise nearest("task", str(cell["task"]), list(TASKS))
-        TASKS[cell["task"]].splits(cell["data"])
+        check_task(cell)
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -131,7 +129,7 @@ EXPERIMENT = Experiment(
         "mlm_accuracy": ("MLM accuracy", "{:.1%}"),
         "mlm_loss": ("MLM loss", "{:.3f}"),
         "task_score": ("task", "{:.1%}"),
-        "seconds": ("seconds", "{:.0f}"),
+        "cpu_seconds": ("CPU seconds", "{:.0f}"),
     },
     plot=("replaced_layers", "mlm_accuracy", "series"),
     baseline="attention",

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
-from ..checks import check_range
+from ..checks import check_range, nearest
+from ..data.tasks import TASKS
+from ..training.finetuning_arguments import FinetuningArguments
+from ..training.task_data import choose_splits
 
 
 _TRAINING = (
@@ -82,3 +85,20 @@ def check_training(cell: dict[str, Any]) -> None:
     """
     for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
         check_range(name, cell[name], 1)
+
+
+def check_task(cell: dict[str, Any]) -> None:
+    """
+    Check that there is the task of a cell, with data to train on and to evaluate on.
+
+    Args:
+        cell (`dict`): Settings of the cell, with `"task"` and `"data"`.
+
+    Raises:
+        ValueError: If the task is unknown, or a split is missing.
+        OSError: If there is no such folder.
+    """
+    if cell["task"] not in TASKS:
+        raise nearest("task", str(cell["task"]), list(TASKS))
+    options = FinetuningArguments(task=cell["task"], data=cell["data"], test_split=[])
+    choose_splits(TASKS[cell["task"]].splits(cell["data"]), options)

@@ -1,13 +1,13 @@
 """
 Run an experiment: its cells one by one, and after each cell the results, a table and a plot.
 
-A finished cell is not run again; one that was interrupted starts over. Results go to EXPERIMENT_SCALE.json, the table
-beside the paper's figures to .md and, with the extra `viz`, the plot to .png.
+A finished cell is not run again; one that was interrupted starts over, and one that another process runs is left to
+it. Results go to EXPERIMENT_SCALE.json, the table beside the paper's figures to .md and, with the extra `viz`, the
+plot to .png.
 """
 
 import fnmatch
 import json
-import platform
 import shutil
 import statistics
 import time
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -26,9 +27,11 @@ from ..analysis.statistics import COMPARED, compare_seeds, summarize
 from ..analysis.tables import Table
 from ..checks import nearest
 from ..files import make_folder, replace_files
+from ..training.run_cards import hardware
 from ..version import __version__
 from . import EXPERIMENTS
 from .experiment import Experiment, unseeded
+from .time_estimates import describe_plan, duration, estimate_seconds
 
 
 logger = logging.get_logger(__name__)
@@ -148,9 +151,33 @@ def result_files(name: str, options: ReproductionArguments) -> list[Path]:
     return [file for file in (path.with_suffix(suffix) for suffix in (".json", ".md", ".png")) if file.is_file()]
 
 
+def plan_text(name: str, options: ReproductionArguments, cells: Mapping[str, dict[str, Any]]) -> str:
+    """
+    How many cells are done and to do, and about how long these will take.
+
+    Args:
+        name (`str`): Name of the experiment, a key of `EXPERIMENTS`.
+        options ([`ReproductionArguments`]): Which cells, and where their results are.
+        cells (`dict[str, dict]`): The cells, from [`plan_cells`].
+
+    Returns:
+        `str`: One line.
+    Raises:
+        ValueError: If the file of results holds something else.
+    """
+    finished = read_results(results_path(name, options), {})
+    todo = {
+        cell: settings
+        for cell, settings in cells.items()
+        if options.overwrite or cell not in finished or finished[cell]["settings"] != settings
+    }
+    return describe_plan(name, cells, todo, finished, EXPERIMENTS[name].plot[2])
+
+
 def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[str, Any]) -> list[Table]:
     """
-    Run the cells of an experiment that are not finished, and write results, table and plot after each.
+    Run the cells of an experiment that are not finished, and write results, table and plot after each. Several
+    processes may run the same experiment: each takes cells that no other runs.
 
     Args:
         name (`str`): Name of the experiment, a key of `EXPERIMENTS`.
@@ -171,6 +198,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     cells = plan_cells(experiment, options, settings)
     path = results_path(name, options)
     finished = read_results(path, cells, options.overwrite)
+    before = read_results(path, {})
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
     for folder in todo.values():
         if (folder / FINISHED_NAME).is_file() and not options.overwrite:
@@ -178,35 +206,53 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
                 f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
             )
     make_folder(path.parent, "output")
+    make_folder(Path(options.runs) / path.stem, "runs")
+    logger.warning(plan_text(name, options, cells))
     bar = tqdm(todo.items(), desc=name, unit="cell", disable=None)
     for number, (cell, folder) in enumerate(bar, start=1):
+        left = {other: cells[other] for other in list(todo)[number - 1 :]}
+        seconds = estimate_seconds(left, read_results(path, {}), experiment.plot[2])
+        time_left = "" if seconds is None else f", about {duration(seconds)} left"
         if bar.disable:
-            logger.warning(f"{name}: {cell} ({number} of {len(todo)})")
+            logger.warning(f"{name}: {cell} ({number} of {len(todo)}{time_left})")
         else:
-            bar.set_postfix_str(cell)
-        shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
-        folder.mkdir(parents=True)
-        start, cpu = time.perf_counter(), time.process_time()
-        metrics = experiment.run(cells[cell], folder)
-        metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-        made = {"settings": cells[cell], "metrics": metrics, "made_with": _versions()}
-        # Another process may have added cells.
-        finished = read_results(path, {}) | {cell: made}
-        content = {"experiment": name, "scale": options.scale, "cells": finished}
+            bar.set_postfix_str(cell + time_left)
+        try:
+            with FileLock(folder.with_name(f"{cell}.lock")).acquire(timeout=0):
+                # Another process may have finished it meanwhile.
+                if (made := read_results(path, {}).get(cell)) is None or made == before.get(cell):
+                    _run_cell(experiment, name, options.scale, cells[cell], folder, path)
+        except Timeout:
+            logger.warning(f"{name}: {cell} is being run by another process, and left to it")
+    with FileLock(_results_lock(Path(options.runs) / path.stem)):
+        finished = read_results(path, {})
+        return _write_report(experiment, options.scale, finished, path) if finished else []
+
+
+def _results_lock(folder):
+    """The lock of the results whose cells are in this folder."""
+    return f"{folder}.lock"
+
+
+def _run_cell(experiment, name, scale, settings, folder, path):
+    """Run a cell in its folder, and add it to the results."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
+    folder.mkdir(parents=True)
+    start, cpu = time.perf_counter(), time.process_time()
+    metrics = experiment.run(settings, folder)
+    metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    made = {"settings": settings, "metrics": metrics, "made_with": _versions()}
+    with FileLock(_results_lock(folder.parent)):  # other processes add cells too
+        finished = read_results(path, {}) | {folder.name: made}
+        content = {"experiment": name, "scale": scale, "cells": finished}
         replace_files({path: (json.dumps(content, indent=1) + "\n").encode()})
         replace_files({folder / FINISHED_NAME: (json.dumps(made, indent=1) + "\n").encode()})
-        _write_report(experiment, options.scale, finished, path)
-    return _write_report(experiment, options.scale, finished, path)
+        _write_report(experiment, scale, finished, path)
 
 
 def _versions():
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "sparsebert": __version__,
-        "torch": torch.__version__,
-        "device": device,
-        "threads": torch.get_num_threads(),
-    }
+    versions = {"sparsebert": __version__, "torch": torch.__version__}
+    return versions | {"device": hardware(), "threads": torch.get_num_threads()}
 
 
 def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -273,14 +319,15 @@ def _means(experiment, title, finished):
 
 
 def _differences(experiment: Experiment, finished: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """Notes on the settings that differ between cells."""
-    for field in fields(experiment.arguments):
+    """Notes on the settings that differ between cells, and on their machines."""
+    settings = [("settings", item.name) for item in fields(experiment.arguments)]
+    for source, field in (*settings, ("made_with", "device")):
         cells: dict[str, list[str]] = {}
         for name, cell in finished.items():
-            if field.name in cell["settings"]:
-                cells.setdefault(json.dumps(cell["settings"][field.name]), []).append(name)
+            if field in cell.get(source, {}):
+                cells.setdefault(json.dumps(cell[source][field]), []).append(name)
         if len(cells) > 1:
-            yield f"{field.name}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in cells.items())
+            yield f"{field}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in cells.items())
 
 
 def _pivot(experiment, title, finished):

@@ -4,6 +4,7 @@ of every sparsity from the P of one soft search, as many entries removed at rand
 """
 
 import json
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,17 +33,26 @@ class StagesStudy(ContinuedSettings):
         sparsities (`list[float]`): Fractions of the entries to remove.
         search_end (`float`): Fraction of the steps after which the mask of the one stage freezes.
         mask_logit_scale (`float`): How much faster the logits of the soft search move than the weights.
+        initial_decay, initial_sparsity (`float`, *optional*): Where the search of the one stage starts, see
+            [`SparseBertConfig`].
     """
 
     sparsities: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
     search_end: float = 0.5
     mask_logit_scale: float = 50.0
+    initial_decay: float | None = None
+    initial_sparsity: float | None = None
+
+
+# What the soft search of a seed has nothing to do with.
+_OF_STAGES = ("stage", "target", "system", "search_end", "initial_decay", "initial_sparsity")
 
 
 def cells(settings: StagesStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = continued_fields(settings)
-    common |= {name: getattr(settings, name) for name in ("search_end", "mask_logit_scale")}
+    own = ("search_end", "mask_logit_scale", "initial_decay", "initial_sparsity")
+    common |= {name: getattr(settings, name) for name in own}
     return {
         f"{stage}_{sparsity:g}_seed_{seed}": common
         | {"stage": stage, "target": sparsity, "system": f"{stage} {sparsity:g}", "seed": seed}
@@ -63,8 +73,14 @@ def check(cell: dict[str, Any]) -> None:
         ValueError: If a setting is out of its range.
         OSError: If there is no such model or text.
     """
-    check_continued(cell)
     check_range("sparsities", cell["target"], 0, 1, (int, float))
+    check_continued(cell | ({"model": _one_stage(cell)} if cell["stage"] == "one_stage" else {}))
+
+
+def _one_stage(cell):
+    """The fields of the search of the one stage."""
+    start = {name: cell[name] for name in ("initial_decay", "initial_sparsity") if cell[name] is not None}
+    return {"search": "dam_u", "target_sparsity": cell["target"]} | start
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -79,19 +95,22 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         `dict`: Metrics.
     """
     if cell["stage"] == "one_stage":
-        model = {"search": "dam_u", "target_sparsity": cell["target"]}
-        return continue_training(cell, folder, {"search_end": cell["search_end"]}, model)
-    mask = prune_by_probs(read_run(_soft_search(cell, folder.parent)), cell["target"])
+        return continue_training(cell, folder, {"search_end": cell["search_end"]}, _one_stage(cell))
+    start = time.perf_counter()
+    searched = _soft_search(cell, folder.parent)
+    shared = time.perf_counter() - start
+    mask = prune_by_probs(read_run(searched), cell["target"])
     if cell["stage"] == "random":
         mask = random_control(mask, cell["seed"])
     given = folder.with_name(f"mask_of_{folder.name}")
     mask.save_pretrained(given)
-    return continue_training(cell, folder, {"mask": str(given)})
+    metrics = continue_training(cell, folder, {"mask": str(given)})
+    return metrics | {"shared_seconds": metrics["shared_seconds"] + shared}
 
 
 def _soft_search(cell, runs):
     """The soft search of a seed, which all its masks come from; one of another process is waited for."""
-    own = {name: value for name, value in cell.items() if name not in ("stage", "target", "system", "search_end")}
+    own = {name: value for name, value in cell.items() if name not in _OF_STAGES}
     path = runs / f"soft_{zlib.crc32(json.dumps(own, sort_keys=True).encode()):08x}"
     with FileLock(f"{path}.lock"):
         if not (path / "metrics.json").is_file():
@@ -133,12 +152,14 @@ EXPERIMENT = Experiment(
     columns={
         "sparsity": ("removed", "{:.1%}"),
         "mlm_loss": ("MLM loss", "{:.3f}"),
-        "train_seconds": ("seconds", "{:.0f}"),
+        "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("sparsity", "mlm_loss", "stage"),
     notes=(
-        "two_stage: the entries of lowest P of a soft search are removed in every head, and training goes on through "
-        "the mask; random: as many entries at random; one_stage: dam_u with this sparsity as its target",
+        "two_stage: the entries of lowest P of a soft search are removed in every head, and training goes on from the "
+        "checkpoint through the mask; random: as many entries at random; one_stage: dam_u with this sparsity as its "
+        "target, which starts with near positions likelier and counts among its steps. The soft search of two_stage "
+        "has as many steps again, which are not counted: its weights are not used",
     ),
     summary=summary,
 )

@@ -3,11 +3,13 @@ Which positions can go: Figure 2 and Table 1 of [S], SparseBERT (arXiv 2102.1287
 plateau.
 """
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file
 
 from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
@@ -61,14 +63,31 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     if cell["system"] != "soft":
         return continue_training(cell, folder, model=cell["model"])
-    # P as it is, without a penalty: what attention wants to look at.
-    own = {"mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
-    metrics = continue_training(cell, folder, {"freeze_threshold": 0.5}, cell["model"] | own)
+    metrics = continue_training(cell, folder, {"freeze_threshold": 0.5}, cell["model"] | _of_search(cell))
     probs = load_file(folder / MASK_PROBS_NAME)["probs"]  # (H, n, n)
     for name, values in head_groups(probs, "first_last", OFFSET_GROUPS).items():
         low, high = estimate(values.reshape(1, -1))["over_heads"]
         metrics |= {f"p_{name}_low": float(low), f"p_{name}_high": float(high)}
     return metrics
+
+
+def _of_search(cell):
+    """P as it is, without a penalty: what attention wants to look at."""
+    return {"mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model or text.
+    """
+    check_continued(cell | {"model": cell["model"] | (_of_search(cell) if cell["system"] == "soft" else {})})
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -81,20 +100,41 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`
     """
-    rows = []
-    for cell in finished.values():
-        if cell["settings"]["system"] != "soft":
-            continue
-        metrics, row = cell["metrics"], {"seed": str(cell["settings"]["seed"])}
-        for name in (*OFFSET_GROUPS, "special_tokens"):
+    searches = [cell for cell in finished.values() if cell["settings"]["system"] == "soft"]
+    rows = [{"seed": str(cell["settings"]["seed"])} for cell in searches]
+    over_seeds = {"seed": "all"}
+    for name in (*OFFSET_GROUPS, "special_tokens"):
+        heading = name.replace("_", " ")
+        means: list[float] = []
+        for row, metrics in zip(rows, (cell["metrics"] for cell in searches), strict=True):
             if f"p_{name}_low" in metrics:
-                low, high = metrics[f"p_{name}_low"], metrics[f"p_{name}_high"]
-                row[name.replace("_", " ")] = f"{metrics[f'p_{name}']:.3f} [{low:.3f}, {high:.3f}]"
-        rows.append(row)
-    note = "mean P over the heads, with the 95 % interval over them; all positions start at 0.5"
+                means.append(metrics[f"p_{name}"])
+                row[heading] = f"{means[-1]:.3f} [{metrics[f'p_{name}_low']:.3f}, {metrics[f'p_{name}_high']:.3f}]"
+        if len(means) > 1:
+            low, high = estimate(np.array(means)[:, None])["over_seeds"]
+            over_seeds[heading] = f"{statistics.fmean(means):.3f} [{low:.3f}, {high:.3f}]"
+    rows += [over_seeds] if len(rows) > 1 else []
+    note = "mean P over the heads; 95 % interval: over the heads of a seed, and in the last row over the seeds; all "
+    note += "positions start at 0.5"
     tables = [Table.of("P by group of positions (Figure 2)", rows, (note,))] if rows else []
-    systems = {name: cell for name, cell in finished.items() if cell["settings"]["system"] != "soft"}
-    return [*tables, loss_table(systems, "Removing the diagonal or as much at random (Table 1)", "dense")]
+    title = "Removing the diagonal or as much at random, mean of the draws of a seed (Table 1)"
+    return [*tables, loss_table(_mean_of_draws(finished), title, "dense")]
+
+
+def _mean_of_draws(finished):
+    """The cells without a search, with one for all draws of a seed: they are one system, whatever their numbers."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for cell in finished.values():
+        system = cell["settings"]["system"].partition(", draw ")[0]
+        if system != "soft":
+            groups.setdefault((system, cell["settings"]["seed"]), []).append(cell["metrics"])
+    return {
+        f"{system}_seed_{seed}": {
+            "settings": {"system": system, "seed": seed},
+            "metrics": {name: statistics.fmean(m[name] for m in found) for name in ("mlm_loss", "sparsity")},
+        }
+        for (system, seed), found in groups.items()
+    }
 
 
 EXPERIMENT = Experiment(
@@ -105,7 +145,7 @@ EXPERIMENT = Experiment(
         "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
     },
     cells=cells,
-    check=check_continued,
+    check=check,
     run=run,
     columns={
         "mlm_loss": ("MLM loss", "{:.3f}"),
@@ -115,7 +155,7 @@ EXPERIMENT = Experiment(
         "p_beyond_8": ("P beyond 8", "{:.3f}"),
         "sparsity": ("removed", "{:.1%}"),
         "glue": ("GLUE dev average", "{:.1f}"),
-        "train_seconds": ("seconds", "{:.0f}"),
+        "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("seed", "mlm_loss", "system"),
     published={

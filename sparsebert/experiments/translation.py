@@ -143,7 +143,7 @@ EXPERIMENT = Experiment(
         "sparsity": ("removed", "{:.1%}"),
         "bleu": ("BLEU", "{:.1f}"),
         "loss": ("loss", "{:.3f}"),
-        "seconds": ("seconds", "{:.0f}"),
+        "cpu_seconds": ("CPU seconds", "{:.0f}"),
     },
     plot=("sparsity", "bleu", "series"),
     baseline="dense",

@@ -1,5 +1,5 @@
 """
-Cards: the README.md of a folder or repository with a mask, written by this package and never over a text of the user.
+Cards: the README.md of a folder or repository with a mask. One that the user wrote or changed is never overwritten.
 
 A card ends in a signature, a hash of all that it says. One without it, or changed since, belongs to the user.
 """
@@ -24,13 +24,13 @@ SECTIONS = ("", "Masks", "Mask", "Results", "Cost", "Plan", "Load", "Limits")
 # The table of a mask has a column per head up to this many.
 MOST_COLUMNS = 16
 _LENGTH_POLICIES = {
-    "extend": "longer inputs are masked by the same distances, and distances it has not seen are removed",
-    "dense": "tokens beyond that attend to all and are attended by all",
+    "extend": "longer inputs are masked by the same distances, and larger distances are removed",
+    "dense": "tokens beyond that attend to all tokens and are attended by all",
     "error": "longer inputs are refused",
 }
 _SPECIAL_TOKENS = {
-    "first": "the first token attends to all and is attended by all",
-    "first_last": "the first and the last token attend to all and are attended by all",
+    "first": "the first token attends to all tokens and is attended by all",
+    "first_last": "the first and the last token attend to all tokens and are attended by all",
 }
 
 
@@ -121,7 +121,7 @@ def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: S
 
 
 def _name_in(metadata, name):
-    """A name in the metadata of a mask, which anybody may have written; `None` if it is no name."""
+    """A name in the metadata of a mask, which anybody may have written; `None` if it is not a name."""
     value = metadata.get(name)
     return value if isinstance(value, str) and re.fullmatch(r"[\w./-]{1,200}", value, re.ASCII) else None
 
@@ -172,11 +172,11 @@ def mask_limits(description: Mapping[str, Any]) -> list[str]:
     """What to know before a mask is used, a line each."""
     limits = [
         f"The mask was made for {description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}.",
-        "What is removed is not yet time that is saved: `sparsebert plan` says what a kernel can skip, and at a few "
+        "Removing attention does not always save time: `sparsebert plan` says what a kernel can skip, and at a few "
         "hundred tokens attention is a small part of a model's time.",
     ]
     if description["length_policy"] == "extend":
-        limits.append("Scores at other lengths than the one that the mask was made for were not measured.")
+        limits.append("Scores were measured only at the length that the mask was made for.")
     return limits
 
 

@@ -237,8 +237,8 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
     if source.is_file() or source.suffix in PICKLE_SUFFIXES:
         raise MaskFileError(
             f"{source}: expected a folder or Hub id with {MASK_CONFIG_NAME} and {MASK_WEIGHTS_NAME}; "
-            "pickled files are never read. Of a bool tensor that you trust, SparseMask(keep, length).save_pretrained "
-            "makes such a folder"
+            "pickled files are never read. SparseMask(keep, length).save_pretrained writes such a folder from a bool "
+            "tensor"
         )
     name = str(pretrained_model_name_or_path)
     found = []

@@ -1,4 +1,4 @@
-"""Classical patterns at a given sparsity, to compare a learned mask with at equal cost."""
+"""Patterns at a given sparsity, to compare with a learned mask at equal cost."""
 
 from collections.abc import Callable
 from typing import Any

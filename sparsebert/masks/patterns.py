@@ -133,7 +133,7 @@ def logsparse(length: int) -> SparseMask:
 def star(length: int, *, window_size: int = 1) -> SparseMask:
     """
     Token 0 is the relay, which attends to and is attended by all. The others form a ring, in which each attends to
-    itself and `window_size` neighbours on both sides.
+    itself and `window_size` neighbors on both sides.
 
     Source: Star-Transformer (arXiv 1902.09113) as in SparseBERT (arXiv 2102.12871), Figure 1a.
     """

@@ -1,4 +1,4 @@
-"""Folders of masks and models to and from the Hub, and which masks there are. A push is one commit."""
+"""Pushing folders of masks and models to the Hub, pulling them, and listing masks. A push is one commit."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ from .mask_files import (
 _NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
 # The state of a mask, which a newer one replaces.
 _STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search_config.json")
-# Of a folder of a model, what is about its mask.
+# The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, "heads.png")
 
 
@@ -246,7 +246,7 @@ def pull_folder(
 ) -> list[str]:
     """
     Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
-    interrupted download has is kept beside the folder, and the next one goes on from there.
+    interrupted download has is kept next to the folder, and the next one continues with it.
 
     Args:
         repo_id (`str`): Name of the repository.
@@ -289,7 +289,7 @@ def pull_folder(
         for name in wrong:
             (place / name).unlink(missing_ok=True)
         raise OSError(
-            f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was thrown away; nothing was written to "
+            f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written to "
             f"{output}: run the same command again"
         )
     shutil.rmtree(place / ".cache", ignore_errors=True)

@@ -56,8 +56,8 @@ LAST_TOKENS = ("real", "position")
 
 class SparseMask:
     """
-    A frozen boolean mask per head, which says which keys each query may attend to. It is immutable. Classical
-    patterns, frozen searches and mask files all become this type.
+    A frozen attention mask: for each head, which keys every query may attend to. It is immutable. Patterns, finished
+    searches and mask files all give a mask of this type.
 
     Args:
         keep (`torch.Tensor`): Bool, True = may attend. L = 1 means that all layers share the masks, and this leading
@@ -69,16 +69,16 @@ class SparseMask:
         length (`int`): n, the length that the mask was made for.
         form (`str`, *optional*, defaults to `"table"`): `"offsets"`, `"blocks"` or `"table"`.
         block_size (`int`, *optional*): B, required for form `"blocks"` and not allowed for the others.
-        special_tokens (`str`, *optional*, defaults to `"none"`): Tokens that attend to and are attended by all,
-            regardless of `keep`: `"none"`, `"first"` (the first non-padding token of each sequence, which is position
-            0 unless padding is on the left) or `"first_last"`.
+        special_tokens (`str`, *optional*, defaults to `"none"`): Tokens that attend to all tokens and are attended by
+            all, regardless of `keep`: `"none"`, `"first"` (the first non-padding token of each sequence, which is
+            position 0 unless padding is on the left) or `"first_last"`.
         last_token (`str`, *optional*, defaults to `"real"`): The token meant by "last": `"real"`, the last
             non-padding token of each sequence, or `"position"`, the last position of the input.
         diagonal (`bool`, *optional*): `False` removes and `True` keeps all n diagonal entries, those of special
             tokens included. `None` leaves them unchanged.
-        length_policy (`str`, *optional*): How inputs longer than n are masked: `"extend"` (unseen offsets are off;
-            default for Toeplitz forms), `"dense"` (positions from n on attend to and are attended by all) or
-            `"error"` (they are refused; default for tables).
+        length_policy (`str`, *optional*): How inputs longer than n are masked: `"extend"` (new offsets are off;
+            default for `"offsets"` and `"blocks"`), `"dense"` (positions from n on attend to all tokens and are
+            attended by all) or `"error"` (longer inputs are refused; default for `"table"`).
         metadata (`dict`, *optional*): Provenance stored in the mask's files, such as base model, revision and run.
 
     Raises:
@@ -243,8 +243,7 @@ class SparseMask:
     def check_length(self, length: int) -> None:
         """
         Raises:
-            ValueError: If the mask is undefined for inputs of `length` tokens: they are longer than it is, and
-                `length_policy` is `"error"`.
+            ValueError: If inputs of `length` tokens are longer than the mask and `length_policy` is `"error"`.
         """
         if self.length_policy == "error":
             check_length(length, self.length, self.form)
@@ -295,7 +294,7 @@ class SparseMask:
 
         Args:
             length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
-            window (`int`, *optional*): Keys farther than this from the query, special tokens too, do not count.
+            window (`int`, *optional*): Keys farther than this from the query do not count, even special tokens.
         """
         length = self.length if length is None else length
         if self.form == "table" or (window is not None and length > self.length):
@@ -347,8 +346,8 @@ class SparseMask:
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """
         Write `mask_config.json` and `mask.safetensors` (one bit per parameter) and, in a folder without a model, a
-        card. A README.md of the user stays. In the folder of an attached model that is being searched, the mask ends
-        that search: its `search_config.json` is removed.
+        card. A `README.md` that you wrote or changed is kept. In the folder of an attached model that is still
+        searching, the mask ends that search: its `search_config.json` is removed.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to, created if missing.
@@ -356,7 +355,7 @@ class SparseMask:
             kwargs: Arguments of [`SparseMask.push_to_hub`] (`repo_id`, `subfolder`, `private`, `token`, ...).
 
         Raises:
-            ValueError: If the folder holds a SparseBERT that is being searched: its `config.json` says so.
+            ValueError: If the `config.json` in the folder is that of a SparseBERT that is still searching.
         """
         folder = Path(save_directory)
         check_no_search(folder)
@@ -370,7 +369,7 @@ class SparseMask:
 
     def push_to_hub(self, repo_id: str, *, subfolder: str | None = None, **kwargs: Any) -> CommitInfo:
         """
-        Push the mask to a Hub repository, with its card. A repository holds several masks in subfolders.
+        Push the mask to a Hub repository, with its card. A repository can hold several masks, in subfolders.
 
         Args:
             repo_id (`str`): Name of the repository, created if missing.

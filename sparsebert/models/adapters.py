@@ -30,7 +30,7 @@ def load_mask_of_adapter(
     model: torch.nn.Module, source: str | PathLike, is_trainable: bool = False, **hub_arguments: Any
 ) -> None:
     """
-    Give a model the mask that lies beside an adapter, if there is one.
+    Give a model the mask that was saved with an adapter, if there is one.
 
     Args:
         model (`torch.nn.Module`): The model that the adapter was loaded into, changed in place.
@@ -59,13 +59,14 @@ def load_mask_of_adapter(
     parameter = sparse_attention.mask_logits
     if parameter is None:
         raise MaskFileError(
-            f"{source}: its mask is still being searched, that of the model is frozen: load the adapter into a model "
-            "without a mask"
+            f"{source}: the mask of the adapter is still being searched, but that of the model is frozen: load the "
+            "adapter into a model without a mask"
         )
     if parameter.shape != logits.shape or sparse_attention.config.search != fields["search"]:
         raise MaskFileError(
-            f"{source}: its logits are of a search {fields['search']} and have shape {tuple(logits.shape)}, the model "
-            f"has a search {sparse_attention.config.search} and shape {tuple(parameter.shape)}"
+            f"{source}: the logits of the adapter come from the search {fields['search']} and have shape "
+            f"{tuple(logits.shape)}, but the model has the search {sparse_attention.config.search} and shape "
+            f"{tuple(parameter.shape)}"
         )
     with torch.no_grad():
         parameter.copy_(logits)
@@ -81,7 +82,7 @@ def _load_frozen(model, source, mask):
         return
     if sparse_attention.mask is not None or sparse_attention.searching:
         logger.warning(
-            f"{source}: the adapter was trained with another mask than that of the model, which now runs through the "
+            f"{source}: the adapter was trained with another mask than that of the model, so the model now uses the "
             "mask of the adapter."
         )
     try:

@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "xlm-roberta": "XLMRobertaSelfAttention",
 }
 
-# Model types whose layers other than attention mix neighbouring tokens: the embeddings of MobileBERT are of trigrams.
+# Model types whose layers other than attention mix neighboring tokens: the embeddings of MobileBERT are of trigrams.
 MIXES_NEIGHBOURS = ("mobilebert",)
 
 
@@ -65,7 +65,7 @@ def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
     config = model.config
     if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBOURS:
         raise ValueError(
-            f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes neighbouring "
+            f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes neighboring "
             "tokens outside attention: set it to false"
         )
     heads = config.num_attention_heads
@@ -87,7 +87,7 @@ def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
 
 def sliding_window(config: PreTrainedConfig) -> tuple[int | None, tuple[int, ...]]:
     """
-    The layers of a model in which a token attends to its neighbourhood only.
+    The layers of a model in which a token attends to its neighborhood only.
 
     Returns:
         `tuple`: The largest offset that these layers attend to, `None` without any, and their indices.

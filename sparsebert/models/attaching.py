@@ -140,14 +140,14 @@ def attach(
             model or revision, instead of warning.
         attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
             `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
-        fields: `revision`, `subfolder` and `token` of a mask's folder or Hub id, see [`SparseMask.from_pretrained`].
+        fields: For a mask's folder or Hub id: `revision`, `subfolder` and `token`, see [`SparseMask.from_pretrained`].
             Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
             for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
             `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`; for any mask or search: `skip_padding`.
 
     Returns:
-        `model`, changed in place: it has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that saves
-        the mask too. `from_pretrained` and [`load`] read that back and [`detach`] takes the mask off again.
+        `model`, changed in place: it now has `sparse_attention`, `freeze`, `set_mask` and a `save_pretrained` that
+        saves the mask too. `from_pretrained` and [`load`] read the mask back, and [`detach`] removes it.
     Raises:
         ValueError: If the architecture is not supported, the model carries a mask already, the mask does not fit it,
             or a field is wrong or has no meaning here. The model is unchanged then.
@@ -217,8 +217,8 @@ def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
 
 def detach(model: Model) -> Model:
     """
-    Take the mask off again: the model is what it was before [`attach`], with the weights that it has now. Save it in a
-    folder without the mask: mask files that are there stay, and are loaded with the weights beside them.
+    Remove the mask: the model becomes what it was before [`attach`], with its current weights. Save it in a folder
+    without the mask: mask files that are already in a folder stay there, and are loaded together with the weights.
 
     Args:
         model (`PreTrainedModel`): A model that [`attach`] gave a mask.
@@ -246,10 +246,27 @@ def detach(model: Model) -> Model:
 
 
 def sparsity_loss(model: nn.Module) -> torch.Tensor:
-    """lambda * ||M||_1 of the mask sampled in the last training forward, for loops that compute their own loss."""
+    """
+    The penalty `lambda * ||M||_1` on the mask sampled in the last training forward, for loops that compute their own
+    loss.
+
+    Args:
+        model (`PreTrainedModel`): A model with a mask.
+
+    Returns:
+        `torch.Tensor`: A scalar to add to the loss; 0 if nothing was sampled or the search has a target.
+    """
     return get_sparse_attention(model).sparsity_loss()
 
 
 def sparsity(model: nn.Module) -> float:
-    """Fraction of attention entries that the frozen mask of the model, or the thresholded one, removes."""
+    """
+    Fraction of attention entries that the mask of a model removes at its own length.
+
+    Args:
+        model (`PreTrainedModel`): A model with a frozen mask, or with a search, which is thresholded for this.
+
+    Returns:
+        `float`
+    """
     return get_sparse_attention(model).sparsity()

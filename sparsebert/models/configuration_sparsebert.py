@@ -101,30 +101,31 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         noise_scale (`float`, *optional*): How much random noise the samples of the mask have: factor of the Gumbel
             noise, at least 0. Defaults to 1, or to 0 for `"soft"` and with a target.
         share_noise (`bool`, *optional*, defaults to `False`): Whether the processes of a distributed training share
-            the Gumbel noise, and so one sample of the mask. By default each draws its own: more samples in a step.
-        hard (`bool`, *optional*): Whether the mask is used rounded to 0 or 1 in the search: straight-through samples.
-            Defaults to `True`, or to `False` for `"soft"` and with a target.
+            the Gumbel noise, and so one sample of the mask. By default each process draws its own noise, so that a
+            step averages over more samples.
+        hard (`bool`, *optional*): Whether the search rounds the mask to 0 or 1 (straight-through samples). Defaults to
+            `True`, or to `False` for `"soft"` and with a target.
         symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry, and
-            whether a token in `"vertical_slash"` has one logit for its column and its row, or one for each.
+            whether a token in `"vertical_slash"` has a single logit for its column and its row instead of two.
         share_layers (`bool`, *optional*, defaults to `True`): Whether all layers share one mask per head.
         diagonal (`str`, *optional*): Self-attention of every token, special tokens included: `"keep"` turns it on,
-            `"remove"` turns it off, `"learned"` leaves it to the search or the pattern, and takes off what was fixed
-            in a frozen mask. Unset once a mask is frozen, which holds it from then on.
+            `"remove"` turns it off, and `"learned"` leaves it to the search or the pattern, or undoes what was fixed
+            in a frozen mask. Reset to `None` once a mask is frozen, because the mask then stores it.
         special_tokens (`str`, *optional*): Tokens whose rows and columns are always on in a search: `"none"`,
             `"first"` (each sequence's first token that is not padding) or `"first_last"`. Defaults to `"first_last"`
             for `dam_s`, `dam_b` and `vertical_slash` (`"first"` in a decoder) and to `"none"` for the others.
         last_token (`str`, *optional*): What the last token is: `"real"` for the last one that is not padding, the
-            default, or `"position"` for the last position of the input. Unset once a mask is frozen.
+            default, or `"position"` for the last position of the input. Reset to `None` once a mask is frozen.
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
             of the mask. Not used with a target.
         target_sparsity (`float`, *optional*): Fraction of entries to remove, in (0, 1). The search is
             then annealed instead of penalized: it uses P itself instead of samples, with a temperature that falls.
-        sparsity_scope (`str`, *optional*, defaults to `"head"`): What has the target sparsity: `"head"` for every head
-            of its own, `"global"` for all heads and layers together, of which some then keep more than others.
+        sparsity_scope (`str`, *optional*, defaults to `"head"`): Where the target sparsity is met: `"head"` in every
+            head, `"global"` over all heads and layers together, so that some heads keep more than others.
         initial_decay (`float`, *optional*): How local a search starts: the odds of keeping an entry are proportional
-            to `max(distance, 1)^-d`, d in [0, 100], with the distance in tokens (`"dam_b"`: tiles; a global token of
-            `"vertical_slash"`: the mean one, a third of the length). Defaults to 0, where all are alike, or to 3 with
-            a target, for a local start.
+            to `max(distance, 1)^-d`, d in [0, 100]. The distance is counted in tokens, or for `"dam_b"` in tiles; a
+            global token of `"vertical_slash"` has the mean distance, a third of the length. Defaults to 0, where all
+            entries start alike, or with a target to 3, a local start.
         initial_sparsity (`float`, *optional*): Sparsity at the start of a search with a target: in [0, 1), 0 is a
             dense warm-up. Defaults to the target.
         sparsity_warmup (`float`, *optional*, defaults to 0.0): Fraction of the search after which sparsity starts to
@@ -132,15 +133,15 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         sparsity_ramp (`float`, *optional*, defaults to 0.4): Fraction of the search after which it has reached the
             target.
         search_progress (`float`, *optional*): Fraction of the search that was done when the model was saved, in
-            [0, 1]. Saving sets it; `None` is the end.
+            [0, 1]. Saving sets it; `None` means that the search was at its end.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
-            `"dense"`, or `"error"` (default of tables). Unset once a mask is frozen.
+            `"dense"`, or `"error"` (default of tables). Reset to `None` once a mask is frozen.
         skip_padding (`bool`, *optional*, defaults to `False`): Whether an encoder takes the padding out of a batch
-            before its layers and puts it back, as zeros, after them. The result is the same, without the time that
-            padding takes. Batches that begin with padding run with it, and so does a graph that is compiled or
-            exported and a forward that returns attentions.
+            before its layers and puts it back, as zeros, after them. The result is the same, but padding takes no
+            time. Padding stays in if a row begins with it, in compiled and exported graphs, and if attentions are
+            returned.
         probability_map (`str`, *optional*, defaults to `"softmax"`): What turns scores into probabilities, a key of
             `PROBABILITY_MAPS`: `"softmax"`, `"topk"`, `"sparsegen_lin"`, `"sparsemax"`, `"entmax15"`, `"entmax"`.
             Cross-attention keeps softmax.
@@ -268,7 +269,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             raise ValueError("skip_padding true has no meaning with is_decoder true: set it to false")
         if self.skip_padding and set(self.token_mixers or ()) - {"attention"}:
             raise ValueError(
-                "skip_padding true needs attention in all layers, since the other token_mixers mix neighbouring "
+                "skip_padding true needs attention in all layers, since the other token_mixers mix neighboring "
                 f"tokens, got {self.token_mixers!r}: set it to false"
             )
 

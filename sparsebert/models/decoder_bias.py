@@ -1,5 +1,5 @@
 """
-The decoder of a BERT head for masked tokens without a bias parameter of its own.
+The decoder of BERT's masked-token head, without a bias parameter of its own.
 
 In the stock classes the decoder and the head around it hold the same parameter. Engines that shard modules apart, such
 as FSDP2, cannot have a parameter in two places.

@@ -1,4 +1,4 @@
-"""Classes that give a stock class of transformers what a model with a mask needs, made at run time under its name."""
+"""Classes that add what a model with a mask needs to a stock class of transformers, under the name of that class."""
 
 from functools import cache
 from typing import Any

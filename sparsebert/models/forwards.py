@@ -1,6 +1,6 @@
 """
-How a mask enters a model: through the `forward` of its class, so that whoever runs the model runs it with its mask,
-whether by calling the model, by calling its `forward` or by tracing it.
+How a mask enters a model: through the `forward` of its class, so that the mask is applied whether the model is called,
+its `forward` is called, or it is traced.
 """
 
 import inspect
@@ -61,7 +61,7 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     _, *names = signature.parameters
 
     def forward(self, *args, **kwargs):
-        # Of the classes that derive from each other, only that of the model itself does its part.
+        # If several of these classes derive from each other, only the class of the model itself does its part.
         outermost, restore = type(self) is cls, None
         if outermost and "sparse_attention" in self._modules:
             args, kwargs, restore = _with_mask_inputs(self, names, args, kwargs)
@@ -108,8 +108,8 @@ def _with_mask_inputs(model, names, args, kwargs):
             padding = None
         elif not bool(padding.any(-1).all()):
             logger.warning_once(
-                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output means "
-                "nothing."
+                "attention_mask: a sequence of the batch is padding only; its attention is 0, and its output has no "
+                "meaning."
             )
     if given.get("output_attentions", config.output_attentions):
         needs.add("weights")

@@ -83,15 +83,17 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.
         model_class (`type`, *optional*): Class or `Auto*` class to load. Defaults to the one that was saved.
         kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal` and
-            `allow_empty_rows` change how the mask is used. Code in the folder or repository is not run, whatever
-            `trust_remote_code` is.
+            `allow_empty_rows` change how the mask is used. Code in the folder or repository is never run, whatever
+            `trust_remote_code` says.
 
-    If the weights changed since the mask was saved beside them, there is a warning.
+    If the weights changed since the mask was saved next to them, there is a warning.
 
+    Returns:
+        `PreTrainedModel`: The model, in evaluation mode.
     Raises:
-        MaskFileError: If there is a model but no mask, a mask without a model or an adapter.
+        MaskFileError: If there is a model but no mask, a mask without a model, or an adapter.
         OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
-        ValueError: If the class that was saved is not one of transformers, or as for [`attach`].
+        ValueError: If the class that was saved is not part of transformers, or for a reason listed under [`attach`].
     """
     source = pretrained_model_name_or_path
     check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))

@@ -1,4 +1,4 @@
-"""Configurations of models with a mask: stock names of attention mean their sparse twins, and give attentions."""
+"""Configurations of models with a mask: stock names of attention stand for sparse ones, and can return attentions."""
 
 from dataclasses import fields
 from os import PathLike

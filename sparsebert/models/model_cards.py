@@ -116,18 +116,18 @@ model = sparsebert.load("{name}")
 ```"""
     ours = saved.get("model_type") == SparseBertConfig.model_type
     silent = (
-        "transformers loads the same weights without the mask, and says nothing: the model then attends to all "
-        "tokens, and what it computes differs."
+        "transformers loads the same weights without the mask and without a warning: the model then attends to all "
+        "tokens, and its outputs are different."
     )
     if without_package:
-        without = f"""Without it, by the code in this repository, which is slower:
+        without = f"""Without it, with the code in this repository, which is slower:
 
 ```python
 from transformers import {auto}
 
 model = {auto}.from_pretrained("{name}", trust_remote_code=True)
 ```"""
-        refused = "transformers refuses to load it, and asks for it."
+        refused = "transformers refuses to load the model and asks for it."
         without += f"\n\nWithout `trust_remote_code=True` {refused if ours else silent}"
     elif ours:
         without = "Without it this model cannot be run: install the package."

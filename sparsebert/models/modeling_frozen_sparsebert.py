@@ -18,7 +18,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.utils import cached_file, logging
 
 
-# One for all copies of this file, so that what is said once is.
+# One logger for all copies of this file, so that a message is logged only once.
 logger = logging.get_logger("transformers.sparsebert")
 
 FILES = ("mask_config.json", "mask.safetensors")

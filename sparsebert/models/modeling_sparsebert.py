@@ -94,7 +94,7 @@ class SparseBertForPreTraining(SparseBertPreTrainedModel, BertForPreTraining):
 class SparseBertForMaskedLM(SparseBertPreTrainedModel, BertForMaskedLM):
     """
     [`BertForMaskedLM`] with a sparse attention mask. With `skip_logits=True` its `forward` computes the loss from the
-    labelled tokens alone, and the logits of its output are `None`; [`SparseBertTrainer`] trains it this way.
+    labeled tokens alone, and the logits of its output are `None`; [`SparseBertTrainer`] trains it this way.
     """
 
     forward = with_skip_logits(BertForMaskedLM.forward)

@@ -42,15 +42,15 @@ def first_position(model: PreTrainedModel) -> int:
 
 def extend_positions(model: Model, length: int, method: str = "interpolate") -> Model:
     """
-    Give a model position embeddings for longer inputs, made from those that it has. The model needs some training at
-    the new length to be as good there as it was before.
+    Extend the position embeddings of a model for longer inputs, starting from those that it has. To be as good at the
+    new length as before, the model needs some training at that length.
 
     Args:
         model (`PreTrainedModel`): A base model or head with learned absolute positions, with or without a mask. The
             configuration's `max_position_embeddings` changes too; a tokenizer's `model_max_length` does not.
-        length (`int`): m, the number of tokens of the longest input from now on, more than n.
+        length (`int`): m, the new number of tokens of the longest input, more than n.
         method (`str`, *optional*, defaults to `"interpolate"`): `"interpolate"` interpolates linearly between
-            neighbours: the first and the last position stay the same, and the distance between any two tokens shrinks.
+            neighbors: the first and the last position stay the same, and the distance between any two tokens shrinks.
             `"tile"` repeats the table: the first n positions stay the same.
 
     Returns:

@@ -21,10 +21,9 @@ def _refuse_to_save(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def quantize(model: Model) -> Model:
     """
-    Run the linear layers of an encoder in int8 from now on, by the dynamic quantization of PyTorch: weights are
-    rounded once, by output channel, and activations in every call, by their range in the whole batch. Embeddings,
-    attention with its mask, normalization and heads stay in float32. The model is for inference on CPUs, and cannot be
-    saved any more.
+    Run the linear layers of an encoder in int8, with PyTorch's dynamic quantization: weights are rounded once, per
+    output channel, and activations in every call, by their range in the whole batch. Embeddings, attention with its
+    mask, normalization and heads stay in float32. The quantized model is for inference on CPUs, and cannot be saved.
 
     Args:
         model (`PreTrainedModel`): A base model or head in float32 on the CPU, dense or with a mask.
@@ -32,7 +31,8 @@ def quantize(model: Model) -> Model:
     Returns:
         `model`, changed in place and in evaluation mode.
     Raises:
-        ValueError: If it is no such model, is quantized already, or this build of PyTorch has no int8 kernels.
+        ValueError: If the model is not of this kind or is already quantized, or if this build of PyTorch has no int8
+            kernels.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"quantize needs a model of transformers, got {type(model).__name__}")

@@ -63,7 +63,7 @@ def without_saved_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 def runs_without_package(saved: dict[str, Any], frozen: bool) -> bool:
     """
-    Whether a saved model is one that its code serves.
+    Whether the code that is saved with a model can run it.
 
     Args:
         saved (`dict`): What the file of its configuration says.

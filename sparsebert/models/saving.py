@@ -1,4 +1,4 @@
-"""What all models with a mask have, and what they write: one state of the mask per folder and repository."""
+"""What all models with a mask have in common, and what they save: one state of the mask per folder and repository."""
 
 import json
 from dataclasses import fields as dataclass_fields

@@ -40,22 +40,22 @@ class SparseAttention(nn.Module):
     """
     The attention mask of a model, registered once on the base model as `sparse_attention`.
 
-    It is in one of two states. While the mask is learned there are a [`MaskSearch`] as `search` and the parameter
-    `mask_logits`; `learned` combines them to a [`LearnedMask`]. Once it is frozen there is a [`SparseMask`] as `mask`
-    and no logits. A model whose mask is still to be read from a file has neither.
+    It is in one of two states. While the mask is being learned, `search` is a [`MaskSearch`] and `mask_logits` a
+    parameter; `learned` combines them into a [`LearnedMask`]. Once the mask is frozen, `mask` is a [`SparseMask`] and
+    there are no logits. A model whose mask has not been read from its file yet has neither.
 
     Args:
-        config ([`SparseBertConfig`]): Says what is searched, or which pattern is fixed.
-        mask ([`SparseMask`], *optional*): The frozen mask, used as the configuration asks.
-        window (`int`, *optional*): In the layers `local_layers` a token attends up to this offset only.
+        config ([`SparseBertConfig`]): Describes the search, or the fixed pattern.
+        mask ([`SparseMask`], *optional*): The frozen mask, used as the configuration says.
+        window (`int`, *optional*): Largest offset that a token attends to in the layers `local_layers`.
         local_layers (`Collection[int]`, *optional*): Indices of the layers with a sliding window.
         one_layer (`bool`, *optional*, defaults to `False`): Whether all layers are the same module, with one mask.
 
     Attributes:
         mask_logits (`torch.nn.Parameter` of shape `(L, H, K)`): The stored logits, or `None`.
         search ([`MaskSearch`]): The rules of the search, or `None`.
-        progress (`torch.Tensor`): Fraction of the search that is done. A tensor, so that compiled steps need no new
-            graph.
+        progress (`torch.Tensor`): Fraction of the search that is done. It is a tensor so that a compiled training step
+            is not compiled again when it changes.
         probability_map ([`ProbabilityMap`]): What turns scores into probabilities.
         head_size (`int`): Size of a head.
         num_layers (`int`): Number of layers with attention.
@@ -176,17 +176,17 @@ class SparseAttention(nn.Module):
 
     def set_mask(self, mask: SparseMask, search: str | None = None) -> None:
         """
-        Run through this mask from now on. A search ends, and its logits are dropped. The configuration then says that
-        the mask is a file beside the weights.
+        Use this mask from now on. If the model is searching, the search ends and its logits are dropped. The
+        configuration then says that the mask is a file next to the weights.
 
         Args:
             mask ([`SparseMask`]): A mask for the heads and layers of the model.
             search (`str`, *optional*): The search that found it, for the record.
 
         Raises:
-            ValueError: If it is no [`SparseMask`], has another number of heads or layers, has a row that keeps nothing
-                (unless the configuration's `allow_empty_rows`) or is undefined in a decoder, or if no layer of the
-                model has attention.
+            ValueError: If `mask` is not a [`SparseMask`], has another number of heads or layers than the model, has a
+                row that keeps nothing (unless the configuration sets `allow_empty_rows`), or is undefined in a
+                decoder, or if no layer of the model has attention.
         """
         if not isinstance(mask, SparseMask):
             raise ValueError(f"set_mask needs a SparseMask, got {type(mask).__name__}")
@@ -231,7 +231,7 @@ class SparseAttention(nn.Module):
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
     ) -> tuple[SparseMask, dict[str, Any]]:
         """
-        [`~SparseAttention.freeze`] that also returns how well the search had decided the mask.
+        Like [`~SparseAttention.freeze`], but also returns how clearly the search had decided the mask.
 
         Returns:
             `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.freeze`].
@@ -253,8 +253,8 @@ class SparseAttention(nn.Module):
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
     ) -> SparseMask:
         """
-        End the search: keep the parameters with P above `threshold`, or the most probable ones up to a sparsity. By
-        default that is the target sparsity, or without a target the threshold 1/2.
+        End the search: keep the parameters with P above `threshold`, or the most probable ones at a given sparsity.
+        Defaults to the target sparsity, or without a target to the threshold 1/2.
 
         Args:
             threshold (`float`, *optional*): In [0, 1).
@@ -262,9 +262,9 @@ class SparseAttention(nn.Module):
             metadata (`dict`, *optional*): Provenance to store with the mask.
 
         Returns:
-            [`SparseMask`]: The mask that the model runs through from now on.
+            [`SparseMask`]: The mask that the model uses from now on.
         Raises:
-            ValueError: If the mask is frozen already, a value is out of its range, or a row would keep nothing.
+            ValueError: If the mask is already frozen, a value is out of its range, or a row would keep nothing.
         """
         return self.end_search(threshold, sparsity, metadata)[0]
 
@@ -272,8 +272,8 @@ class SparseAttention(nn.Module):
 
     def mask_probs(self) -> torch.Tensor:
         """
-        P of every entry at the mask's own length, special tokens and a fixed diagonal included. 0 and 1 for a frozen
-        mask.
+        P of every entry at the mask's own length, special tokens and a fixed diagonal included. For a frozen mask, P
+        is 0 or 1.
 
         Returns:
             `torch.Tensor` of shape `(L, H, n, n)`, float32, on the CPU, without gradient.
@@ -286,7 +286,7 @@ class SparseAttention(nn.Module):
         return self._learned_mask().thresholded_mask(threshold, sparsity)
 
     def outcome(self, threshold: float | None = None, sparsity: float | None = None) -> dict[str, Any]:
-        """What freezing would give now, and how well the search has decided it, see [`LearnedMask.freeze`]."""
+        """What freezing would give now, and how clearly the search has decided it, see [`LearnedMask.freeze`]."""
         return self._learned_mask().freeze(threshold, sparsity)[1]
 
     def sparsity(self) -> float:
@@ -305,10 +305,10 @@ class SparseAttention(nn.Module):
 
     def return_weights(self, wanted: bool = True) -> None:
         """
-        Have every forward run on a backend that returns attention probabilities, for hooks on the attention modules.
+        Make every forward run on a backend that returns attention probabilities, for hooks on the attention modules.
 
         Args:
-            wanted (`bool`, *optional*, defaults to `True`): `False` ends this.
+            wanted (`bool`, *optional*, defaults to `True`): `False` restores the usual choice.
         """
         self.weights_wanted = wanted
 
@@ -327,8 +327,8 @@ class SparseAttention(nn.Module):
         documents: Documents | None = None,
     ) -> MaskInputs:
         """
-        Prepare one forward of the base model: sample the mask (searching, training), threshold it (searching,
-        evaluation) or look the frozen one up, and bring it into the form that the backend reads.
+        Prepare one forward of the base model: sample the mask (a search in training), threshold it (a search in
+        evaluation) or take the frozen mask, and bring it into the form that the backend reads.
 
         Args:
             name (`str`): The attention implementation of the model.

@@ -1,5 +1,5 @@
 """
-What `import sparsebert` adds to `from_pretrained` of stock models: a mask that lies beside the weights is attached.
+What `import sparsebert` adds to `from_pretrained` of stock models: a mask saved next to the weights is attached.
 
 The files of an attached model are stock, so nothing in them can lead transformers to the mask. `from_pretrained` of
 the class, which all others end in (`Auto*`, `pipeline`, sentence-transformers), is where the mask has to enter.
@@ -215,7 +215,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         if weights_changed(found.mask, found.mask.parent):
             logger.warning(
                 f"{source}: the weights are not those that the mask was saved with. If a model without a mask was "
-                f"saved over one that had it, delete {MASK_CONFIG_NAME}. Saving this model again ends the warning."
+                f"saved over one that had it, delete {MASK_CONFIG_NAME}. To end this warning, save this model again."
             )
         attach_from(source, model, mask, attn_implementation, **fields)
     return loaded
@@ -231,8 +231,8 @@ def _attach_of_base(model, source):
         attach_from(base, model, SparseMask.from_pretrained(base))
     elif found.search is not None:
         logger.warning(
-            f"{source}: its base model {base} carries a mask that is being searched, and was loaded without it: load "
-            "the base model first, and the adapter into it"
+            f"{source}: the base model {base} has a mask that is being searched, and was loaded without it: load the "
+            "base model first, then the adapter into it"
         )
 
 

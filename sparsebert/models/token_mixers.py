@@ -112,7 +112,7 @@ class BProj(nn.Module):
 class SepConv(nn.Module):
     """
     A gated linear unit and a depth-wise convolution along the text, which together with W_O are a separable
-    convolution. Each of its 16 filters of length 128 serves D / 16 neighbouring channels. Position i reads the
+    convolution. Each of its 16 filters of length 128 serves D / 16 neighboring channels. Position i reads the
     positions i - 64 to i + 63.
 
     Source: arXiv 1912.10077, Sections 5.2 and D; the unit and the sharing of filters: Pay Less Attention (arXiv

@@ -79,7 +79,7 @@ def check_documents(model: Any) -> None:
     if mixers or model.config.model_type in MIXES_NEIGHBOURS:
         part = f"the token mixer {min(mixers)!r}" if mixers else f"a model of type {model.config.model_type!r}"
         raise ValueError(
-            f"position_ids restart within a row, but {part} mixes neighbouring tokens, also of different documents: "
+            f"position_ids restart within a row, but {part} mixes neighboring tokens, also of different documents: "
             "pass one document per row"
         )
 

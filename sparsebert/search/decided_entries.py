@@ -1,5 +1,5 @@
 """
-How many entries the parameters of a search keep: of forms that tie entries together, and of a union.
+How many entries the parameters of a search keep, for forms that tie entries together and for a union of them.
 
 Letters: L layers (1 when shared), H heads, n mask length, m input length, N tokens that are not special, K learned
 parameters per head, i query, j key, P the keep probability.

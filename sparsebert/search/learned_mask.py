@@ -137,7 +137,7 @@ class LearnedMask:
         check_selection(threshold, sparsity)
         search = self.search
         if probs.isnan().any():
-            raise FloatingPointError("mask_logits: the probabilities of the mask are NaN, there is no mask to choose")
+            raise FloatingPointError("mask_logits: the probabilities of the mask are NaN, so no mask can be chosen")
         if threshold is None and sparsity is None:
             if search.pruning:
                 return self.kept.cpu()

@@ -63,14 +63,14 @@ SCORES: dict[str, Callable[[LearnedMask], torch.Tensor] | None] = {
 
 class ProgressivePruning(TrainerCallback):
     """
-    Removes attention entries while a model trains. After the last pruning step the mask is frozen, and training goes
-    on through it with the same optimizer and learning rate schedule. What is removed stays removed. All other entries
-    are on and nothing is sampled, so that freezing changes nothing.
+    Removes attention entries while a model trains. After the last pruning step the mask is frozen, and training
+    continues through it with the same optimizer and learning rate schedule. Removed entries stay removed. All other
+    entries are on and nothing is sampled, so that freezing changes nothing.
 
-    With a search (`score` `"probs"` or `"logits"`) the logits learn with the weights, by the straight-through gradient
-    of P, without a penalty. Without a search (`"attention"`) the model has the pattern `"dense"`, and the score of an
-    entry is its mean attention probability over the batches since the last pruning step. All layers share a mask if
-    the configuration says `share_layers`.
+    With a search (`score` `"probs"` or `"logits"`) the logits are trained together with the weights, by the
+    straight-through gradient of P and without a penalty. Without a search (`"attention"`) the model has the pattern
+    `"dense"`, and the score of an entry is its mean attention probability over the batches since the last pruning
+    step. All layers share a mask if `share_layers` is set in the configuration.
 
     Args:
         final_sparsity (`float`): Fraction of entries removed in the end, in (0, 1).
@@ -86,8 +86,8 @@ class ProgressivePruning(TrainerCallback):
         every (`int`, *optional*, defaults to 10): Optimizer steps between pruning steps, except for `"step"`.
 
     Raises:
-        ValueError: If a value is out of its range. Before training, if the model does not fit the score, is sparse
-            already or cannot become so sparse, or if training is distributed.
+        ValueError: If a value is out of its range. Raised before training if the model does not fit the score, is
+            already sparse or cannot become this sparse, or if training is distributed.
     """
 
     def __init__(

@@ -17,27 +17,28 @@ logger = logging.get_logger(__name__)
 
 class SearchSchedule(TrainerCallback):
     """
-    Tells the mask how much of its search is done, which all its schedules follow. If the search ends before the
-    training does, the mask is frozen there and training goes on through it with the same optimizer. The processes of a
-    distributed training compare their frozen masks when the training begins and when the search ends.
+    Tells a mask that is being learned how far the search has progressed, which its temperature and sparsity follow. If
+    the search ends before the training does, the mask is frozen at that point, and training continues through it with
+    the same optimizer. The processes of a distributed training compare their frozen masks when the training begins and
+    when the search ends.
 
     Args:
         end (`float`, *optional*, defaults to 1.0): Fraction of the training after which the mask is frozen, in (0, 1].
-            With 1 the caller freezes it after the training.
+            With 1 the mask is not frozen: call `model.freeze()` after the training.
         threshold (`float`, *optional*): See [`SparseAttention.freeze`].
         sparsity (`float`, *optional*): See [`SparseAttention.freeze`].
         metadata (`dict`, *optional*): Provenance to store with the frozen mask.
-        position (`Callable`, *optional*): How far the training is and where it ends, from its `TrainerState`; by
-            default the steps. [`TimeBudget`] has another.
+        position (`Callable`, *optional*): Function of the `TrainerState` that returns how far the training is and
+            where it ends. Defaults to the steps; [`TimeBudget`] has one that follows the clock.
 
     Attributes:
         probs (`torch.Tensor` of shape `(L, H, n, n)`): P when the mask was frozen, `None` before.
         outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
     Raises:
-        ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Before the first
-            step, if the mask is pruned ([`ProgressivePruning`]) and `end` is less than 1: pruning freezes it itself.
-        MaskMismatchError: By the training, if the processes have different masks.
+        ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Raised before the
+            first step if `end` is less than 1 and the mask is pruned, because [`ProgressivePruning`] freezes it.
+        MaskMismatchError: Raised by the training if the processes have different masks.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class SearchSchedule(TrainerCallback):
             except ValueError as error:
                 # A mask with empty rows must not cost hours of training.
                 self._refused = True
-                logger.warning(f"search_end: the mask cannot be frozen yet, the search goes on: {error}")
+                logger.warning(f"search_end: the mask cannot be frozen yet, so the search continues: {error}")
 
     def freeze(self, sparse_attention: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         """

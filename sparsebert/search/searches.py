@@ -54,7 +54,7 @@ SEARCHES = {
 }
 
 
-# What a sparsity is of: every head, or all heads and layers together.
+# Where a sparsity is met: in every head, or over all heads and layers together.
 SCOPES = ("head", "global")
 
 
@@ -183,7 +183,7 @@ def parameter_distance(form: str, size: int, length: int, symmetric: bool = True
 def check_selection(threshold: float | None, sparsity: float | None) -> None:
     """
     Raises:
-        ValueError: If `threshold` or `sparsity` is no number in [0, 1), or both are given.
+        ValueError: If `threshold` or `sparsity` is not a number in [0, 1), or both are given.
     """
     for name, value in (("threshold", threshold), ("sparsity", sparsity)):
         if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):

@@ -30,7 +30,7 @@ _PARTS = ("optimizer.pt", "scheduler.pt", "rng_state", "trainer_state.json", CON
 def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
     """
     Context manager for the saving of a checkpoint: at the end it gets its manifest; if saving fails, for example
-    since the disk is full, what there is of it is removed.
+    because the disk is full, its incomplete files are removed.
 
     Raises:
         OSError: If saving failed. The message is one line.
@@ -52,7 +52,7 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
         if state.is_main_process:
             shutil.rmtree(path, ignore_errors=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise OSError(f"{path} could not be saved, and what there was of it is removed: {reason}") from error
+        raise OSError(f"{path} could not be saved, and its incomplete files were removed: {reason}") from error
 
 
 def _write_manifest(folder):
@@ -73,7 +73,7 @@ def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> N
     Args:
         checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
         allow_partial (`bool`, *optional*, defaults to `False`): Accept that parts are missing: the manifest, or the
-            state of the optimizer, the schedule or the random numbers. Damaged files are refused all the same.
+            state of the optimizer, the schedule or the random numbers. Damaged files are always refused.
 
     Raises:
         FileNotFoundError: If there is no such folder.
@@ -105,13 +105,13 @@ def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> N
         _refuse(f"{folder} lacks {', '.join(missing)}", allow_partial)
 
 
-_ADVICE = "take another checkpoint, or pass --allow_partial_resume to go on with what is there"
+_ADVICE = "take another checkpoint, or pass --allow_partial_resume to continue with what is there"
 
 
 def _refuse(problem, allow_partial):
     if not allow_partial:
         raise ValueError(f"{problem}; {_ADVICE}")
-    logger.warning(f"{problem}: the run will not go on as it would have without a stop.")
+    logger.warning(f"{problem}: the run will not continue exactly as it would have without the stop.")
 
 
 def _missing(names):
@@ -179,6 +179,6 @@ def newest_whole(folder: str | os.PathLike, allow_partial: bool = False) -> Path
     if problems:
         raise ValueError(
             f"{folder} has no complete checkpoint to resume from: {'; '.join(problems)}. Start over with --overwrite, "
-            "or pass --allow_partial_resume to go on with what is there"
+            "or pass --allow_partial_resume to continue with what is there"
         )
     return None

@@ -1,4 +1,4 @@
-"""Comparison of finished fine-tuning runs, by what they left in their output folders."""
+"""Comparison of finished fine-tuning runs, from the files in their output folders."""
 
 import itertools
 import json

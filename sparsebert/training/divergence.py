@@ -1,4 +1,4 @@
-"""Numbers that are not finite: found before they are saved, trained on or frozen, and named."""
+"""Numbers that are not finite: found and named before they are saved, frozen or trained on."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,6 +1,6 @@
 """
-Engines that shard a model over processes, DeepSpeed and FSDP: which one a run has, which checkpoints it can go on
-from, and the mask logits, which stay outside of it.
+Engines that shard a model over processes, DeepSpeed and FSDP: which one a run has, which checkpoints it can resume
+from, and the mask logits, which stay outside the engine.
 """
 
 import json
@@ -74,20 +74,20 @@ def warn_of_ignored_engine(training: TrainingArguments) -> None:
         runs = "DDP" if training.world_size > 1 else "one process"
         for name in (name for name, value in asked.items() if value):
             logger.warning_once(
-                f"{name} is ignored here, {runs} runs instead: accelerate has it for accelerators such as GPUs only, "
-                "and for processes of a launcher (torchrun, accelerate launch, deepspeed)"
+                f"{name} is ignored here, {runs} runs instead: accelerate supports it only on accelerators such as "
+                "GPUs, and only in processes of a launcher (torchrun, accelerate launch, deepspeed)"
             )
     if _is_on("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
         logger.warning_once(
-            "accelerate launch --cpu has started one process, whatever its --num_processes: start several with "
+            "accelerate launch --cpu has started one process and ignored --num_processes: start several with "
             "torchrun --nproc_per_node, or with accelerate launch --multi_gpu --num_processes, and set use_cpu"
         )
 
 
 def engine_of_checkpoint(checkpoint: str | os.PathLike) -> dict[str, Any]:
     """
-    What wrote a checkpoint: `"engine"`, a name as of [`engine_of`], and `"processes"`, which is `None` if it does not
-    say.
+    What wrote a checkpoint: `"engine"`, a name that [`engine_of`] returns, and `"processes"`, their number, or `None`
+    if it is not recorded.
 
     Args:
         checkpoint (`str` or `os.PathLike`): Folder written by a Trainer.
@@ -186,7 +186,7 @@ def wrap_layers(plugin: Any, model: Any) -> None:
 def keep_outside(sparse_attention: "SparseAttention", device: torch.device) -> None:
     """
     Take the mask logits out of the parameters of the model, so that no engine shards them. The attribute `mask_logits`
-    stays, and `save_pretrained` saves them all the same. A frozen mask has none.
+    stays, and `save_pretrained` saves them nevertheless. A frozen mask has none.
 
     Args:
         sparse_attention ([`SparseAttention`]): The mask.

@@ -1,5 +1,5 @@
 """
-Fine-tuning: the runs that a recipe asks for, over seeds, a grid of settings or all of GLUE, and what they amount to.
+Fine-tuning: the runs that a recipe asks for, over seeds, a grid of settings or all of GLUE, and their summary.
 
 Finished runs are read from their folders, not repeated.
 """
@@ -87,7 +87,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     several = options.all or bool(grid) or len(seeds) > 1
     resume = resume_from(options.resume, arguments.resume_from_checkpoint)
     if several and isinstance(resume, str):
-        raise ValueError("resume_from_checkpoint is for a single run; several runs go on with --resume")
+        raise ValueError("resume_from_checkpoint is for a single run: resume several runs with --resume")
     with locked_output(output) as unfinished:
         _check_folder(output, options, several, resume, unfinished)
         PartialState().wait_for_everyone()  # before one of the processes writes to the folder
@@ -294,7 +294,7 @@ def _run_or_read(
     if (folder / "metrics.json").is_file() and path.is_file() and not data.options.overwrite:
         _check_same(folder, yaml.safe_load(path.read_text()), written)
         if not need_weights or any(folder.glob("model*.safetensors")):
-            logger.warning(f"{folder} is finished and not run again.")
+            logger.warning(f"{folder} is finished and is not run again.")
             metrics = json.loads((folder / "metrics.json").read_text())
             return {name: value for name, value in metrics.items() if name != "comparison"}
     logger.warning(f"{folder}: training with seed {training['seed']}.")

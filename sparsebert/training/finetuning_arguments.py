@@ -1,4 +1,4 @@
-"""What a fine-tuning recipe can say about task, model, mask and runs."""
+"""The fields of a fine-tuning recipe about task, model, mask and runs."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class FinetuningArguments(HubArguments):
         pad_to_multiple_of (`int`, *optional*): Pad batches to a multiple of this length, so that there are at most
             `max_length / pad_to_multiple_of` lengths, for each of which a compiled model makes a graph; by default to
             their longest input.
-        doc_stride (`int`): Tokens shared by neighbouring windows of a SQuAD context.
+        doc_stride (`int`): Tokens shared by neighboring windows of a SQuAD context.
         max_question_length (`int`): Maximum number of tokens of a SQuAD question.
         n_best_size (`int`): Number of candidate answers kept per SQuAD question.
         max_answer_length (`int`): Maximum number of tokens of a SQuAD answer.
@@ -47,7 +47,7 @@ class FinetuningArguments(HubArguments):
         simple_baseline (`bool`): Also report the task's simple baseline, if it has one.
         attn_implementation (`str`, *optional*): Attention backend; by default `"sparse_auto"`, or the stock default
             for a dense stock model.
-        resume (`bool`): Go on from the newest complete checkpoint of each run that is not finished, if it has one.
+        resume (`bool`): Continue from the newest complete checkpoint of each run that is not finished, if it has one.
         allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
         overwrite (`bool`): Repeat finished runs, and replace what is in the output folder once the new ones finish.
     """

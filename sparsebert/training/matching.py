@@ -149,7 +149,7 @@ def learn_mask(
         train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
             the learning rate.
         log (`Callable`, *optional*): Called with step and loss.
-        objective (`str`, *optional*, defaults to `"layers"`): What shall be the same, a key of `OBJECTIVES`.
+        objective (`str`, *optional*, defaults to `"layers"`): What to match, a key of `OBJECTIVES`.
 
     Raises:
         ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
@@ -221,8 +221,8 @@ def recover(
         learning_rate (`float`): Peak learning rate (AdamW), reached after a tenth of the steps; it then decays
             linearly to 0.
         log (`Callable`, *optional*): Called with step and loss.
-        objective (`str`, *optional*, defaults to `"pooled"`): What shall be the same, a key of `OBJECTIVES`.
-        masks (`Mapping[int, SparseMask]`, *optional*): Masks to go on with, by the step that they begin with.
+        objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
+        masks (`Mapping[int, SparseMask]`, *optional*): Masks to continue with, by the step at which each begins.
 
     Raises:
         ValueError: If the model has nothing of what the objective compares.

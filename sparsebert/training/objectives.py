@@ -1,6 +1,6 @@
 """
-What a masked model is trained to reproduce of the dense one, in the search of its mask and in the recovery of its
-weights. A new objective is a function that records and one that compares, and a row in `OBJECTIVES`.
+What a masked model is trained to have in common with the dense model, in the search for its mask and in the recovery
+of its weights. A new objective is a function that records, a function that compares, and a row in `OBJECTIVES`.
 
 Letters: B batch, n length, L layers, H heads, d head size, D hidden size, V vocabulary.
 """
@@ -28,13 +28,13 @@ _PROJECTIONS = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj
 @dataclass(frozen=True)
 class Objective:
     """
-    A quantity that the masked model shall have in common with the dense one.
+    A quantity in which the masked model should match the dense one.
 
     Args:
         record (`Callable`): `(model, input_ids) -> tensors`: runs the model on token ids `(B, n)` and returns what is
             compared.
         loss (`Callable`): `(ours, theirs) -> scalar`: how far the tensors of the masked model are from those of the
-            dense one. 0 if they are equal.
+            dense model, 0 if they are equal.
         refuse (`Callable`, *optional*): `(model) -> str or None`: the reason why a model has no such quantity.
     """
 

@@ -1,4 +1,4 @@
-"""The arguments of a post-hoc search, and what is checked of them before weights and text are read."""
+"""The arguments of a post-hoc search, and the checks that are made before weights and text are read."""
 
 import copy
 from dataclasses import dataclass
@@ -49,28 +49,28 @@ class PostHocArguments(HubArguments):
 
     Args:
         model (`str`): Folder or Hub id of a text encoder without a mask.
-        data (`str` or `list`): Unlabelled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        data (`str` or `list`): Unlabeled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         output_dir (`str`): Output folder.
-        mask (`str`, *optional*): Instead of a search: a mask to recover through, as a folder or Hub id, or the name of
-            a pattern, which gets the parameters that come nearest to `target_sparsity`. `"dense"` trains without one.
+        mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
+            pattern, whose parameters are chosen to come closest to `target_sparsity`. `"dense"` trains without a mask.
         max_length (`int`): Tokens per row of text, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        steps (`int`): Steps of the search; with 0 the mask keeps what the dense model attends to most.
+        steps (`int`): Number of steps of the search; with 0, the mask keeps what the dense model attends to most.
         batch_size (`int`): Rows of text per step.
         learning_rate (`float`): Learning rate of the mask logits.
         shortest (`int`, *optional*): Cut every other batch to a random length from here to `max_length`, for a mask
             that also serves short inputs; `null` to keep all batches whole.
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
-        recover (`int`): Steps of training the weights through the frozen mask, after the search.
+        recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
-        objective (`str`): What the search compares of the masked and the dense model, a key of `OBJECTIVES`.
-        recover_objective (`str`): What the recovery compares.
-        recover_from (`float`, *optional*): Sparsity at which the recovery begins; the mask then becomes sparser in
-            its first half. By default it has its final sparsity all along.
+        objective (`str`): What the search compares between the masked and the dense model, a key of `OBJECTIVES`.
+        recover_objective (`str`): What the recovery compares, a key of `OBJECTIVES`.
+        recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
+            first half of it. By default the recovery begins with the final mask.
         patterns (`bool`): Compare with random and manual masks.
-        timed (`bool`): Time the inference, with the mask and without.
+        timed (`bool`): Time inference with the mask and without it.
         seed (`int`): Random seed.
         overwrite (`bool`): Replace what is in the output folder, once the search is finished.
     """
@@ -142,14 +142,14 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         why = "the mask is given" if options.mask else "the model keeps its own configuration"
         raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
     if options.mask and not options.recover:
-        raise ValueError("recover must be at least 1 with mask, which is not searched, got 0")
+        raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
     if options.mask not in (None, *PATTERNS):
         check_source("mask", options.mask)
     check_choice("train", options.train, (None, "norms"))
     for name in ("objective", "recover_objective"):
         check_choice(name, getattr(options, name), tuple(OBJECTIVES))
     if options.recover_from is not None and options.mask:
-        raise ValueError("recover_from has no meaning with mask, of which there are no sparser and denser ones")
+        raise ValueError("recover_from has no meaning with mask: only a search has denser masks to begin with")
     if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
         raise ValueError(
             f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "

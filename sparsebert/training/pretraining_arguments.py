@@ -12,8 +12,8 @@ class PretrainingArguments(HubArguments):
 
     Args:
         text (`str` or `list`): Training text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
-        streaming (`bool`): Read the training text while the model trains, instead of tokenizing all of it before: for
-            text of any size. `text` and `validation` are then files, URLs, patterns such as `"data/*.parquet"`, or
+        streaming (`bool`): Read the training text during the training instead of tokenizing all of it first, for text
+            of any size. `text` and `validation` are then files, URLs, patterns such as `"data/*.parquet"`, or
             `"hub:owner/name"`, see [`open_documents`]; `training.max_steps` is needed.
         shuffle_buffer (`int`): With `streaming`, number of examples that are shuffled at once.
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
@@ -31,8 +31,8 @@ class PretrainingArguments(HubArguments):
         max_length (`int`): Maximum number of tokens per example.
         max_tokens (`int`, *optional*): Maximum number of tokens of training text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        cache_dir (`str`, *optional*): Folder for the tokenized text, which is made once and found again by later runs
-            and by all processes of a machine; by default that of `datasets` (`HF_DATASETS_CACHE`).
+        cache_dir (`str`, *optional*): Folder for the tokenized text, which later runs and all processes of a machine
+            reuse; by default that of `datasets` (`HF_DATASETS_CACHE`).
         mlm_probability (`float`): Fraction of the tokens to predict.
         freeze_threshold (`float`, *optional*): Freeze by keeping entries with P above this; 0.5 if neither a
             threshold nor a sparsity is given.
@@ -42,14 +42,14 @@ class PretrainingArguments(HubArguments):
             mask.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`, to prune
             the mask by a schedule during training.
-        max_minutes (`float`, *optional*): Train for this long, saving and evaluation on the way included. The learning
-            rate and the search follow the clock, `warmup_steps` is a fraction, and `max_steps` and `num_train_epochs`
-            may end the training sooner.
-        batch_ramp (`float`): Fraction of the training in which the batch grows to its size; the weights are updated
-            several times in each step before. Needs `gradient_accumulation_steps`.
+        max_minutes (`float`, *optional*): Minutes of training, including saving and evaluation during the training.
+            The learning rate and the search follow the clock, `warmup_steps` is a fraction, and `max_steps` and
+            `num_train_epochs` may end the training sooner.
+        batch_ramp (`float`): Fraction of the training during which the batch grows to its full size; until then, the
+            weights are updated several times in each step. Needs `gradient_accumulation_steps`.
         attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
         pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
-        resume (`bool`): Go on from the newest complete checkpoint in the output folder, if there is one.
+        resume (`bool`): Continue from the newest complete checkpoint in the output folder, if there is one.
         allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
         overwrite (`bool`): Replace what is in the output folder, once the new run is finished.
     """

@@ -1,4 +1,4 @@
-"""What a pre-training trains and on what: the model of a recipe, and its tokenizer, rows and collator."""
+"""The inputs of a pre-training: the model of a recipe, and its tokenizer, rows and collator."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
     sparse_attention = model.sparse_attention
     if data.pack_documents and sparse_attention.num_layers < model.config.num_hidden_layers:
         raise ValueError(
-            "pack_documents true needs attention in all layers, since the other token_mixers mix neighbouring tokens, "
+            "pack_documents true needs attention in all layers, since the other token_mixers mix neighboring tokens, "
             f"got {model.config.token_mixers!r}"
         )
     check_served(model, training, data.max_length)

@@ -196,7 +196,7 @@ def check_recipe(checkpoint: str | os.PathLike, recipe: Mapping[str, Mapping[str
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the state of a training ({error!r})") from error
     if stored is None:
-        logger.warning(f"{checkpoint} does not say by which recipe it was trained: the recipe is not compared.")
+        logger.warning(f"{checkpoint} does not hold the recipe it was trained with: the recipe is not compared.")
         return
     lines = []
     for section, fields in recipe.items():
@@ -211,4 +211,4 @@ def check_recipe(checkpoint: str | os.PathLike, recipe: Mapping[str, Mapping[str
         )
     then, now = (where.get("inputs", {}).get("processes") for where in (stored, recipe))
     if None not in (then, now) and then != now:
-        logger.warning(f"{checkpoint} was trained by {then} processes, now by {now}: the batches will be others.")
+        logger.warning(f"{checkpoint} was trained by {then} processes, now by {now}: the batches will be different.")

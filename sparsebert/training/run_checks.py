@@ -1,4 +1,4 @@
-"""What a recipe cannot say, found before any text or weights are read: each error names field, value and bounds."""
+"""Checks of a recipe before any text or weights are read: each error names field, value and bounds."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a run writes, and what it goes on from: nothing that is there is lost before the run has its own to show."""
+"""The output folder of a run, and where the run resumes: nothing in the folder is lost before the run is finished."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ _LOGS_NAME = "runs"
 
 def resume_from(resume: bool, checkpoint: Any) -> bool | str | None:
     """
-    What a run is asked to go on from.
+    The checkpoint that a run is asked to resume from.
 
     Args:
         resume (`bool`): The field `resume`.
@@ -68,7 +68,7 @@ def run_folder(
             checkpoints, of which all files are to be there or none.
 
     Returns:
-        `tuple[Path, str | None]`: Where to write, and the checkpoint to go on from.
+        `tuple[Path, str | None]`: Where to write, and the checkpoint to resume from.
     Raises:
         FileExistsError: If the run would replace something without `overwrite`.
         FileNotFoundError: If the checkpoint does not exist.
@@ -79,7 +79,7 @@ def run_folder(
     if whole:
         folder = output / ASIDE_NAME / output.name
     if checkpoint is not None:
-        logger.warning(f"Going on from {checkpoint}.")
+        logger.warning(f"Resuming from {checkpoint}.")
     state.wait_for_everyone()
     if folder != output and checkpoint is None and folder.is_dir() and state.is_main_process:
         _keep_older(folder)
@@ -144,8 +144,8 @@ def choose_folder(
             checkpoint = None
         if checkpoint is not None:
             raise FileExistsError(
-                f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to go "
-                "on with it, or --overwrite to start over"
+                f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to "
+                "continue it, or --overwrite to start over"
             )
     check_output_dir(output)
     raise AssertionError  # it is not empty

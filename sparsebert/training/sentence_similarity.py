@@ -1,5 +1,5 @@
 """
-Sentence embeddings of an encoder without any fine-tuning, and what they are worth on pairs of sentences.
+Sentence embeddings of an encoder without fine-tuning, and their score on pairs of sentences.
 
 Letters: N sentences, B batch, n length, D hidden size.
 """

@@ -69,7 +69,7 @@ class TranslationArguments:
         max_train_pairs (`int`, *optional*): Maximum number of pairs to train on.
         max_test_pairs (`int`, *optional*): Maximum number of pairs to translate.
         num_beams (`int`): Number of beams of the beam search.
-        resume (`bool`): Go on from the newest complete checkpoint in the output folder, if there is one.
+        resume (`bool`): Continue from the newest complete checkpoint in the output folder, if there is one.
         allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
         overwrite (`bool`): Replace what is in the output folder, once the new run is finished.
     """

@@ -29,7 +29,7 @@ class TrainingStopped(KeyboardInterrupt):
 
     def __init__(self, number: int, step: int) -> None:
         name = signal.Signals(number).name
-        super().__init__(f"stopped by {name} at step {step}, with a checkpoint: add --resume to go on")
+        super().__init__(f"stopped by {name} at step {step}, with a checkpoint: add --resume to continue")
         self.exit_code = 128 + number
 
 

@@ -1,4 +1,4 @@
-"""Batches of a stream for a Trainer, and the place in it that a checkpoint keeps."""
+"""Batches of a stream for a Trainer, and the place in the stream that a checkpoint stores."""
 
 import json
 from collections.abc import Iterator
@@ -78,14 +78,14 @@ class StreamLoader:
         path, first = Path(folder) / self._name(), Path(folder) / _NAME.format(0)
         path = path if path.is_file() else first  # which says by how many processes it was written
         if not path.is_file():  # a partial checkpoint, which is refused before unless the user allows it
-            logger.warning(f"{path} is missing: the stream begins again with its first document.")
+            logger.warning(f"{path} is missing: the stream starts again at its first document.")
             return
         state = json.loads(path.read_text(encoding="utf-8"))
         for name, here in (("dataloader_num_workers", self._workers), ("processes", self._processes)):
             if (then := state[name]) != here:
                 raise ValueError(
-                    f"{folder}: cannot go on with a stream that was read by {name} {then}, now {here}: each has a "
-                    f"place of its own in the text; resume with {then}"
+                    f"{folder}: cannot resume a stream with {name} {here} that was read with {name} {then}: each has "
+                    f"its own place in the text. Resume with {then}"
                 )
         self._given = state["batches"]
         self._places = {int(worker): place for worker, place in state["places"].items()}

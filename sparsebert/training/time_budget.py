@@ -1,4 +1,4 @@
-"""Training for a given time instead of a given number of steps: what follows the clock, and the end."""
+"""Training for a given time instead of a given number of steps."""
 
 import time
 from typing import Any
@@ -120,16 +120,16 @@ def check_time_budget(minutes: float | None, pruning: Any, training: dict[str, A
         training (`dict`): Section `training`.
 
     Raises:
-        ValueError: If a field counts steps of which nobody knows how many there will be.
+        ValueError: If a field counts steps, whose number is not known.
     """
     if minutes is None:
         return
     TimeBudget(minutes)
     if pruning is not None:
-        raise ValueError(f"pruning follows the steps of a training, which max_minutes {minutes} ends by the clock")
+        raise ValueError(f"pruning has no meaning with max_minutes {minutes}: its schedule needs the number of steps")
     if training.get("restore_callback_states_from_checkpoint"):
         raise ValueError(
-            "restore_callback_states_from_checkpoint must be false with max_minutes, which restores itself"
+            "restore_callback_states_from_checkpoint must be false with max_minutes, which restores its own state"
         )
     check_choice("lr_scheduler_type with max_minutes", training.get("lr_scheduler_type", "linear"), SCHEDULES)
     warmup = training.get("warmup_steps", 0)

@@ -67,35 +67,37 @@ class SparseBertTrainer(ShardedTrainer):
     A [`~transformers.Trainer`] for models with a mask. It differs from the stock Trainer in that
 
     - the logits of the mask and of entmax's alpha get no weight decay;
-    - the gradient of the mask logits is clipped apart from that of the weights, and the logged norm is of the latter;
+    - the gradient of the mask logits is clipped separately from that of the weights, and the logged norm is that of
+      the weights;
     - in training, the head of [`SparseBertForMaskedLM`] and [`SparseBertForPreTraining`] sees only the tokens that are
       predicted, unless the loss is computed outside the model or the caller of `compute_loss` asks for the outputs;
-    - the loss contains the penalty on the mask also with label smoothing or a loss function of one's own;
+    - the loss includes the penalty on the mask even with label smoothing or a custom loss function;
     - a loss, gradient or weight that is not finite stops the training before the next update, with an error;
     - under fp16, steps that overflow are skipped and counted in the logs as `skipped_steps`; too many in a row stop
       the training;
     - the logs show the sparsity of the mask being learned, and the number of its rows that keep nothing;
-    - the loss is averaged over accumulated batches, whatever the model;
-    - the number of workers that load the batches changes neither batches nor noise and dropout;
+    - the loss is averaged over accumulated batches for every model;
+    - the number of data loading workers changes neither the batches nor noise and dropout;
     - under DeepSpeed and FSDP every process has all mask logits, see [`ReplicatedLogits`];
-    - a [`RowStream`] is read by every process for itself, and resumed from its place in the text;
+    - every process reads its own part of a [`RowStream`], and a resumed run continues at the same place in the text;
     - a run only resumes from a checkpoint of the same search, and of an engine that it can read;
-    - a checkpoint is complete, with a manifest, or removed; older ones are deleted only then;
-    - a push to the Hub, of the end or of a checkpoint, contains the mask or the search, and deletes what contradicts
-      it;
+    - a checkpoint is either complete, with a manifest, or removed; older checkpoints are deleted only after a new one
+      is complete;
+    - a push to the Hub, at the end or of a checkpoint, contains the mask or the search, and deletes files that
+      contradict it;
     - evaluation keeps the order of the examples, masks the same tokens every time, and does not change the random
       state of the training.
 
     Attributes:
-        most_skipped_steps (`int`): Under fp16, this many steps that overflow in a row stop the training. The scaler
-            halves its factor after each of them: 20 of them turn its first, 65536, into 1/16.
-        worker_seeds (`torch.Generator`): Seeds the workers of the training's loader.
+        most_skipped_steps (`int`): Number of successive overflowing steps under fp16 that stops the training. The
+            scaler halves its factor after each of them: 20 of them turn the initial 65536 into 1/16.
+        worker_seeds (`torch.Generator`): Seeds the workers of the training data loader.
         skipped_steps (`int`): Number of steps that were skipped since the process began to train.
         updates_in_step (`int`): Number of updates of the weights in this step, set by [`BatchRamp`].
 
     Raises:
-        FloatingPointError: By `train` and `save_model`, if the loss, a gradient or a weight is not finite.
-        ValueError: By `train`, if the training set has no whole batch and `dataloader_drop_last` is set.
+        FloatingPointError: Raised by `train` and `save_model` if the loss, a gradient or a weight is not finite.
+        ValueError: Raised by `train` if the training set has no whole batch and `dataloader_drop_last` is set.
     """
 
     most_skipped_steps = 20
@@ -215,8 +217,8 @@ class SparseBertTrainer(ShardedTrainer):
 
     def _clip_apart(self, model, max_norm):
         """
-        Clip the gradients of the mask logits and of all other weights apart, and check that both are finite: the
-        penalty sums over all entries, and its gradient would leave nothing of that of the weights.
+        Clip the gradients of the mask logits and of all other weights separately, and check that both are finite. The
+        penalty sums over all entries, so if they were clipped together little would be left of the weights' gradient.
         """
         losses, self._step_losses = self._step_losses, []
         logits = getattr(self._sparse_attention(), "mask_logits", None)
@@ -292,7 +294,7 @@ class SparseBertTrainer(ShardedTrainer):
             if self.args.dataloader_drop_last:
                 raise ValueError(f"{message}, and dataloader_drop_last leaves none: take a smaller batch")
             logger.warning(f"{message}: every step sees all of them.")
-        # Of its own: the global one, from which it would draw, is that of noise and dropout.
+        # By default it would draw from the global generator, which is for noise and dropout.
         getattr(loader, "base_dataloader", loader).generator = self.worker_seeds
         return loader
 
@@ -362,7 +364,7 @@ class SparseBertTrainer(ShardedTrainer):
             try:
                 self._delete_contradicting(self.args.hub_token, None)
             except Exception as error:  # whatever it is, a training does not end for it
-                logger.warning(f"{self.hub_model_id}: the files of a former mask could not be deleted: {error}")
+                logger.warning(f"{self.hub_model_id}: the files of the previous mask could not be deleted: {error}")
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _delete_contradicting(self, token, revision):
