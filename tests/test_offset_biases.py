@@ -218,10 +218,10 @@ def test_a_layer_s_own_4d_mask_applies_on_top():
     torch.testing.assert_close(layer.bias[0][extra.expand_as(want)], want[extra.expand_as(want)])
 
 
-LONG_TABLE = 4 * 4 * 1800**2
+LONG_TABLE = 4 * 4 * 2600**2
 
 
-def long_model(tiny_config, length=1800, **fields):
+def long_model(tiny_config, length=2600, **fields):
     """A model, of whose 4 heads a table with an entry per pair of tokens takes `LONG_TABLE` bytes, and an input."""
     sizes = {"mask_length": length, "max_position_embeddings": length, "num_hidden_layers": 1}
     model = SparseBertModel(tiny_config(**sizes, **fields), add_pooling_layer=False)
