@@ -84,6 +84,17 @@ def test_start_is_the_mean_attention(search):
     torch.testing.assert_close(alpha.detach(), expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
 
 
+def test_with_one_budget_all_heads_start_alike():
+    stock = positional("bert")
+    with torch.no_grad():  # one that attends almost evenly
+        stock.encoder.layer[0].attention.self.query.weight[: stock.config.hidden_size // HEADS].mul_(0.1)
+        stock.encoder.layer[0].attention.self.query.bias.zero_()
+    model = searching("bert", stock, search="dam_u", sparsity_scope="global")
+    start_from_attention(model, carrier(model), [ROWS[:8], ROWS[8:16]])
+    removed = torch.tensor(model.sparse_attention.thresholded_mask(sparsity=0.6).head_sparsities())
+    torch.testing.assert_close(removed, torch.full_like(removed, 0.6), atol=0.05, rtol=0)
+
+
 def positional(name):
     """A model whose attention depends on positions more than on the text."""
     model = base_model(name)

@@ -23,6 +23,7 @@ from ..masks.patterns import build_pattern
 from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
 from ..models.sparse_attention import SparseAttention
+from ..search.budget import budget_shift
 from ..search.mask_search import MaskSearch
 from .objectives import OBJECTIVES, hidden_states, recorded, squared_errors, token_logits
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _TIMED_TOKENS, _ROUNDS = 4096, 5
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
+# Narrow enough that the entries above a threshold are as many as those that P keeps.
+_RANKING_WIDTH = 1e-3
 
 
 @contextmanager
@@ -88,7 +91,8 @@ def random_batches(
 def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
-    probability over the entries that share a parameter.
+    probability over the entries that share a parameter. With one budget for all heads, all of them start with the same
+    number of entries.
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
@@ -115,8 +119,13 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     density = search.sums(total) / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
-        dims = -1 if search.sparsity_scope == "head" else (-3, -2, -1)
-        logits.copy_((alpha - alpha.mean(dims, keepdim=True)) / search.logit_scale)
+        shift = alpha.mean(-1, keepdim=True)
+        if search.sparsity_scope == "global" and search.target_sparsity is not None:
+            # Without this, heads that attend evenly would start with nothing, although they need some of their entries.
+            entries = search.entries(logits.device)
+            budget = max((1 - search.target_sparsity) * search.length**2 - search.num_fixed, 1.0)
+            shift = budget_shift(alpha, entries, budget, _RANKING_WIDTH)
+        logits.copy_((alpha - shift) / search.logit_scale)
 
 
 def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.Parameter]:
