@@ -27,6 +27,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "objective_attention": {"objective": "attention"},
     "objective_relations": {"objective": "relations"},
     "one_budget": {"sparsity_scope": "global"},
+    "one_budget_objective_pooled": {"sparsity_scope": "global", "objective": "pooled"},
     "shared_by_layers": {"share_layers": True},
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
