@@ -30,6 +30,8 @@ HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
     "column": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16)]},
     "short_backward": {32: [(8, 2, 32)], 64: [(8, 2, 32)], 128: [(8, 2, 16)]},
 }
+# On Blackwell, the single backward kernel has registers for half a tile of keys only.
+BLACKWELL = HOPPER | {"short_backward": {**HOPPER["short_backward"], 32: [(8, 2, 32)], 64: [(8, 2, 32)]}}
 # Head size 128 is missing, since every configuration tried spills kilobytes of registers.
 AMPERE: dict[str, dict[int, Configurations]] = {
     "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 3, 32)]},
@@ -40,6 +42,7 @@ AMPERE: dict[str, dict[int, Configurations]] = {
 AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {
     "forward": {64: [(4, 3, 32)]},
     "query_grad": {32: [(4, 3, 32)]},
+    "column": {64: [(8, 3, 16)]},
 }
 # Configurations for float32, for which no matrix unit keeps the precision.
 FLOAT32: Configurations = [(8, 2, 16)]
@@ -83,6 +86,8 @@ def configurations(
     if dtype == torch.float32:
         return FLOAT32
     table, under_dropout = (AMPERE, AMPERE_DROPOUT) if capability < 90 else (HOPPER, HOPPER_DROPOUT)
+    if capability >= 100:
+        table = BLACKWELL
     usual = table[kernel][head_size]
     return under_dropout.get(kernel, {}).get(head_size, usual) if dropout else usual
 

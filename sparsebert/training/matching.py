@@ -121,7 +121,7 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     with torch.no_grad():
         shift = alpha.mean(-1, keepdim=True)
         if search.sparsity_scope == "global" and search.target_sparsity is not None:
-            # Without this, heads that attend evenly would start with nothing, although they need some of their entries.
+            # Otherwise heads that attend evenly would start with nothing, although they need some of their entries.
             entries = search.entries(logits.device)
             budget = max((1 - search.target_sparsity) * search.length**2 - search.num_fixed, 1.0)
             shift = budget_shift(alpha, entries, budget, _RANKING_WIDTH)
