@@ -91,5 +91,5 @@ def plot_lines(
         if all(isinstance(x, int) for points in lines.values() for x, _, _ in points):
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside right center", fontsize=8)
     save_figure(figure, path)
