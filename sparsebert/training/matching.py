@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..masks.sparse_mask import SparseMask
-    from ..models.sparse_attention import SparseAttention
 
 # Tokens of the batch whose inference is timed, and rounds.
 _TIMED_TOKENS, _ROUNDS = 4096, 5
