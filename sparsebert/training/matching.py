@@ -238,7 +238,8 @@ def recover(
     compared, sparse_attention = _objective(objective, model), get_sparse_attention(model)
     model.eval().requires_grad_(True)
     trained = model if objective == "tokens" else model.base_model
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0)
+    # Unfused, the step takes a tenth of the time on a CPU, most of it for the embeddings.
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     warmup = max(steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
