@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save
 
 from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
+from ..analysis.pictures import plot_importance
 from ..analysis.tables import Table
 from ..search.learned_mask import MASK_PROBS_NAME
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
+
+
+# P averaged over heads and layers, `(n, n)` float16 under the key "probs", which is kept of a search.
+MEAN_PROBS_NAME = "mean_probs.safetensors"
 
 
 @dataclass
@@ -88,6 +94,39 @@ def check(cell: dict[str, Any]) -> None:
         OSError: If there is no such model or text.
     """
     check_continued(cell | {"model": cell["model"] | (_of_search(cell) if cell["system"] == "soft" else {})})
+
+
+def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
+    """
+    P of a search, averaged over heads and layers.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict[str, bytes]`: One file, or none if there is no P.
+    """
+    path = folder / MASK_PROBS_NAME
+    if cell["system"] != "soft" or not path.is_file():
+        return {}
+    return {MEAN_PROBS_NAME: save({"probs": load_file(path)["probs"].mean(0).half()})}
+
+
+def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path) -> None:
+    """
+    Draw P averaged over the heads and the seeds.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        kept (`Path`): Folder with what was kept of each cell.
+        path (`Path`): Image to write. Nothing is written if no P was kept.
+    """
+    files = [kept / name / MEAN_PROBS_NAME for name, cell in finished.items() if cell["settings"]["system"] == "soft"]
+    probs = [load_file(file)["probs"].float() for file in files if file.is_file()]
+    if probs:
+        # Seeds that were searched again at another length are not averaged with the first.
+        plot_importance(torch.stack([seed for seed in probs if seed.shape == probs[0].shape]), path)
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -165,4 +204,6 @@ EXPERIMENT = Experiment(
     },
     notes=("The paper's figures are GLUE dev averages after full fine-tuning; ours are held-out losses",),
     summary=summary,
+    keep=keep,
+    pictures={"figure2": draw},
 )
