@@ -43,17 +43,32 @@ class ImportanceStudy(ContinuedSettings):
 def cells(settings: ImportanceStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = continued_fields(settings) | {"mask_logit_scale": settings.mask_logit_scale}
-    systems: dict[str, dict[str, Any]] = {"soft": {"search": "soft"}, "dense": {"pattern": "dense"}}
-    systems["no_diag"] = {"pattern": "no_diag"}
-    result = {}
-    for seed in settings.seeds:
-        for system, model in systems.items():
-            result[f"{system}_seed_{seed}"] = common | {"system": system, "model": model, "seed": seed}
-        for draw in range(settings.draws):
-            model = {"pattern": "random_drop", "mask_seed": 1000 * seed + draw}
-            own = {"system": f"random_drop, draw {draw}", "model": model, "seed": seed}
-            result[f"random_drop_{draw}_seed_{seed}"] = common | own
-    return result
+    search: dict[str, dict[str, Any]] = {"soft": {"system": "soft", "model": {"search": "soft"}}}
+    return {
+        f"{name}_seed_{seed}": common | system | {"seed": seed}
+        for seed in settings.seeds
+        for name, system in (search | without_positions(seed, settings.draws)).items()
+    }
+
+
+def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
+    """
+    What is compared: all positions, all but the diagonal, and all but as many random ones.
+
+    Args:
+        seed (`int`): Seed of the cells.
+        draws (`int`): Number of random masks.
+
+    Returns:
+        `dict[str, dict]`: `"system"` and `"model"`, by the name of the cell without its seed.
+    """
+    systems: dict[str, dict[str, Any]] = {
+        name: {"system": name, "model": {"pattern": name}} for name in ("dense", "no_diag")
+    }
+    for draw in range(draws):
+        model = {"pattern": "random_drop", "mask_seed": 1000 * seed + draw}
+        systems[f"random_drop_{draw}"] = {"system": f"random_drop, draw {draw}", "model": model}
+    return systems
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
