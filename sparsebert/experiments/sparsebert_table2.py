@@ -243,7 +243,7 @@ EXPERIMENT = Experiment(
     columns={
         "score": ("score", "{:.1%}"),
         "exact_match": ("exact match", "{:.1%}"),
-        "mlm_loss": ("MLM loss before", "{:.3f}"),
+        "mlm_loss": ("our MLM loss before", "{:.3f}"),
         "sparsity": ("removed", "{:.1%}"),
         "input_sparsity": ("removed on inputs", "{:.1%}"),
         "train_examples": ("training examples", "{:,.0f}"),
