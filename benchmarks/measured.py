@@ -29,6 +29,7 @@ from . import (
     offsets,
     padding,
     pretrain,
+    separators,
 )
 from ._report import REPRODUCED, RESULTS, ROOT
 from .gpu import model as gpu_model
@@ -91,6 +92,7 @@ TABLES = {
     "padding.speed": lambda: [padding.tables(_read("padding")["cells"])["speed"]],
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
     "offsets": lambda: [offsets.table(_read("offsets"))],
+    "separators": lambda: [separators.table(_read("separators"))],
     "cramming": lambda: [cramming.table(_read("cramming"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],

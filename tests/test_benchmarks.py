@@ -1,5 +1,6 @@
 """The benchmarks run, report what they should, and refuse to time what is wrong."""
 
+import copy
 import json
 import shlex
 import sys
@@ -11,14 +12,14 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, encoders, layer, long_inputs, model, offsets, pretrain, search
+from benchmarks import attention, encoders, layer, long_inputs, model, offsets, pretrain, search, separators
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
 from benchmarks._training_steps import OPTIONS, make_step
 from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
-from sparsebert import SparseBertConfig
+from sparsebert import SparseBertConfig, SparseMask, attach
 from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.masks.tiles import live_tiles
@@ -272,6 +273,40 @@ def test_distances_at_which_positions_are_alike():
     kept[50], kept[52], kept[80] = 0.5, 0.4, 0.3
     table = offsets.table({"kept": kept, "similarity": [0.1] * 100})
     assert [row[0] for row in table.rows] == ["50 to 52", "all from 40 on, mean"] and table.rows[0][1] == "50%"
+
+
+def test_separators(tmp_path, tiny_config, word_tokenizer, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(separators, "STEPS", 3)
+    BertModel(tiny_config(BertConfig, max_position_embeddings=64)).save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    (tmp_path / "text").write_text(" ".join(f"w{i % 90}" for i in range(2500)))
+    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text"), "--length", "64"]
+    separators.main([*arguments, "--rows", "16", "--output", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {cell["mask"] for cell in report["cells"]} == {"dam_s", "window", "bigbird", "star"}
+    assert all(cell["low"] <= cell["gain"] <= cell["high"] for cell in report["cells"])
+    assert [row[:2] for row in separators.table(report).rows][0] == ["dam_s", "90%"]
+    rows = separators.make_rows((tmp_path / "text").read_text(), word_tokenizer, 4, 64, 0)
+    assert ((rows == word_tokenizer.sep_token_id).sum(1) == 2).all()
+
+
+def test_separators_are_kept_in_every_row(tiny_config):
+    torch.manual_seed(0)
+    stock = BertModel(tiny_config(BertConfig, attn_implementation="eager")).eval()
+    rows = torch.randint(5, stock.config.vocab_size, (3, 16))
+    rows[0, 5] = rows[1, 9] = 4
+    nothing = torch.zeros(1, stock.config.num_attention_heads, 16, 16, dtype=torch.bool)
+    # As the library's own mask, for rows of one kind.
+    for row, place in ((0, 5), (1, 9)):
+        keep = nothing.clone()
+        keep[..., place, :] = keep[..., :, place] = True
+        mask = SparseMask(keep, 16)
+        attached = attach(copy.deepcopy(stock), mask, attn_implementation="sparse_eager")
+        with torch.no_grad():
+            want = attached(rows[row : row + 1]).last_hidden_state.mean(1)
+        found = separators.pooled(stock, rows, nothing, separator=4)[row : row + 1]
+        torch.testing.assert_close(found, want)
 
 
 def test_goals_that_are_missed_are_named():
