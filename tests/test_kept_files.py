@@ -118,6 +118,19 @@ def test_an_interrupted_run_keeps_what_is_finished(ran, reproduce, picture, tmp_
     assert ran == ["a", "broken", "b"] and picture.read_text() == "a kept\nb kept"
 
 
+def test_a_run_that_is_killed_before_it_keeps_a_cell_keeps_it_later(ran, reproduce, picture, tmp_path, monkeypatch):
+    def killed(cell, folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
+        once.setitem(EXPERIMENTS, "words", replace(EXPERIMENTS["words"], keep=killed))
+        reproduce()
+    assert list(json.loads((tmp_path / "results/words_tiny.json").read_text())["cells"]) == ["a"]
+    assert not picture.exists()
+    reproduce()
+    assert ran == ["a", "b"] and picture.read_text() == "a kept\nb kept"
+
+
 def test_processes_that_share_the_cells_keep_all(ran, reproduce, picture, monkeypatch):
     own = EXPERIMENTS["words"]
 
