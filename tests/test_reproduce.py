@@ -652,10 +652,12 @@ def test_masks_that_cannot_be_are_refused_first(name, settings, message, inputs)
 
 @pytest.mark.parametrize("name", ["sparsebert_table3", "sparsebert_figure7"])
 def test_searches_with_a_target_can_start_elsewhere(name, inputs):
-    cells = cells_of(name, **inputs(name), initial_decay=0.0, initial_sparsity=0.0)
+    cells = cells_of(name, **inputs(name), initial_decay=0.0, initial_sparsity=0.0, target_logit_scale=70.0)
     models = [cell["model"] if "model" in cell else cell for cell in cells.values()]
     searched = [model for model in models if "target_sparsity" in model or model.get("stage") == "one_stage"]
     assert searched and all(model["initial_decay"] == model["initial_sparsity"] == 0 for model in searched)
+    own = "mask_logit_scale" if name == "sparsebert_table3" else "target_logit_scale"
+    assert {model[own] for model in searched} == {70.0}
 
 
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):

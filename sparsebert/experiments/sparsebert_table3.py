@@ -46,6 +46,8 @@ class MasksStudy(ContinuedSettings):
         targets (`list[float]`): Sparsities to search for, for each search, and to draw random masks at.
         search_end (`float`): Fraction of the steps after which the mask freezes.
         mask_logit_scale (`float`): How much faster the logits of a penalized search move than the weights.
+        target_logit_scale (`float`): The same of a search with a target. It starts with near positions likelier, and
+            with 10 its logits do not get far enough in 150 steps to change that.
         initial_decay, initial_sparsity (`float`, *optional*): Where searches with a target start, see
             [`SparseBertConfig`].
     """
@@ -55,6 +57,7 @@ class MasksStudy(ContinuedSettings):
     targets: list[float] = field(default_factory=lambda: [0.8, 0.86, 0.898, 0.912, 0.935])
     search_end: float = 0.5
     mask_logit_scale: float = 50.0
+    target_logit_scale: float = 200.0
     initial_decay: float | None = None
     initial_sparsity: float | None = None
 
@@ -67,6 +70,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
             model = {"pattern": pattern, "pattern_kwargs": parameters, "diagonal": diagonal}
             systems[f"{pattern}{suffix}"] = ("manual", model)
     start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
+    start["mask_logit_scale"] = settings.target_logit_scale
     start = {name: value for name, value in start.items() if value is not None}
     for search in settings.searches:
         common = {"search": search, "mask_logit_scale": settings.mask_logit_scale}
@@ -178,7 +182,10 @@ EXPERIMENT = Experiment(
     arguments=MasksStudy,
     scales={
         "tiny": {},
-        "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+        "paper": {
+            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+            "target_logit_scale": 10.0,
+        },
     },
     cells=cells,
     check=check_continued,
