@@ -636,6 +636,14 @@ def test_tasks_without_data_are_refused_first(name, inputs):
         cells_of(name, **settings)
 
 
+@pytest.mark.parametrize("name, field", [("minilm", "stsb"), ("long_reviews", "reviews")])
+def test_folders_that_are_missing_or_empty_are_named(name, field, inputs, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{field}: there is no folder 'nowhere'"):
+        cells_of(name, **inputs(name) | {field: "nowhere"})
+    with pytest.raises(ValueError, match=f"{field} .* lacks the file"):
+        cells_of(name, **inputs(name) | {field: str(tmp_path)})
+
+
 @pytest.mark.parametrize(
     "name, settings, message",
     [

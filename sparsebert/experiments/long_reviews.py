@@ -102,6 +102,8 @@ def check(cell: dict[str, Any]) -> None:
     read_config(located(cell["model"]))
     if cell["reviews"] is None:
         raise ValueError("--reviews is needed: a folder of texts")
+    if not Path(cell["reviews"]).is_dir():
+        raise FileNotFoundError(f"reviews: there is no folder {cell['reviews']!r}")
     if missing := {"train", "test"} - set(glue.splits(TASK, cell["reviews"])):
         raise ValueError(f"reviews {cell['reviews']} lacks the files of {', '.join(sorted(missing))}")
 

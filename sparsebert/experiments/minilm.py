@@ -124,7 +124,10 @@ def check(cell: dict[str, Any]) -> None:
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
             load_documents(source, "all")
     if cell["stsb"] is not None:
-        glue.splits("stsb", cell["stsb"])
+        if not Path(cell["stsb"]).is_dir():
+            raise FileNotFoundError(f"stsb: there is no folder {cell['stsb']!r}")
+        if "validation" not in glue.splits("stsb", cell["stsb"]):
+            raise ValueError(f"stsb {cell['stsb']} lacks the file of the validation split")
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
