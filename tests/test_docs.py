@@ -122,10 +122,14 @@ def named(checkpoints, tmp_path):
     (tmp_path / "reviews").mkdir()
     for split in ("train", "test"):
         (tmp_path / "reviews" / f"{split}.jsonl").touch()
+    (tmp_path / "examples").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "examples" / f"{split}.json").touch()
 
     def settings(arguments, given):
         places = {"text": "text.txt", "validation": "text.txt", "train": "pairs.tsv", "test": "pairs.tsv"}
         places |= {"data": "glue", "stsb": "glue", "reviews": "reviews"}
+        places |= dict.fromkeys(("squad", "squad2", "swag"), "examples")
         found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
         models = {name: checkpoints["stock"] for name in ("model", "base_model", "original")}
         models |= {"models": str(tmp_path / "cells"), "masked": [checkpoints["window"]], "replaced": [0, 2]}

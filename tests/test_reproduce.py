@@ -359,7 +359,8 @@ SMALLEST = {
     "max_test_pairs": 4, "num_beams": 1, "hidden_size": 16, "head_size": 4, "intermediate_size": 16, "num_layers": 2,
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
     "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
-    "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2, "targets": [0.5],
+    "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2, "targets": [0.5], "max_train_examples": 8,
+    "max_validation_examples": 4, "num_train_epochs": 1.0,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -370,7 +371,7 @@ def known_fields(name, values):
 
 
 @pytest.fixture
-def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
+def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_folder, tmp_path):
     """`inputs(name)`: settings that name the data of an experiment, and the model that it starts from."""
     (tmp_path / "cells/stock").mkdir(parents=True)
     (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
@@ -390,10 +391,12 @@ def inputs(text, words, pairs, checkpoints, glue_folder, tmp_path):
         "minilm_mixers",
         "minilm_settings",
         "sparsebert_table1",
+        "sparsebert_table2",
         "sparsebert_table3",
         "sparsebert_figure7",
     ):
         own[name] = {"text": words, "validation": words}
+    own["sparsebert_table2"] |= {"squad": str(squad_folder), "squad2": str(squad_folder), "swag": str(swag_folder)}
     own["minilm_mixers"] |= {"replaced": [0, 1, 2]}
     return lambda name: known_fields(name, values | own.get(name, {}))
 
@@ -657,10 +660,12 @@ def test_masks_that_cannot_be_are_refused_first(name, settings, message, inputs)
 
 @pytest.mark.parametrize("name", ["sparsebert_table3", "sparsebert_figure7"])
 def test_searches_with_a_target_can_start_elsewhere(name, inputs):
-    cells = cells_of(name, **inputs(name), initial_decay=0.0, initial_sparsity=0.0)
+    cells = cells_of(name, **inputs(name), initial_decay=0.0, initial_sparsity=0.0, target_logit_scale=70.0)
     models = [cell["model"] if "model" in cell else cell for cell in cells.values()]
     searched = [model for model in models if "target_sparsity" in model or model.get("stage") == "one_stage"]
     assert searched and all(model["initial_decay"] == model["initial_sparsity"] == 0 for model in searched)
+    own = "mask_logit_scale" if name == "sparsebert_table3" else "target_logit_scale"
+    assert {model[own] for model in searched} == {70.0}
 
 
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ Repeat a table or figure of the papers, cell by cell, and show the published num
 First it says how many cells are done and to do, and about how long these will take, judged by finished cells. Finished
 cells are not run again; an interrupted cell starts over. After each cell, results are written to `output`:
 EXPERIMENT_SCALE.json (all numbers), .md (a table with the paper's numbers) and, with the extra `viz`, .png (a plot).
+Experiments with more pictures keep what they show, such as masks, in the folder EXPERIMENT_SCALE; `--redraw` writes
+tables and pictures again from these files alone.
 """
 
 from transformers.utils import logging
@@ -39,7 +41,7 @@ def run(values):
     if options.experiment is None:
         raise ValueError(f"give the name of an experiment: {', '.join(EXPERIMENTS)}")
     experiment = EXPERIMENTS[options.experiment]
-    if options.list_cells:
+    if options.list_cells and not options.redraw:
         cells = plan_cells(experiment, options, values["settings"])
         logger.warning(plan_text(options.experiment, options, cells))
         return Results(cells, notes=list(cells))

@@ -3,9 +3,9 @@ The tables and figures of the papers, which `sparsebert reproduce NAME` runs.
 
 One module per row of [`EXPERIMENTS`], named like it. A new experiment is such a module with an [`Experiment`] and a
 row here. What they share: `pattern_levels` (the patterns that are compared), `recipe_sections` (the recipe of a cell),
-`text_pretraining` (cells that pre-train on text) and `continued_pretraining` (cells that go on from one checkpoint).
-`copying_task` is the model and the training of the copying task, `reproduction` runs the cells of any experiment, and
-`time_estimates` says how long they will take.
+`text_pretraining` (cells that pre-train on text), `continued_pretraining` (cells that go on from one checkpoint) and
+`task_parts` (some rows of a task). `copying_task` is the model and the training of the copying task, `reproduction`
+runs the cells of any experiment, `time_estimates` says how long they will take, and `kept_files` what outlives them.
 """
 
 from . import (
@@ -19,6 +19,7 @@ from . import (
     mixers,
     sparsebert_figure7,
     sparsebert_table1,
+    sparsebert_table2,
     sparsebert_table3,
     translation,
 )
@@ -36,6 +37,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "minilm_tasks": minilm_tasks.EXPERIMENT,
     "long_reviews": long_reviews.EXPERIMENT,
     "sparsebert_table1": sparsebert_table1.EXPERIMENT,
+    "sparsebert_table2": sparsebert_table2.EXPERIMENT,
     "sparsebert_table3": sparsebert_table3.EXPERIMENT,
     "sparsebert_figure7": sparsebert_figure7.EXPERIMENT,
 }

@@ -54,6 +54,12 @@ class Experiment:
         summary (`Callable[[dict], list[Table]]`, *optional*):
             From the `"settings"` and `"metrics"` of the finished cells by name, makes tables that go before the one
             with a row per cell, such as means over seeds.
+        keep (`Callable[[dict, Path], dict[str, bytes]]`, *optional*):
+            From the settings of a finished cell and its folder, makes the small files that outlive the folder, by
+            name, or none if they are no longer there. They lie in `EXPERIMENT_SCALE/CELL` beside the results.
+        pictures (`dict[str, Callable[[dict, Path, Path], None]]`):
+            More pictures by name. Each function draws one from the finished cells and the folder `EXPERIMENT_SCALE`
+            with what was kept of them, to the path of its file; it writes nothing if nothing was kept.
     """
 
     title: str
@@ -69,6 +75,8 @@ class Experiment:
     baseline: str | None = None
     notes: tuple[str, ...] = ()
     summary: Callable[[Mapping[str, dict[str, Any]]], list[Table]] | None = None
+    keep: Callable[[dict[str, Any], Path], dict[str, bytes]] | None = None
+    pictures: dict[str, Callable[[Mapping[str, dict[str, Any]], Path, Path], None]] = field(default_factory=dict)
 
     def paper(self, cell: str) -> dict[str, float]:
         """The paper's metrics of a cell."""

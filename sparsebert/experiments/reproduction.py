@@ -3,7 +3,8 @@ Run an experiment: its cells one by one, and after each cell the results, a tabl
 
 A finished cell is not run again; one that was interrupted starts over, and one that another process runs is left to
 it. Results go to EXPERIMENT_SCALE.json, the table beside the paper's figures to .md and, with the extra `viz`, the
-plot to .png.
+plot to .png. What some experiments keep of their cells for further pictures goes to the folder EXPERIMENT_SCALE, and
+the pictures to EXPERIMENT_SCALE_NAME.png.
 """
 
 import fnmatch
@@ -31,12 +32,11 @@ from ..training.run_cards import hardware
 from ..version import __version__
 from . import EXPERIMENTS
 from .experiment import Experiment, unseeded
+from .kept_files import FINISHED_NAME, keep_files, kept_folder, picture_path
 from .time_estimates import describe_plan, duration, estimate_seconds
 
 
 logger = logging.get_logger(__name__)
-
-FINISHED_NAME = "cell.json"
 
 
 @dataclass
@@ -53,6 +53,7 @@ class ReproductionArguments:
         list_cells (`bool`): Print the names of the cells without running any.
         overwrite (`bool`): Run cells again that are finished, were made with other settings, or whose folder in
             `runs` belongs to other results.
+        redraw (`bool`): Run no cells; only write the table and the pictures of the finished cells again.
     """
 
     experiment: str | None = None
@@ -62,6 +63,7 @@ class ReproductionArguments:
     only: str | list[str] | None = None
     list_cells: bool = False
     overwrite: bool = False
+    redraw: bool = False
 
 
 def plan_cells(
@@ -138,7 +140,7 @@ def results_path(name: str, options: ReproductionArguments) -> Path:
 
 def result_files(name: str, options: ReproductionArguments) -> list[Path]:
     """
-    The files that there are of an experiment at one scale: results, table and plot.
+    The files that there are of an experiment at one scale: results, table, plot, more pictures, and what was kept.
 
     Args:
         name (`str`): Name of the experiment.
@@ -148,7 +150,9 @@ def result_files(name: str, options: ReproductionArguments) -> list[Path]:
         `list[Path]`
     """
     path = results_path(name, options)
-    return [file for file in (path.with_suffix(suffix) for suffix in (".json", ".md", ".png")) if file.is_file()]
+    files = [path.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
+    files += [picture_path(path, picture) for picture in EXPERIMENTS[name].pictures]
+    return [file for file in (*files, *sorted(kept_folder(path).glob("*/*"))) if file.is_file()]
 
 
 def plan_text(name: str, options: ReproductionArguments, cells: Mapping[str, dict[str, Any]]) -> str:
@@ -187,16 +191,19 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     Returns:
         `list[Table]`: Tables of all finished cells.
     Raises:
-        ValueError: If the experiment, the scale or a cell is unknown, a setting is out of its range, or there are
-            results of other settings. Nothing has been run or written then.
+        ValueError: If the experiment, the scale or a cell is unknown, a setting is out of its range, there are
+            results of other settings, or `redraw` is combined with anything about cells. Nothing has been run or
+            written then.
         OSError: If a file that a cell needs cannot be read.
         FileExistsError: If the folder of a cell holds a finished cell of other results.
     """
     if name not in EXPERIMENTS:
         raise nearest("experiment", name, list(EXPERIMENTS))
     experiment = EXPERIMENTS[name]
-    cells = plan_cells(experiment, options, settings)
     path = results_path(name, options)
+    if options.redraw:
+        return _redraw(experiment, options, settings, path)
+    cells = plan_cells(experiment, options, settings)
     finished = read_results(path, cells, options.overwrite)
     before = read_results(path, {})
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
@@ -221,12 +228,26 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
             with FileLock(folder.with_name(f"{cell}.lock")).acquire(timeout=0):
                 # Another process may have finished it meanwhile.
                 if (made := read_results(path, {}).get(cell)) is None or made == before.get(cell):
-                    _run_cell(experiment, name, options.scale, cells[cell], folder, path)
+                    _run_cell(experiment, name, options, cells[cell], folder, path)
         except Timeout:
             logger.warning(f"{name}: {cell} is being run by another process, and left to it")
     with FileLock(_results_lock(Path(options.runs) / path.stem)):
         finished = read_results(path, {})
-        return _write_report(experiment, options.scale, finished, path) if finished else []
+        return _write_report(experiment, options, finished, path) if finished else []
+
+
+def _redraw(experiment, options, settings, path):
+    """Write table and pictures of the finished cells again."""
+    given = [name for name in ("only", "list_cells", "overwrite") if getattr(options, name)]
+    if given := [*given, *settings]:
+        raise ValueError(f"--redraw runs no cells: leave out {', '.join(f'--{name}' for name in given)}")
+    if options.scale not in experiment.scales:
+        raise nearest("scale", str(options.scale), list(experiment.scales))
+    if not read_results(path, {}):
+        raise ValueError(f"{path} has no finished cells to draw: choose another --output or --scale")
+    make_folder(Path(options.runs), "runs")
+    with FileLock(_results_lock(Path(options.runs) / path.stem)):
+        return _write_report(experiment, options, read_results(path, {}), path)
 
 
 def _results_lock(folder):
@@ -234,9 +255,10 @@ def _results_lock(folder):
     return f"{folder}.lock"
 
 
-def _run_cell(experiment, name, scale, settings, folder, path):
+def _run_cell(experiment, name, options, settings, folder, path):
     """Run a cell in its folder, and add it to the results."""
-    shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
+    with FileLock(_results_lock(folder.parent)):  # other processes keep files of finished cells
+        shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
     folder.mkdir(parents=True)
     start, cpu = time.perf_counter(), time.process_time()
     metrics = experiment.run(settings, folder)
@@ -244,10 +266,12 @@ def _run_cell(experiment, name, scale, settings, folder, path):
     made = {"settings": settings, "metrics": metrics, "made_with": _versions()}
     with FileLock(_results_lock(folder.parent)):  # other processes add cells too
         finished = read_results(path, {}) | {folder.name: made}
-        content = {"experiment": name, "scale": scale, "cells": finished}
-        replace_files({path: (json.dumps(content, indent=1) + "\n").encode()})
-        replace_files({folder / FINISHED_NAME: (json.dumps(made, indent=1) + "\n").encode()})
-        _write_report(experiment, scale, finished, path)
+        contents = {
+            path: {"experiment": name, "scale": options.scale, "cells": finished},
+            folder / FINISHED_NAME: made,
+        }
+        replace_files({file: (json.dumps(content, indent=1) + "\n").encode() for file, content in contents.items()})
+        _write_report(experiment, options, finished, path)
 
 
 def _versions():
@@ -350,10 +374,16 @@ def _text(form, value):
     return "" if value is None else form.format(value)
 
 
-def _write_report(experiment, scale, finished, path):
+def _write_report(experiment, options, finished, path):
+    """Write table and pictures, with the lock of the results."""
+    scale = options.scale
     found = experiment_tables(experiment, scale, finished)
     replace_files({path.with_suffix(".md"): "\n".join(table.markdown() for table in found).encode()})
+    if experiment.keep is not None:
+        keep_files(experiment.keep, finished, Path(options.runs) / path.stem, path)
     if find_spec("matplotlib"):
+        for name, draw in experiment.pictures.items():
+            draw(finished, kept_folder(path), picture_path(path, name))
         x, y, line = experiment.plot
         lines = {}
         groups: dict[str, list[dict[str, Any]]] = {}

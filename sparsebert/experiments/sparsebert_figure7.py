@@ -33,6 +33,8 @@ class StagesStudy(ContinuedSettings):
         sparsities (`list[float]`): Fractions of the entries to remove.
         search_end (`float`): Fraction of the steps after which the mask of the one stage freezes.
         mask_logit_scale (`float`): How much faster the logits of the soft search move than the weights.
+        target_logit_scale (`float`): The same of the search of the one stage. It starts with near positions likelier,
+            and with 10 its logits do not get far enough in 150 steps to change that.
         initial_decay, initial_sparsity (`float`, *optional*): Where the search of the one stage starts, see
             [`SparseBertConfig`].
     """
@@ -40,18 +42,22 @@ class StagesStudy(ContinuedSettings):
     sparsities: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
     search_end: float = 0.5
     mask_logit_scale: float = 50.0
+    target_logit_scale: float = 200.0
     initial_decay: float | None = None
     initial_sparsity: float | None = None
 
 
 # What the soft search of a seed has nothing to do with.
-_OF_STAGES = ("stage", "target", "system", "search_end", "initial_decay", "initial_sparsity")
+_OF_STAGES = (
+    *("stage", "target", "system"),
+    *("search_end", "target_logit_scale", "initial_decay", "initial_sparsity"),
+)
 
 
 def cells(settings: StagesStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = continued_fields(settings)
-    own = ("search_end", "mask_logit_scale", "initial_decay", "initial_sparsity")
+    own = ("search_end", "mask_logit_scale", "target_logit_scale", "initial_decay", "initial_sparsity")
     common |= {name: getattr(settings, name) for name in own}
     return {
         f"{stage}_{sparsity:g}_seed_{seed}": common
@@ -80,7 +86,8 @@ def check(cell: dict[str, Any]) -> None:
 def _one_stage(cell):
     """The fields of the search of the one stage."""
     start = {name: cell[name] for name in ("initial_decay", "initial_sparsity") if cell[name] is not None}
-    return {"search": "dam_u", "target_sparsity": cell["target"]} | start
+    model = {"search": "dam_u", "target_sparsity": cell["target"], "mask_logit_scale": cell["target_logit_scale"]}
+    return model | start
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -144,7 +151,10 @@ EXPERIMENT = Experiment(
     arguments=StagesStudy,
     scales={
         "tiny": {},
-        "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+        "paper": {
+            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+            "target_logit_scale": 10.0,
+        },
     },
     cells=cells,
     check=check,

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save
 
 from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
+from ..analysis.pictures import plot_importance
 from ..analysis.tables import Table
 from ..search.learned_mask import MASK_PROBS_NAME
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
+
+
+# P averaged over heads and layers, `(n, n)` float16 under the key "probs", which is kept of a search.
+MEAN_PROBS_NAME = "mean_probs.safetensors"
 
 
 @dataclass
@@ -37,17 +43,32 @@ class ImportanceStudy(ContinuedSettings):
 def cells(settings: ImportanceStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = continued_fields(settings) | {"mask_logit_scale": settings.mask_logit_scale}
-    systems: dict[str, dict[str, Any]] = {"soft": {"search": "soft"}, "dense": {"pattern": "dense"}}
-    systems["no_diag"] = {"pattern": "no_diag"}
-    result = {}
-    for seed in settings.seeds:
-        for system, model in systems.items():
-            result[f"{system}_seed_{seed}"] = common | {"system": system, "model": model, "seed": seed}
-        for draw in range(settings.draws):
-            model = {"pattern": "random_drop", "mask_seed": 1000 * seed + draw}
-            own = {"system": f"random_drop, draw {draw}", "model": model, "seed": seed}
-            result[f"random_drop_{draw}_seed_{seed}"] = common | own
-    return result
+    search: dict[str, dict[str, Any]] = {"soft": {"system": "soft", "model": {"search": "soft"}}}
+    return {
+        f"{name}_seed_{seed}": common | system | {"seed": seed}
+        for seed in settings.seeds
+        for name, system in (search | without_positions(seed, settings.draws)).items()
+    }
+
+
+def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
+    """
+    What is compared: all positions, all but the diagonal, and all but as many random ones.
+
+    Args:
+        seed (`int`): Seed of the cells.
+        draws (`int`): Number of random masks.
+
+    Returns:
+        `dict[str, dict]`: `"system"` and `"model"`, by the name of the cell without its seed.
+    """
+    systems: dict[str, dict[str, Any]] = {
+        name: {"system": name, "model": {"pattern": name}} for name in ("dense", "no_diag")
+    }
+    for draw in range(draws):
+        model = {"pattern": "random_drop", "mask_seed": 1000 * seed + draw}
+        systems[f"random_drop_{draw}"] = {"system": f"random_drop, draw {draw}", "model": model}
+    return systems
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -88,6 +109,39 @@ def check(cell: dict[str, Any]) -> None:
         OSError: If there is no such model or text.
     """
     check_continued(cell | {"model": cell["model"] | (_of_search(cell) if cell["system"] == "soft" else {})})
+
+
+def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
+    """
+    P of a search, averaged over heads and layers.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict[str, bytes]`: One file, or none if there is no P.
+    """
+    path = folder / MASK_PROBS_NAME
+    if cell["system"] != "soft" or not path.is_file():
+        return {}
+    return {MEAN_PROBS_NAME: save({"probs": load_file(path)["probs"].mean(0).half()})}
+
+
+def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path) -> None:
+    """
+    Draw P averaged over the heads and the seeds.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        kept (`Path`): Folder with what was kept of each cell.
+        path (`Path`): Image to write. Nothing is written if no P was kept.
+    """
+    files = [kept / name / MEAN_PROBS_NAME for name, cell in finished.items() if cell["settings"]["system"] == "soft"]
+    probs = [load_file(file)["probs"].float() for file in files if file.is_file()]
+    if probs:
+        # Seeds that were searched again at another length are not averaged with the first.
+        plot_importance(torch.stack([seed for seed in probs if seed.shape == probs[0].shape]), path)
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -165,4 +219,6 @@ EXPERIMENT = Experiment(
     },
     notes=("The paper's figures are GLUE dev averages after full fine-tuning; ours are held-out losses",),
     summary=summary,
+    keep=keep,
+    pictures={"figure2": draw},
 )

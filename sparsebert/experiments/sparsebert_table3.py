@@ -3,12 +3,17 @@ Manual and learned masks: Tables 3 and 4 and Figure 4 of [S], SparseBERT (arXiv 
 the plateau.
 """
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..analysis.pictures import plot_heads
 from ..analysis.tables import Table
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
+from ..masks.sparse_mask import SparseMask
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
 
@@ -24,6 +29,8 @@ MANUAL: dict[str, dict[str, Any]] = {
 }
 # The targets at which Table 4 has dam_s with its diagonal.
 WITH_DIAGONAL = (0.912, 0.935)
+# The searches whose masks the paper shows, and the targets at its sparsities.
+SHOWN = {"figure5": ("dam_u", 0.86), "figure6": ("dam_s", 0.935)}
 
 
 @dataclass
@@ -39,6 +46,8 @@ class MasksStudy(ContinuedSettings):
         targets (`list[float]`): Sparsities to search for, for each search, and to draw random masks at.
         search_end (`float`): Fraction of the steps after which the mask freezes.
         mask_logit_scale (`float`): How much faster the logits of a penalized search move than the weights.
+        target_logit_scale (`float`): The same of a search with a target. It starts with near positions likelier, and
+            with 10 its logits do not get far enough in 150 steps to change that.
         initial_decay, initial_sparsity (`float`, *optional*): Where searches with a target start, see
             [`SparseBertConfig`].
     """
@@ -48,6 +57,7 @@ class MasksStudy(ContinuedSettings):
     targets: list[float] = field(default_factory=lambda: [0.8, 0.86, 0.898, 0.912, 0.935])
     search_end: float = 0.5
     mask_logit_scale: float = 50.0
+    target_logit_scale: float = 200.0
     initial_decay: float | None = None
     initial_sparsity: float | None = None
 
@@ -60,6 +70,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
             model = {"pattern": pattern, "pattern_kwargs": parameters, "diagonal": diagonal}
             systems[f"{pattern}{suffix}"] = ("manual", model)
     start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
+    start["mask_logit_scale"] = settings.target_logit_scale
     start = {name: value for name, value in start.items() if value is not None}
     for search in settings.searches:
         common = {"search": search, "mask_logit_scale": settings.mask_logit_scale}
@@ -99,6 +110,49 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return continue_training(cell, folder, data, cell["model"])
 
 
+def _is_shown(cell, search, target):
+    model = {name: cell["model"].get(name) for name in ("search", "target_sparsity", "diagonal")}
+    return model == {"search": search, "target_sparsity": target, "diagonal": None}
+
+
+def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
+    """
+    The mask of a cell that a figure shows.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the run.
+
+    Returns:
+        `dict[str, bytes]`: The two files of the mask, or none.
+    """
+    if not any(_is_shown(cell, *shown) for shown in SHOWN.values()) or not (folder / MASK_CONFIG_NAME).is_file():
+        return {}
+    mask = SparseMask.from_pretrained(folder)
+    with tempfile.TemporaryDirectory() as place:
+        # Alone, without the path of the model that it was learned with.
+        mask.replace(metadata={"search": cell["model"]["search"]}).save_pretrained(place)
+        return {name: Path(place, name).read_bytes() for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME)}
+
+
+def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path, *, search: str, target: float) -> None:
+    """
+    Draw the mask that a search with a target found, of the first seed of which it was kept.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        kept (`Path`): Folder with what was kept of each cell.
+        path (`Path`): Image to write. Nothing is written if no mask was kept.
+        search (`str`): Name of the search.
+        target (`float`): Its target.
+    """
+    shown = {name: cell["settings"] for name, cell in finished.items() if _is_shown(cell["settings"], search, target)}
+    found = {cell["seed"]: kept / name for name, cell in shown.items() if (kept / name / MASK_CONFIG_NAME).is_file()}
+    if found:
+        seed = min(found)
+        plot_heads(SparseMask.from_pretrained(found[seed]), path, f"{search}, target {target:.1%}, seed {seed}")
+
+
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
     The losses of all systems.
@@ -128,7 +182,10 @@ EXPERIMENT = Experiment(
     arguments=MasksStudy,
     scales={
         "tiny": {},
-        "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+        "paper": {
+            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+            "target_logit_scale": 10.0,
+        },
     },
     cells=cells,
     check=check_continued,
@@ -154,4 +211,6 @@ EXPERIMENT = Experiment(
         "but for four random tokens in longformer",
     ),
     summary=summary,
+    keep=keep,
+    pictures={name: partial(draw, search=search, target=target) for name, (search, target) in SHOWN.items()},
 )
