@@ -33,8 +33,8 @@ class Settings:
 
 
 def write(cell, folder):
-    if cell["name"] == "broken":
-        raise RuntimeError("no result")
+    if cell["name"] == "stopped":
+        raise KeyboardInterrupt
     (folder / "large").write_text(cell["text"])
     return {"length": len(cell["text"]), "other": float("nan")}
 
@@ -111,11 +111,11 @@ def test_cells_of_before_are_kept_while_their_folders_are_there(ran, reproduce, 
 
 
 def test_an_interrupted_run_keeps_what_is_finished(ran, reproduce, picture, tmp_path):
-    with pytest.raises(RuntimeError):
-        reproduce("--names", "[a, broken, b]")
-    assert picture.read_text() == "a kept" and not (tmp_path / "results/words_tiny/broken").exists()
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("--names", "[a, stopped, b]")
+    assert picture.read_text() == "a kept" and not (tmp_path / "results/words_tiny/stopped").exists()
     reproduce()
-    assert ran == ["a", "broken", "b"] and picture.read_text() == "a kept\nb kept"
+    assert ran == ["a", "stopped", "b"] and picture.read_text() == "a kept\nb kept"
 
 
 def test_a_run_that_is_killed_before_it_keeps_a_cell_keeps_it_later(ran, reproduce, picture, tmp_path, monkeypatch):

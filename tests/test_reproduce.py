@@ -16,6 +16,7 @@ from sparsebert.experiments import EXPERIMENTS, Experiment
 from sparsebert.experiments.experiment import unseeded
 from sparsebert.experiments.long_reviews import classify
 from sparsebert.experiments.reproduction import (
+    CellsFailed,
     ReproductionArguments,
     experiment_tables,
     plan_cells,
@@ -61,6 +62,8 @@ def experiment(monkeypatch):
         (folder / "file").write_text("")
         if cell["name"] == "broken":
             raise RuntimeError("no result")
+        if cell["name"] == "stopped":
+            raise KeyboardInterrupt
         return {"product": cell["factor"] * len(cell["name"]), "secret": 1}
 
     def check(cell):
@@ -257,14 +260,28 @@ def test_the_time_is_judged_by_the_cells_that_are_most_alike():
 
 
 def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
-    with pytest.raises(RuntimeError):
-        run("products", "--names", "[a, broken, b]")
+    with pytest.raises(KeyboardInterrupt):
+        run("products", "--names", "[a, stopped, b]")
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
-    assert (tmp_path / "runs/products_tiny/broken/file").is_file()
+    assert (tmp_path / "runs/products_tiny/stopped/file").is_file()
     assert "| a | 3.0 |" in (tmp_path / "results/products_tiny.md").read_text()
     (tmp_path / "runs/products_tiny/b.lock").touch()  # of a process that was killed
     run("products")
-    assert experiment == ["a", "broken", "b"]
+    assert experiment == ["a", "stopped", "b"]
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(experiment, run, tmp_path):
+    printed = run("products", "--names", "[a, broken, b]")
+    assert "1 of 3 cells failed, the same command runs them again: broken (RuntimeError: no result)" in printed
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b"}
+    folders = ["--output", tmp_path / "results", "--runs", tmp_path / "runs"]
+    command, values = parse(list(map(str, ["reproduce", "products", "--names", "[a, broken, b]", *folders])))
+    assert command.run(values).exit_code == 1
+    assert experiment == ["a", "broken", "b", "broken"]
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    with pytest.raises(CellsFailed, match="broken") as error:
+        run_experiment("products", options, {"names": ["a", "broken"]})
+    assert [table.rows[0][0] for table in error.value.tables]
 
 
 @pytest.mark.parametrize(

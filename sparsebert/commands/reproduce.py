@@ -2,8 +2,9 @@
 Repeat a table or figure of the papers, cell by cell, and show the published numbers beside the results.
 
 First it says how many cells are done and to do, and about how long these will take, judged by finished cells. Finished
-cells are not run again; an interrupted cell starts over. After each cell, results are written to `output`:
-EXPERIMENT_SCALE.json (all numbers), .md (a table with the paper's numbers) and, with the extra `viz`, .png (a plot).
+cells are not run again; an interrupted cell starts over, and a cell that fails does not stop the others (exit code 1).
+After each cell, results are written to `output`: EXPERIMENT_SCALE.json (all numbers), .md (a table with the paper's
+numbers) and, with the extra `viz`, .png (a plot).
 Experiments with more pictures keep what they show, such as masks, in the folder EXPERIMENT_SCALE; `--redraw` writes
 tables and pictures again from these files alone.
 """
@@ -12,7 +13,14 @@ from transformers.utils import logging
 
 from ..checks import nearest
 from ..experiments import EXPERIMENTS
-from ..experiments.reproduction import ReproductionArguments, plan_cells, plan_text, result_files, run_experiment
+from ..experiments.reproduction import (
+    CellsFailed,
+    ReproductionArguments,
+    plan_cells,
+    plan_text,
+    result_files,
+    run_experiment,
+)
 from ._command import Command, Printing, Results
 
 
@@ -45,6 +53,10 @@ def run(values):
         cells = plan_cells(experiment, options, values["settings"])
         logger.warning(plan_text(options.experiment, options, cells))
         return Results(cells, notes=list(cells))
-    tables = run_experiment(options.experiment, options, values["settings"])
-    written = [f"written: {path}" for path in result_files(options.experiment, options)]
-    return Results([table.as_json() for table in tables], tables, written)
+    failed = []
+    try:
+        tables = run_experiment(options.experiment, options, values["settings"])
+    except CellsFailed as error:
+        tables, failed = error.tables, [str(error)]
+    notes = [f"written: {path}" for path in result_files(options.experiment, options)] + failed
+    return Results([table.as_json() for table in tables], tables, notes, exit_code=len(failed))

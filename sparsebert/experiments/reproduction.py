@@ -1,10 +1,10 @@
 """
 Run an experiment: its cells one by one, and after each cell the results, a table and a plot.
 
-A finished cell is not run again; one that was interrupted starts over, and one that another process runs is left to
-it. Results go to EXPERIMENT_SCALE.json, the table beside the paper's figures to .md and, with the extra `viz`, the
-plot to .png. What some experiments keep of their cells for further pictures goes to the folder EXPERIMENT_SCALE, and
-the pictures to EXPERIMENT_SCALE_NAME.png.
+A finished cell is not run again; one that was interrupted starts over, one that fails does not stop the others, and
+one that another process runs is left to it. Results go to EXPERIMENT_SCALE.json, the table beside the paper's figures
+to .md and, with the extra `viz`, the plot to .png. What some experiments keep of their cells for further pictures goes
+to the folder EXPERIMENT_SCALE, and the pictures to EXPERIMENT_SCALE_NAME.png.
 """
 
 import fnmatch
@@ -37,6 +37,20 @@ from .time_estimates import describe_plan, duration, estimate_seconds
 
 
 logger = logging.get_logger(__name__)
+
+
+class CellsFailed(RuntimeError):
+    """
+    Some cells of an experiment failed, after which the others were run.
+
+    Args:
+        message (`str`): Which cells, and why.
+        tables (`list[Table]`): Tables of all finished cells.
+    """
+
+    def __init__(self, message: str, tables: list[Table]) -> None:
+        super().__init__(message)
+        self.tables = tables
 
 
 @dataclass
@@ -196,6 +210,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
             written then.
         OSError: If a file that a cell needs cannot be read.
         FileExistsError: If the folder of a cell holds a finished cell of other results.
+        CellsFailed: If a cell failed. The others have been run then.
     """
     if name not in EXPERIMENTS:
         raise nearest("experiment", name, list(EXPERIMENTS))
@@ -215,6 +230,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     make_folder(path.parent, "output")
     make_folder(Path(options.runs) / path.stem, "runs")
     logger.warning(plan_text(name, options, cells))
+    failed = []
     bar = tqdm(todo.items(), desc=name, unit="cell", disable=None)
     for number, (cell, folder) in enumerate(bar, start=1):
         left = {other: cells[other] for other in list(todo)[number - 1 :]}
@@ -228,12 +244,17 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
             with FileLock(folder.with_name(f"{cell}.lock")).acquire(timeout=0):
                 # Another process may have finished it meanwhile.
                 if (made := read_results(path, {}).get(cell)) is None or made == before.get(cell):
-                    _run_cell(experiment, name, options, cells[cell], folder, path)
+                    error = _run_cell(experiment, name, options, cells[cell], folder, path)
+                    failed += [f"{cell} ({type(error).__name__}: {error})"] if error else []
         except Timeout:
             logger.warning(f"{name}: {cell} is being run by another process, and left to it")
     with FileLock(_results_lock(Path(options.runs) / path.stem)):
         finished = read_results(path, {})
-        return _write_report(experiment, options, finished, path) if finished else []
+        tables = _write_report(experiment, options, finished, path) if finished else []
+    if failed:
+        again = "the same command runs them again"
+        raise CellsFailed(f"{name}: {len(failed)} of {len(todo)} cells failed, {again}: {', '.join(failed)}", tables)
+    return tables
 
 
 def _redraw(experiment, options, settings, path):
@@ -256,12 +277,16 @@ def _results_lock(folder):
 
 
 def _run_cell(experiment, name, options, settings, folder, path):
-    """Run a cell in its folder, and add it to the results."""
+    """Run a cell in its folder, and add it to the results; if it fails, say so and return the error."""
     with FileLock(_results_lock(folder.parent)):  # other processes keep files of finished cells
         shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
     folder.mkdir(parents=True)
     start, cpu = time.perf_counter(), time.process_time()
-    metrics = experiment.run(settings, folder)
+    try:
+        metrics = experiment.run(settings, folder)
+    except Exception as error:  # it must not cost hours of the cells that come after it
+        logger.error(f"{name}: {folder.name} failed", exc_info=True)
+        return error
     metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     made = {"settings": settings, "metrics": metrics, "made_with": _versions()}
     with FileLock(_results_lock(folder.parent)):  # other processes add cells too
@@ -272,6 +297,7 @@ def _run_cell(experiment, name, options, settings, folder, path):
         }
         replace_files({file: (json.dumps(content, indent=1) + "\n").encode() for file, content in contents.items()})
         _write_report(experiment, options, finished, path)
+    return None
 
 
 def _versions():
