@@ -15,7 +15,7 @@ import sys
 
 from sparsebert.analysis.tables import Table
 from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.reproduction import experiment_tables
+from sparsebert.experiments.result_tables import experiment_tables
 
 from . import (
     _cpu_tables,

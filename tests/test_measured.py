@@ -11,7 +11,7 @@ from benchmarks._report import REPRODUCED, RESULTS
 from benchmarks.attention import auto_slower, goals
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
 from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.reproduction import experiment_tables
+from sparsebert.experiments.result_tables import experiment_tables
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")

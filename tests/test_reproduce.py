@@ -18,11 +18,11 @@ from sparsebert.experiments.long_reviews import classify
 from sparsebert.experiments.reproduction import (
     CellsFailed,
     ReproductionArguments,
-    experiment_tables,
     plan_cells,
     result_files,
     run_experiment,
 )
+from sparsebert.experiments.result_tables import experiment_tables
 from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.trainer import SparseBertTrainer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsebert.analysis.charts import plot_lines, plot_scores
+from sparsebert.analysis.charts import plot_lines, plot_scores, plot_values
 from sparsebert.analysis.pictures import (
     plot_gallery,
     plot_groups,
@@ -79,3 +79,6 @@ def test_charts(tmp_path, published):
     curves = {"learned": ([0.5, 0.9], [0.8, 0.7], [None, 0.01]), "random": ([0.5], [0.6], [None])}
     plot_scores(curves, tmp_path / "scores.png", "accuracy", "Title", dense=published)
     assert is_picture(tmp_path / "lines.png") and is_picture(tmp_path / "scores.png")
+    panels = {"before": {"long": [0.5, 0.7], "short": [0.9]}, "after": {"long": [0.95]}}
+    plot_values(panels, tmp_path / "values.png", "Title", "short")
+    assert is_picture(tmp_path / "values.png")

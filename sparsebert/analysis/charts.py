@@ -1,6 +1,7 @@
 """Charts of scores: against sparsity, and of the cells of an experiment."""
 
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 
 from .figures import BLUE, COLOURS, VERMILION, new_figure, save_figure
@@ -92,4 +93,34 @@ def plot_lines(
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
+    save_figure(figure, path)
+
+
+def plot_values(
+    panels: Mapping[str, Mapping[str, Sequence[float]]], path: str | os.PathLike, title: str, reference: str
+) -> None:
+    """
+    Plot values by name, the greatest mean above: a dot for every value, a bar for the mean.
+
+    Args:
+        panels (`dict[str, dict]`): Values by name, for each panel by the text of its axis.
+        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
+        title (`str`): Title of the figure.
+        reference (`str`): Name whose mean is drawn across its panels, for comparison.
+    """
+    tallest = max(len(values) for values in panels.values())
+    figure = new_figure(5.2 * len(panels), 0.26 * tallest + 1.6, "constrained")
+    for axis, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        names = sorted(values, key=lambda name: statistics.fmean(values[name]))
+        for place, name in enumerate(names):
+            color = _COLOURS[1] if name == reference else _COLOURS[0]
+            axis.plot(values[name], [place] * len(values[name]), "o", ms=4, mfc="none", color=color)
+            axis.plot(statistics.fmean(values[name]), place, "|", ms=11, mew=2, color=color)
+        if reference in values:
+            axis.axvline(statistics.fmean(values[reference]), color=_COLOURS[1], ls="--", lw=1)
+        axis.set_yticks(range(len(names)), labels=names)
+        axis.set_ylim(-0.7, len(names) - 0.3)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
     save_figure(figure, path)

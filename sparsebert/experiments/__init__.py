@@ -5,7 +5,8 @@ One module per row of [`EXPERIMENTS`], named like it. A new experiment is such a
 row here. What they share: `pattern_levels` (the patterns that are compared), `recipe_sections` (the recipe of a cell),
 `text_pretraining` (cells that pre-train on text), `continued_pretraining` (cells that go on from one checkpoint) and
 `task_parts` (some rows of a task). `copying_task` is the model and the training of the copying task, `reproduction`
-runs the cells of any experiment, `time_estimates` says how long they will take, and `kept_files` what outlives them.
+runs the cells of any experiment, `time_estimates` says how long they will take, `result_tables` shows what they found,
+and `kept_files` has what outlives them.
 """
 
 from . import (

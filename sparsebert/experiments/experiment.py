@@ -43,6 +43,8 @@ class Experiment:
         plot (`tuple[str, str, str]`):
             Names, among a cell's settings and metrics, of the horizontal axis, the vertical axis and the line that a
             cell belongs to.
+        draw (`Callable[[dict, Path, str], None]`, *optional*):
+            Draws the plot of the finished cells to a path, with a title, where lines do not show them.
         published (`dict[str, dict]`):
             The paper's metrics by cell, without its seed.
         layout (`tuple[str, str, str]`, *optional*):
@@ -70,6 +72,7 @@ class Experiment:
     run: Callable[[dict[str, Any], Path], dict[str, Any]]
     columns: dict[str, tuple[str, str]]
     plot: tuple[str, str, str]
+    draw: Callable[[Mapping[str, dict[str, Any]], Path, str], None] | None = None
     published: dict[str, dict[str, float]] = field(default_factory=dict)
     layout: tuple[str, str, str] | None = None
     baseline: str | None = None

@@ -5,8 +5,10 @@ the settings of `minilm` give: those of the search before recovery, those of the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..analysis.charts import plot_values
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import nearest
@@ -125,6 +127,25 @@ def _summary_table(length, sparsity, changes, part):
     )
 
 
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot what every change does to the search, and to the recovery.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    panels: dict[str, dict[str, list[float]]] = {}
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        for names, metric, heading in PARTS.values():
+            if settings["change"] in (UNCHANGED, *names):
+                label = f"{heading}\n{settings['length']} tokens, {settings['sparsity']:.0%} to remove"
+                panels.setdefault(label, {}).setdefault(settings["change"], []).append(metrics[metric])
+    plot_values(panels, path, title, UNCHANGED)
+
+
 EXPERIMENT = Experiment(
     title="Settings for the mask of a trained MiniLM",
     arguments=MiniLMSettings,
@@ -134,5 +155,6 @@ EXPERIMENT = Experiment(
     run=minilm.run,
     columns={name: column for name, column in minilm.EXPERIMENT.columns.items() if name != "speed_up"},
     plot=("cosine_before", "cosine", "change"),
+    draw=draw,
     summary=summary,
 )

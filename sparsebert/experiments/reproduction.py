@@ -10,10 +10,9 @@ to the folder EXPERIMENT_SCALE, and the pictures to EXPERIMENT_SCALE_NAME.png.
 import fnmatch
 import json
 import shutil
-import statistics
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,15 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from ..analysis.charts import plot_lines
-from ..analysis.statistics import COMPARED, compare_seeds, summarize
 from ..analysis.tables import Table
 from ..checks import nearest
 from ..files import make_folder, replace_files
 from ..training.run_cards import hardware
 from ..version import __version__
 from . import EXPERIMENTS
-from .experiment import Experiment, unseeded
+from .experiment import Experiment
 from .kept_files import FINISHED_NAME, keep_files, kept_folder, picture_path
+from .result_tables import experiment_tables, plot_cells
 from .time_estimates import describe_plan, duration, estimate_seconds
 
 
@@ -305,101 +303,6 @@ def _versions():
     return versions | {"device": hardware(), "threads": torch.get_num_threads()}
 
 
-def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str, dict[str, Any]]) -> list[Table]:
-    """
-    Make the tables of finished cells, beside the paper's figures.
-
-    Args:
-        experiment ([`Experiment`]): The experiment.
-        scale (`str`): Name of the scale, for the title.
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
-
-    Returns:
-        `list[Table]`: The experiment's summary, if it has one, or means if there are several seeds; if it has a
-        layout, a table laid out like the paper's; then one with a row per cell.
-    """
-    title = f"{experiment.title}, scale {scale}"
-    rows = []
-    for name, cell in finished.items():
-        row = {"cell": name}
-        for metric, (heading, form) in experiment.columns.items():
-            row[heading] = _text(form, cell["metrics"].get(metric))
-            if any(metric in values for values in experiment.published.values()):
-                row[f"{heading}, paper"] = _text(form, experiment.paper(name).get(metric))
-        rows.append(row)
-    result = [Table.of(title, rows, (*_differences(experiment, finished), *experiment.notes))]
-    if experiment.layout is not None:
-        result.insert(0, _pivot(experiment, title, finished))
-    if experiment.summary is not None:
-        result = [*experiment.summary(finished), *result]
-    elif len({unseeded(name) for name in finished}) < len(finished):
-        result.insert(0, _means(experiment, title, finished))
-    return result
-
-
-def _by_seed(finished, metric):
-    """Values of a metric by cell and seed."""
-    values: dict[str, dict[int, float]] = {}
-    for name, cell in finished.items():
-        if metric in cell["metrics"]:
-            values.setdefault(unseeded(name), {})[cell["settings"].get("seed", 0)] = cell["metrics"][metric]
-    return values
-
-
-def _means(experiment, title, finished):
-    """Means over seeds; the metric of the plot is compared with that of the baseline, if there is one."""
-    judged = _by_seed(finished, experiment.plot[1])
-    baseline = judged.get(experiment.baseline or "", {})
-    compared = compare_seeds(
-        {name: (values, baseline) for name, values in judged.items() if name != experiment.baseline}, 3
-    )
-    rows: dict[str, dict[str, str]] = {name: {"cell": name} for name in map(unseeded, finished)}
-    for metric, (heading, form) in experiment.columns.items():
-        for name, values in _by_seed(finished, metric).items():
-            summary = summarize(list(values.values()))
-            rows[name][heading] = " ± ".join(form.format(value) for value in summary.values())
-            rows[name][f"{heading}, paper"] = _text(form, experiment.paper(name).get(metric))
-    for name, row in rows.items():
-        row[f"minus {experiment.baseline}"], row["p (Holm)"] = compared.get(name, ("", ""))
-        row["seeds"] = str(len(judged.get(name, {})))
-    note = "±: deviation over seeds"
-    if compared:
-        note += f"; minus {experiment.baseline}: in {experiment.columns[experiment.plot[1]][0]}, {COMPARED}"
-    return Table.of(f"{title}: means over seeds", list(rows.values()), (note,))
-
-
-def _differences(experiment: Experiment, finished: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """Notes on the settings that differ between cells, and on their machines."""
-    settings = [("settings", item.name) for item in fields(experiment.arguments)]
-    for source, field in (*settings, ("made_with", "device")):
-        cells: dict[str, list[str]] = {}
-        for name, cell in finished.items():
-            if field in cell.get(source, {}):
-                cells.setdefault(json.dumps(cell[source][field]), []).append(name)
-        if len(cells) > 1:
-            yield f"{field}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in cells.items())
-
-
-def _pivot(experiment, title, finished):
-    row_key, column_key, metric = experiment.layout
-    heading, form = experiment.columns[metric]
-    values = [cell["settings"] | cell["metrics"] for cell in finished.values()]
-    columns = sorted({value[column_key] for value in values})
-    rows = {value[row_key]: {row_key: value[row_key]} for value in values}
-    found = _by_seed(finished, metric)
-    for name, value in zip(finished, values, strict=True):
-        paper = _text(form, experiment.paper(name).get(metric))
-        ours = form.format(statistics.fmean(found[unseeded(name)].values()))
-        rows[value[row_key]][f"{column_key} {value[column_key]}"] = f"{ours} / {paper}"
-    names = [row_key, *(f"{column_key} {column}" for column in columns)]
-    body = [[row.get(name, "") for name in names] for row in rows.values()]
-    return Table(f"{title}: {heading}, ours / the paper's", names, body)
-
-
-def _text(form, value):
-    return "" if value is None else form.format(value)
-
-
 def _write_report(experiment, options, finished, path):
     """Write table and pictures, with the lock of the results."""
     scale = options.scale
@@ -410,18 +313,5 @@ def _write_report(experiment, options, finished, path):
     if find_spec("matplotlib"):
         for name, draw in experiment.pictures.items():
             draw(finished, kept_folder(path), picture_path(path, name))
-        x, y, line = experiment.plot
-        lines = {}
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for name, cell in finished.items():
-            groups.setdefault(unseeded(name), []).append(cell["settings"] | cell["metrics"])
-        for name, seeds in groups.items():
-            point = (statistics.fmean(values[axis] for values in seeds) for axis in (x, y))
-            lines.setdefault(seeds[0][line], []).append((*point, experiment.paper(name).get(y)))
-        labels, percent = [], ""
-        for axis, value in (("x", x), ("y", y)):
-            heading, form = experiment.columns.get(value, (value.replace("_", " "), ""))
-            labels.append(heading)
-            percent += axis * ("%" in form)
-        plot_lines(lines, path.with_suffix(".png"), f"{experiment.title}, scale {scale}", *labels, percent)
+        plot_cells(experiment, scale, finished, path.with_suffix(".png"))
     return found
