@@ -402,6 +402,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
         rows = [{"text": " ".join(["w1", "w2"][i % 2 : i % 2 + 1] * (4 + 3 * i)), "label": i % 2} for i in range(12)]
         (reviews / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
+    own["long_reviews"]["longer_than"] = 16
     # These start from a model that has its words already.
     for name in (
         "minilm",
@@ -578,6 +579,15 @@ def test_long_texts_are_compared_with_truncated_ones():
     assert rows["dense, 2048 tokens"]["minus truncated"].startswith("+5.0 [")
     assert rows["dense, 512 tokens, truncated"]["accuracy"] == "81.5 ± 0.7"
     assert rows["dense, 2048 tokens"]["removed on inputs"] == "50.0%"
+
+
+def test_only_long_texts_are_used(inputs, tmp_path):
+    settings = known_fields("long_reviews", SMALLEST) | inputs("long_reviews")
+    cell = next(iter(cells_of("long_reviews", **settings).values()))
+    with pytest.raises(ValueError, match="no text of train has more than 39 tokens"):
+        EXPERIMENTS["long_reviews"].run(cell | {"longer_than": 39}, tmp_path)
+    metrics = EXPERIMENTS["long_reviews"].run(cell | {"test_examples": 100}, tmp_path)
+    assert metrics["test_examples"] == 8  # of 12
 
 
 def test_systems_of_long_texts_have_names_of_their_own():

@@ -46,6 +46,8 @@ class LongReviews:
         reviews (`str`, *optional*): Folder of the texts: files `train` and `test` with `text` and `label`, see
             [`sparsebert.data.tasks.glue.load`].
         lengths (`list[int]`): Tokens to which texts are truncated. At the first one the dense model also splits them.
+        longer_than (`int`): Only texts with more tokens are used: most film reviews have fewer than 512, and
+            truncating them costs nothing.
         train_examples, test_examples (`int`): Texts to train on and to classify, drawn with a fixed seed.
         seeds (`list[int]`): Seeds of the head, the order of the texts and dropout.
         learning_rate, num_train_epochs, batch_size: See `TrainingArguments`.
@@ -55,6 +57,7 @@ class LongReviews:
     masked: list[str] = field(default_factory=lambda: ["runs/reproduce/minilm_tiny/dam_s_512_0.9_seed_0/model"])
     reviews: str | None = None
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
+    longer_than: int = 512
     train_examples: int = 2000
     test_examples: int = 2000
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
@@ -65,7 +68,8 @@ class LongReviews:
 
 def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = ("reviews", "train_examples", "test_examples", "learning_rate", "num_train_epochs", "batch_size")
+    names = ("reviews", "longer_than", "train_examples", "test_examples")
+    names += ("learning_rate", "num_train_epochs", "batch_size")
     common = {name: getattr(settings, name) for name in names}
     models = {"dense": settings.model}
     for source in settings.masked:
@@ -98,6 +102,7 @@ def check(cell: dict[str, Any]) -> None:
     check_range("lengths", cell["max_length"], 8)
     for name in ("train_examples", "test_examples", "batch_size"):
         check_range(name, cell[name], 1)
+    check_range("longer_than", cell["longer_than"], 0)
     check_folder(located(cell["model"]), "model")
     read_config(located(cell["model"]))
     if cell["reviews"] is None:
@@ -120,8 +125,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         `dict`: Metrics: accuracy and the CPU time of a text, of the dense model at the first length also split.
     """
     texts = glue.load(TASK, cell["reviews"], ["train", "test"], skip_bad=True)
+    tokenizer = AutoTokenizer.from_pretrained(located(cell["model"]))
     for split, number in (("train", cell["train_examples"]), ("test", cell["test_examples"])):
-        chosen = random.Random(0).sample(range(len(texts[split])), min(number, len(texts[split])))
+        long = _long_texts(texts[split]["text"][:], tokenizer, cell["longer_than"])
+        if not long:
+            raise ValueError(
+                f"reviews {cell['reviews']}: no text of {split} has more than {cell['longer_than']} tokens"
+            )
+        chosen = random.Random(0).sample(long, min(number, len(long)))
         rows = [{"sentence": texts[split][i]["text"], "label": texts[split][i]["label"]} for i in chosen]
         (folder / "data").mkdir(exist_ok=True)
         name = {"train": "train", "test": "dev"}[split]
@@ -138,7 +149,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     model = (model or AutoModelForSequenceClassification.from_pretrained(output)).eval()
     tokenizer = AutoTokenizer.from_pretrained(output)
     rows = [json.loads(line) for line in (folder / "data" / "dev.jsonl").read_text().splitlines()]
-    metrics = {"train_seconds": found["train_seconds"], "input_sparsity": found["input_sparsity"]}
+    metrics = {name: found[name] for name in ("train_seconds", "input_sparsity", "train_examples")}
+    metrics |= {"test_examples": len(rows)}
     for in_parts in (False, True) if cell["split"] else (False,):
         start = time.process_time()
         predicted = classify(model, tokenizer, [row["sentence"] for row in rows], cell["max_length"], in_parts)
@@ -147,6 +159,15 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         prefix = "split_" if in_parts else ""
         metrics |= {f"{prefix}accuracy": right, f"{prefix}ms_per_text": 1000 * seconds}
     return metrics
+
+
+def _long_texts(texts, tokenizer, longer_than):
+    """Places of the texts that have more tokens."""
+    places = []
+    for start in range(0, len(texts), 1000):
+        found = tokenizer(texts[start : start + 1000], return_attention_mask=False, verbose=False)["input_ids"]
+        places += [start + place for place, ids in enumerate(found) if len(ids) > longer_than]
+    return places
 
 
 def _long_enough(cell, folder):
