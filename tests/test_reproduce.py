@@ -687,7 +687,10 @@ def test_masks_that_cannot_be_are_refused_first(name, settings, message, inputs)
 
 @pytest.mark.parametrize("name", ["sparsebert_table3", "sparsebert_figure7"])
 def test_searches_with_a_target_can_start_elsewhere(name, inputs):
-    cells = cells_of(name, **inputs(name), initial_decay=0.0, initial_sparsity=0.0, target_logit_scale=70.0)
+    with pytest.raises(ValueError, match="initial_decay excludes start_from_attention"):
+        cells_of(name, **inputs(name), initial_decay=0.0)
+    start = {"start_from_attention": False, "initial_decay": 0.0, "initial_sparsity": 0.0}
+    cells = cells_of(name, **inputs(name), **start, target_logit_scale=70.0)
     models = [cell["model"] if "model" in cell else cell for cell in cells.values()]
     searched = [model for model in models if "target_sparsity" in model or model.get("stage") == "one_stage"]
     assert searched and all(model["initial_decay"] == model["initial_sparsity"] == 0 for model in searched)

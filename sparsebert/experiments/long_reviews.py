@@ -68,8 +68,10 @@ class LongReviews:
 
 def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = ("reviews", "longer_than", "train_examples", "test_examples")
-    names += ("learning_rate", "num_train_epochs", "batch_size")
+    names = (
+        *("reviews", "longer_than", "train_examples", "test_examples"),
+        *("learning_rate", "num_train_epochs", "batch_size"),
+    )
     common = {name: getattr(settings, name) for name in names}
     models = {"dense": settings.model}
     for source in settings.masked:

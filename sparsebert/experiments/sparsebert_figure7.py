@@ -33,32 +33,31 @@ class StagesStudy(ContinuedSettings):
         sparsities (`list[float]`): Fractions of the entries to remove.
         search_end (`float`): Fraction of the steps after which the mask of the one stage freezes.
         mask_logit_scale (`float`): How much faster the logits of the soft search move than the weights.
-        target_logit_scale (`float`): The same of the search of the one stage. It starts with near positions likelier,
-            and with 10 its logits do not get far enough in 150 steps to change that.
-        initial_decay, initial_sparsity (`float`, *optional*): Where the search of the one stage starts, see
-            [`SparseBertConfig`].
+        target_logit_scale (`float`): The same of the search of the one stage, whose logits do not get far from their
+            start in 150 steps if this is 10.
+        start_from_attention (`bool`): Start this search from what the checkpoint attends to.
+        initial_decay, initial_sparsity (`float`, *optional*): Where it starts, see [`SparseBertConfig`]; the decay
+            only without `start_from_attention`.
     """
 
     sparsities: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
     search_end: float = 0.5
     mask_logit_scale: float = 50.0
     target_logit_scale: float = 200.0
+    start_from_attention: bool = True
     initial_decay: float | None = None
     initial_sparsity: float | None = None
 
 
-# What the soft search of a seed has nothing to do with.
-_OF_STAGES = (
-    *("stage", "target", "system"),
-    *("search_end", "target_logit_scale", "initial_decay", "initial_sparsity"),
-)
+# Settings of the search of the one stage, and all that the soft search of a seed has nothing to do with.
+_OF_ONE_STAGE = ("search_end", "target_logit_scale", "start_from_attention", "initial_decay", "initial_sparsity")
+_OF_STAGES = ("stage", "target", "system", *_OF_ONE_STAGE)
 
 
 def cells(settings: StagesStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = continued_fields(settings)
-    own = ("search_end", "mask_logit_scale", "target_logit_scale", "initial_decay", "initial_sparsity")
-    common |= {name: getattr(settings, name) for name in own}
+    common |= {name: getattr(settings, name) for name in ("mask_logit_scale", *_OF_ONE_STAGE)}
     return {
         f"{stage}_{sparsity:g}_seed_{seed}": common
         | {"stage": stage, "target": sparsity, "system": f"{stage} {sparsity:g}", "seed": seed}
@@ -102,7 +101,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         `dict`: Metrics.
     """
     if cell["stage"] == "one_stage":
-        return continue_training(cell, folder, {"search_end": cell["search_end"]}, _one_stage(cell))
+        data = {name: cell[name] for name in ("search_end", "start_from_attention")}
+        return continue_training(cell, folder, data, _one_stage(cell))
     start = time.perf_counter()
     searched = _soft_search(cell, folder.parent)
     shared = time.perf_counter() - start

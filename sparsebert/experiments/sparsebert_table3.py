@@ -46,10 +46,11 @@ class MasksStudy(ContinuedSettings):
         targets (`list[float]`): Sparsities to search for, for each search, and to draw random masks at.
         search_end (`float`): Fraction of the steps after which the mask freezes.
         mask_logit_scale (`float`): How much faster the logits of a penalized search move than the weights.
-        target_logit_scale (`float`): The same of a search with a target. It starts with near positions likelier, and
-            with 10 its logits do not get far enough in 150 steps to change that.
-        initial_decay, initial_sparsity (`float`, *optional*): Where searches with a target start, see
-            [`SparseBertConfig`].
+        target_logit_scale (`float`): The same of a search with a target, whose logits do not get far from their start
+            in 150 steps if this is 10.
+        start_from_attention (`bool`): Start searches with a target from what the checkpoint attends to.
+        initial_decay, initial_sparsity (`float`, *optional*): Where they start, see [`SparseBertConfig`]; the decay
+            only without `start_from_attention`.
     """
 
     searches: list[str] = field(default_factory=lambda: ["dam_s", "dam_u"])
@@ -58,6 +59,7 @@ class MasksStudy(ContinuedSettings):
     search_end: float = 0.5
     mask_logit_scale: float = 50.0
     target_logit_scale: float = 200.0
+    start_from_attention: bool = True
     initial_decay: float | None = None
     initial_sparsity: float | None = None
 
@@ -87,6 +89,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     for target in settings.targets:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
     common = continued_fields(settings) | {"search_end": settings.search_end}
+    common |= {"start_from_attention": settings.start_from_attention}
     result = {}
     for seed in settings.seeds:
         for system, (series, model) in systems.items():
@@ -106,7 +109,9 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    data = {"search_end": cell["search_end"]} if "search" in cell["model"] else {}
+    data: dict[str, Any] = {"search_end": cell["search_end"]} if "search" in cell["model"] else {}
+    if "target_sparsity" in cell["model"]:
+        data["start_from_attention"] = cell["start_from_attention"]
     return continue_training(cell, folder, data, cell["model"])
 
 
@@ -205,7 +210,7 @@ EXPERIMENT = Experiment(
         "Its dam_s with the diagonal are the same masks and the diagonal, 90.4 and 92.7 % removed; ours are searched "
         "with the diagonal kept, for the same target",
         "With lambda a search is the paper's: samples, and a start at which all positions are alike. With a target it "
-        "is this library's: P itself, and a start at which near positions are likelier. Its steps count: manual masks "
+        "is this library's: P itself, and a start from what the checkpoint attends to. Its steps count: manual masks "
         "have all of theirs for training",
         "Always global: the first and last token in dam_s and bigbird, the first in star, none in the other systems "
         "but for four random tokens in longformer",

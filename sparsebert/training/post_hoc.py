@@ -31,6 +31,7 @@ from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .run_cards import add_search, hardware
 from .run_folders import run_folder
+from .search_start import START_BATCHES
 
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 # Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
 GROWTH, GROWTH_STAGES = 0.5, 8
 LEARNED, STARTED_FROM, GIVEN, RECOVERED = "learned", "dense model's attention", "given", "{}, recovered"
-# Number of batches over which the attention probabilities that the search starts from are averaged.
-START_BATCHES = 8
 # What a search writes, apart from the configuration and the tokenizer.
 _WRITTEN = (
     *("model*.safetensors*", "mask*.safetensors", "mask_config.json", "metrics.json", "heads.png", "mean_probs.png"),

@@ -25,6 +25,7 @@ from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_recor
 from .run_cards import add_pretraining, hardware
 from .run_checks import check_pretraining, check_training
 from .run_folders import resume_from, run_folder
+from .search_start import check_search_start, start_search
 from .stopping import StopOnSignal
 from .time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
 from .trainer import SparseBertTrainer
@@ -64,6 +65,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     training = TrainingArguments(**recipe["training"])
     model = dict(recipe["model"])
     check_pretraining(data, model, training.max_steps)
+    check_search_start(data, model)
     check_batch_ramp(data.batch_ramp, training.gradient_accumulation_steps)
     check_time_budget(data.max_minutes, data.pruning, recipe["training"])
     if model.get("pattern") is not None:
@@ -132,6 +134,8 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     )
     if data.batch_ramp:
         BatchRamp(trainer, data.batch_ramp, None if budget is None else budget.position)
+    if data.start_from_attention and not checkpoint:
+        start_search(model, inputs.train_set, training)
     with StopOnSignal(trainer):
         trained = trainer.train(resume_from_checkpoint=checkpoint).metrics
 

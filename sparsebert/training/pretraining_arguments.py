@@ -38,6 +38,8 @@ class PretrainingArguments(HubArguments):
             threshold nor a sparsity is given.
         freeze_sparsity (`float`, *optional*): Freeze by keeping the entries with the highest P, down to this sparsity;
             by default the model's `target_sparsity`.
+        start_from_attention (`bool`): Start the search from what `base_model` attends to, instead of a start at which
+            all positions are alike, or near ones likelier.
         search_end (`float`): Fraction of the training at which the mask is frozen; the rest trains with the frozen
             mask.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`], such as `{"final_sparsity": 0.9}`, to prune
@@ -72,6 +74,7 @@ class PretrainingArguments(HubArguments):
     mlm_probability: float = 0.15
     freeze_threshold: float | None = None
     freeze_sparsity: float | None = None
+    start_from_attention: bool = False
     search_end: float = 1.0
     pruning: dict | None = None
     max_minutes: float | None = None

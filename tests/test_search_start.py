@@ -1,0 +1,109 @@
+"""A search that starts from what the weights attend to already."""
+
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import spearmanr
+from transformers import BertConfig, BertForMaskedLM, BertModel
+
+from sparsebert import SparseBertForMaskedLM
+from sparsebert.training.pretraining import pretrain
+
+
+LENGTH = 24
+
+
+@pytest.fixture
+def base(tmp_path, tiny_config, word_tokenizer):
+    """A stock BERT whose heads prefer certain distances, since its position embeddings are periodic."""
+    torch.manual_seed(0)
+    model = BertForMaskedLM(tiny_config(BertConfig, max_position_embeddings=LENGTH))
+    angles = torch.arange(LENGTH)[:, None] * torch.pi / torch.tensor([2.0, 3.0, 5.0, 7.0])
+    waves = torch.cat([angles.sin(), angles.cos()], 1)
+    with torch.no_grad():
+        positions = model.bert.embeddings.position_embeddings.weight
+        positions.copy_(4 * waves @ torch.randn(waves.shape[1], positions.shape[1]))
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight.mul_(8)
+            layer.attention.self.key.weight.mul_(8)
+    model.save_pretrained(tmp_path / "base")
+    word_tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def recipe(base, tmp_path):
+    """`recipe(folder, **fields)`: a search that hardly moves."""
+    rng = random.Random(0)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(" ".join(f"w{rng.randrange(90)}" for _ in range(120)) for _ in range(20)))
+
+    def make(folder, data=(), model=(), training=()):
+        section = {"text": str(text), "validation": str(text), "tokenizer": str(base), "base_model": str(base)}
+        section |= {"nsp": False, "max_length": LENGTH, "pictures": False, "start_from_attention": True}
+        fields = {"search": "dam_s", "mask_length": LENGTH, "target_sparsity": 0.6, "share_layers": False}
+        arguments = {"output_dir": str(tmp_path / folder), "max_steps": 1, "learning_rate": 1e-12, "use_cpu": True}
+        arguments |= {"per_device_train_batch_size": 8, "report_to": "none", "disable_tqdm": True}
+        return {"data": section | dict(data), "model": fields | dict(model), "training": arguments | dict(training)}
+
+    return make
+
+
+def attention_by_offset(base, text, words):
+    """What the stock model gives to every distance between inner tokens: `(L, H, n - 2)`."""
+    model = BertModel.from_pretrained(base, attn_implementation="eager").eval()
+    tokens = words(text.read_text().split("\n\n"), truncation=True, max_length=LENGTH, return_tensors="pt")
+    with torch.no_grad():
+        probs = torch.stack(model(tokens["input_ids"], output_attentions=True).attentions).mean(1)  # (L, H, n, n)
+    inner = probs[..., 1:-1, 1:-1]
+    sums = [(inner.diagonal(k, -2, -1).mean(-1) + inner.diagonal(-k, -2, -1).mean(-1)) for k in range(LENGTH - 2)]
+    return torch.stack(sums, -1)
+
+
+def test_the_search_starts_from_the_attention_of_the_base_model(recipe, base, tmp_path, word_tokenizer):
+    pretrain(recipe("run", training={"save_steps": 1}))
+    started = load_file(tmp_path / "run/mask_probs.safetensors")["probs"].view(2, -1, LENGTH, LENGTH)
+    found = torch.stack([started[..., 1, 1 + k] for k in range(LENGTH - 2)], -1).flatten(0, 1)
+    expected = attention_by_offset(base, tmp_path / "text.txt", word_tokenizer).flatten(0, 1)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert spearmanr(ours, theirs).statistic > 0.9
+    pretrain(recipe("local", data={"start_from_attention": False}))
+    local = load_file(tmp_path / "local/mask_probs.safetensors")["probs"].view(started.shape)
+    near = torch.stack([local[..., 1, 1 + k] for k in range(LENGTH - 2)], -1)
+    assert (near.diff(dim=-1) < 1e-3).all() and (found.diff(dim=-1) > 0.02).any(-1).all()
+    assert SparseBertForMaskedLM.from_pretrained(tmp_path / "run").sparse_attention.mask.sparsity == pytest.approx(
+        0.6, abs=0.05
+    )
+
+
+def test_a_resumed_run_keeps_its_logits(recipe, tmp_path):
+    training = {"max_steps": 4, "learning_rate": 1e-2, "save_steps": 2}
+    pretrain(recipe("whole", training=training))
+    pretrain(recipe("resumed", training=training))
+    (tmp_path / "resumed/metrics.json").unlink()
+    checkpoint = str(tmp_path / "resumed/checkpoint-2")
+    pretrain(recipe("resumed", training=training | {"resume_from_checkpoint": checkpoint}, data={"overwrite": True}))
+    whole, resumed = (load_file(tmp_path / name / "mask_probs.safetensors")["probs"] for name in ("whole", "resumed"))
+    assert torch.equal(whole, resumed)
+
+
+@pytest.mark.parametrize(
+    "data, model, message",
+    [
+        ({"base_model": None}, {}, "start_from_attention needs base_model"),
+        (
+            {},
+            {"search": None, "target_sparsity": None, "share_layers": None, "pattern": "dense"},
+            "start_from_attention needs model.search",
+        ),
+        ({}, {"initial_decay": 1.0}, "initial_decay 1.0 excludes start_from_attention"),
+        ({"streaming": True}, {}, "start_from_attention .* set streaming to false"),
+        ({}, {"mask_length": 20}, "no row of the text has 20 tokens"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused(recipe, tmp_path, data, model, message):
+    with pytest.raises(ValueError, match=message):
+        pretrain(recipe("run", data, model))
+    assert not (tmp_path / "run/model.safetensors").exists()
