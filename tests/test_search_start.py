@@ -9,7 +9,9 @@ from scipy.stats import spearmanr
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from sparsebert import SparseBertForMaskedLM
+from sparsebert.training.matching import random_batches
 from sparsebert.training.pretraining import pretrain
+from sparsebert.training.search_start import START_ROWS
 
 
 LENGTH = 24
@@ -78,6 +80,19 @@ def test_the_search_starts_from_the_attention_of_the_base_model(recipe, base, tm
     )
 
 
+def test_the_start_takes_no_more_memory_with_a_large_batch(recipe, tmp_path, monkeypatch):
+    sizes = []
+
+    def batches(rows, size, *arguments):
+        sizes.append(size)
+        return random_batches(rows, size, *arguments)
+
+    monkeypatch.setattr("sparsebert.training.search_start.random_batches", batches)
+    pretrain(recipe("large", training={"per_device_train_batch_size": 64}))
+    pretrain(recipe("small", training={"per_device_train_batch_size": 4}))
+    assert sizes == [START_ROWS, 4]
+
+
 def test_a_resumed_run_keeps_its_logits(recipe, tmp_path):
     training = {"max_steps": 4, "learning_rate": 1e-2, "save_steps": 2}
     pretrain(recipe("whole", training=training))
@@ -100,7 +115,9 @@ def test_a_resumed_run_keeps_its_logits(recipe, tmp_path):
         ),
         ({}, {"initial_decay": 1.0}, "initial_decay 1.0 excludes start_from_attention"),
         ({"streaming": True}, {}, "start_from_attention .* set streaming to false"),
-        ({}, {"mask_length": 20}, "no row of the text has 20 tokens"),
+        ({}, {"mask_length": 20}, "none of .* rows of the text has 20 tokens"),
+        ({"max_length": 20}, {}, "max_length must be at least 24, the mask_length, got 20"),
+        ({"max_length": 20}, {"mask_length": None}, "max_length must be at least 24"),
     ],
 )
 def test_a_start_that_cannot_be_is_refused(recipe, tmp_path, data, model, message):

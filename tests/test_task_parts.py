@@ -71,11 +71,11 @@ def test_a_single_file_is_divided_by_contexts(task, name, folders, tmp_path):
 def test_folders_that_do_not_serve_are_refused(folders, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         find_splits("squad", str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match="task swag: split 'train' is missing"):
+    with pytest.raises(ValueError, match="task swag: folder .* must hold one file, .* got none; files end in .*jsonl"):
         find_splits("swag", str(tmp_path))
     for name in ("one.jsonl", "two.jsonl"):
         shutil.copy(folders["swag"] / "val.jsonl", tmp_path / name)
-    with pytest.raises(ValueError, match="split 'train' is missing .* available: one, two"):
+    with pytest.raises(ValueError, match="task swag: folder .* must hold one file, .* got one, two"):
         find_splits("swag", str(tmp_path))
 
 
@@ -159,6 +159,7 @@ def test_the_papers_settings_are_those_of_the_tasks(settings, monkeypatch, tmp_p
     "changed, message",
     [
         ({"squad2": "absent"}, "there is no folder 'absent'"),
+        ({"draws": -1}, "draws must be an integer of at least 0, got -1"),
         ({"max_train_examples": 0}, "max_train_examples must be an integer of at least 1, got 0"),
         ({"max_validation_examples": 0}, "max_validation_examples must be an integer of at least 1, got 0"),
         ({"num_train_epochs": 0.0}, "num_train_epochs must be more than 0, got 0.0"),

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
 from ..analysis.pictures import plot_importance
 from ..analysis.tables import Table
+from ..checks import check_range
 from ..search.learned_mask import MASK_PROBS_NAME
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
@@ -61,7 +62,10 @@ def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
 
     Returns:
         `dict[str, dict]`: `"system"` and `"model"`, by the name of the cell without its seed.
+    Raises:
+        ValueError: If `draws` is negative.
     """
+    check_range("draws", draws, 0)
     systems: dict[str, dict[str, Any]] = {
         name: {"system": name, "model": {"pattern": name}} for name in ("dense", "no_diag")
     }

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..data.tasks import TASKS
+from ..data.tasks.task_files import FORMATS
 from ..training.finetuning_arguments import FinetuningArguments
-from ..training.task_data import choose_splits
+from ..training.task_data import MissingSplitError, choose_splits
 
 
 # Share of the contexts to evaluate on, if there is only one file.
@@ -25,13 +26,19 @@ def find_splits(task: str, data: str | None) -> tuple[str, str]:
     Returns:
         `tuple[str, str]`: The two splits, which are the same if there is one file.
     Raises:
-        ValueError: If there are several files, but none to train on or none to evaluate on.
+        ValueError: If there is no file, or there are several, but none to train on or none to evaluate on.
         FileNotFoundError: If there is no such folder.
     """
     available = TASKS[task].splits(data)
     if len(available) == 1:
         return available[0], available[0]
-    train, evaluation, _ = choose_splits(available, FinetuningArguments(task=task, data=data, test_split=[]))
+    try:
+        train, evaluation, _ = choose_splits(available, FinetuningArguments(task=task, data=data, test_split=[]))
+    except MissingSplitError as error:  # its advice is for other commands
+        raise ValueError(
+            f"task {task}: folder {str(data)!r} must hold one file, or one to train on (train...) and one to evaluate "
+            f"on (val... or dev...), got {', '.join(available) or 'none'}; files end in {', '.join(FORMATS)}"
+        ) from error
     return train, evaluation[0]
 
 
@@ -50,7 +57,7 @@ def write_parts(task: str, data: str | None, folder: Path, num_train: int, num_v
     Returns:
         `tuple[int, int]`: The number of rows to train on and to evaluate on.
     Raises:
-        ValueError: If a split is missing, has no labels, or is too small to be divided, or a row is malformed.
+        ValueError: If a split is missing, has no labels, or is too small to be divided.
         OSError: If a file cannot be read.
     """
     train, validation = find_splits(task, data)

@@ -112,6 +112,7 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
                     model.base_model(input_ids=ids)
                 total = total + torch.stack([output[1].float().mean(0) for output in outputs])  # (L, H, n, n)
     model.set_attn_implementation(implementation)
+    total = total.to(logits.device)  # under DeepSpeed and FSDP they are on the accelerator before the weights are
     if config.share_layers:
         total = total.mean(0, keepdim=True)
     counts = search.counts_on(logits.device)
@@ -238,7 +239,7 @@ def recover(
     compared, sparse_attention = _objective(objective, model), get_sparse_attention(model)
     model.eval().requires_grad_(True)
     trained = model if objective == "tokens" else model.base_model
-    # Unfused, the step takes a tenth of the time on a CPU, most of it for the embeddings.
+    # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
     optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     warmup = max(steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -25,7 +25,7 @@ from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_recor
 from .run_cards import add_pretraining, hardware
 from .run_checks import check_pretraining, check_training
 from .run_folders import resume_from, run_folder
-from .search_start import check_search_start, start_search
+from .search_start import check_rows_fill_mask, check_search_start, start_search
 from .stopping import StopOnSignal
 from .time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
 from .trainer import SparseBertTrainer
@@ -106,6 +106,8 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     model = make_model(data, training, recipe["model"])
     if pruning is not None:
         pruning.check(model)
+    if data.start_from_attention:
+        check_rows_fill_mask(data.max_length, model.config.mask_length)
     if checkpoint:
         check_checkpoint(checkpoint, model, pruning, data.search_end < 1)
     record = recipe_record(data, model.config, training)

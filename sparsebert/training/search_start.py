@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from .pretraining_arguments import PretrainingArguments
 
-# Number of batches over which the attention probabilities are averaged.
-START_BATCHES = 8
+# Number of batches over which the attention probabilities are averaged, and how many rows they have at most: the
+# probabilities of all layers are in memory at once.
+START_BATCHES, START_ROWS = 8, 16
 
 
 def check_search_start(data: "PretrainingArguments", model: dict[str, Any]) -> None:
@@ -43,6 +44,24 @@ def check_search_start(data: "PretrainingArguments", model: dict[str, Any]) -> N
         )
 
 
+def check_rows_fill_mask(max_length: int, mask_length: int) -> None:
+    """
+    Check that rows can be as long as the mask of a search that starts from attention.
+
+    Args:
+        max_length (`int`): Maximum length of a row.
+        mask_length (`int`): Length of the mask, given or that of the base model.
+
+    Raises:
+        ValueError: If they are shorter.
+    """
+    if max_length < mask_length:
+        raise ValueError(
+            f"start_from_attention needs rows as long as the mask: max_length must be at least {mask_length}, the "
+            f"mask_length, got {max_length}"
+        )
+
+
 def start_search(model: Any, rows: "datasets.Dataset", training: "TrainingArguments") -> None:
     """
     Initialize the mask logits with what the dense model attends to, see [`start_from_attention`].
@@ -57,11 +76,13 @@ def start_search(model: Any, rows: "datasets.Dataset", training: "TrainingArgume
     """
     if is_deepspeed_zero3_enabled():
         raise ValueError("start_from_attention needs whole weights, which a process of ZeRO-3 does not have")
-    length, size = model.sparse_attention.search.length, training.per_device_train_batch_size
+    length, size = model.sparse_attention.search.length, min(training.per_device_train_batch_size, START_ROWS)
     ids = rows.shuffle(seed=training.seed).select(range(min(len(rows), 4 * START_BATCHES * size)))["input_ids"][:]
     long = [row for row in ids if len(row) == length]
     if not long:
-        raise ValueError(f"start_from_attention: no row of the text has {length} tokens, the length of the mask")
+        raise ValueError(
+            f"start_from_attention: none of {len(ids)} rows of the text has {length} tokens, the length of the mask"
+        )
     whole = torch.tensor(long, device=model.device)
     model.eval()
     start_from_attention(model, carrier(model), random_batches(whole, size, START_BATCHES, training.seed))
