@@ -198,6 +198,13 @@ def test_bad_input_of_redraw(ran, reproduce, tmp_path, flags, message):
     assert ran == [] and not list(tmp_path.iterdir())
 
 
+def test_redrawing_without_matplotlib_is_refused(ran, reproduce, monkeypatch):
+    reproduce()
+    monkeypatch.setattr("sparsebert.experiments.reproduction.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--redraw needs matplotlib: pip install"):
+        reproduce("--redraw")
+
+
 # The figures of SparseBERT.
 
 

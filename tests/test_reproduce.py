@@ -1,6 +1,8 @@
 """The runner of the papers' tables and figures: what is run, what is taken over, what is refused, what is written."""
 
+import gc
 import json
+import weakref
 from dataclasses import dataclass, field, fields, replace
 
 import pytest
@@ -281,7 +283,28 @@ def test_a_cell_that_fails_does_not_stop_the_others(experiment, run, tmp_path):
     options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
     with pytest.raises(CellsFailed, match="broken") as error:
         run_experiment("products", options, {"names": ["a", "broken"]})
-    assert [table.rows[0][0] for table in error.value.tables]
+    assert all([row[0] for row in table.rows] == ["a", "b"] for table in error.value.tables)
+    again = "1 of 1 cells failed, run them again with --only: broken"
+    with pytest.raises(CellsFailed, match=again):
+        run_experiment("products", replace(options, overwrite=True), {"names": ["broken"]})
+
+
+def test_a_cell_that_fails_leaves_nothing_in_memory(experiment, run, monkeypatch):
+    class Large:
+        pass
+
+    made, alive = [], []
+
+    def fail(cell, folder):
+        gc.collect()
+        alive.append([reference() is not None for reference in made])
+        large = Large()
+        made.append(weakref.ref(large))
+        raise RuntimeError("no room")
+
+    monkeypatch.setitem(EXPERIMENTS, "products", replace(EXPERIMENTS["products"], run=fail))
+    run("products", "--names", "[a, b]")
+    assert alive == [[], [False]]
 
 
 @pytest.mark.parametrize(

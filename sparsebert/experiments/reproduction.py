@@ -11,6 +11,7 @@ import fnmatch
 import json
 import shutil
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -204,8 +205,8 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
         `list[Table]`: Tables of all finished cells.
     Raises:
         ValueError: If the experiment, the scale or a cell is unknown, a setting is out of its range, there are
-            results of other settings, or `redraw` is combined with anything about cells. Nothing has been run or
-            written then.
+            results of other settings, or `redraw` is combined with anything about cells or matplotlib is missing for
+            it. Nothing has been run or written then.
         OSError: If a file that a cell needs cannot be read.
         FileExistsError: If the folder of a cell holds a finished cell of other results.
         CellsFailed: If a cell failed. The others have been run then.
@@ -242,15 +243,15 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
             with FileLock(folder.with_name(f"{cell}.lock")).acquire(timeout=0):
                 # Another process may have finished it meanwhile.
                 if (made := read_results(path, {}).get(cell)) is None or made == before.get(cell):
-                    error = _run_cell(experiment, name, options, cells[cell], folder, path)
-                    failed += [f"{cell} ({type(error).__name__}: {error})"] if error else []
+                    if reason := _run_cell(experiment, name, options, cells[cell], folder, path):
+                        failed.append(f"{cell} ({reason})")
         except Timeout:
             logger.warning(f"{name}: {cell} is being run by another process, and left to it")
     with FileLock(_results_lock(Path(options.runs) / path.stem)):
         finished = read_results(path, {})
         tables = _write_report(experiment, options, finished, path) if finished else []
     if failed:
-        again = "the same command runs them again"
+        again = "run them again with --only" if options.overwrite else "the same command runs them again"
         raise CellsFailed(f"{name}: {len(failed)} of {len(todo)} cells failed, {again}: {', '.join(failed)}", tables)
     return tables
 
@@ -262,6 +263,8 @@ def _redraw(experiment, options, settings, path):
         raise ValueError(f"--redraw runs no cells: leave out {', '.join(f'--{name}' for name in given)}")
     if options.scale not in experiment.scales:
         raise nearest("scale", str(options.scale), list(experiment.scales))
+    if find_spec("matplotlib") is None:
+        raise ValueError("--redraw needs matplotlib: pip install 'sparsebert[viz]'")
     if not read_results(path, {}):
         raise ValueError(f"{path} has no finished cells to draw: choose another --output or --scale")
     make_folder(Path(options.runs), "runs")
@@ -275,7 +278,7 @@ def _results_lock(folder):
 
 
 def _run_cell(experiment, name, options, settings, folder, path):
-    """Run a cell in its folder, and add it to the results; if it fails, say so and return the error."""
+    """Run a cell in its folder, and add it to the results; if it fails, log and return why."""
     with FileLock(_results_lock(folder.parent)):  # other processes keep files of finished cells
         shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
     folder.mkdir(parents=True)
@@ -283,8 +286,9 @@ def _run_cell(experiment, name, options, settings, folder, path):
     try:
         metrics = experiment.run(settings, folder)
     except Exception as error:  # it must not cost hours of the cells that come after it
-        logger.error(f"{name}: {folder.name} failed", exc_info=True)
-        return error
+        # As text: the error itself would keep the model and the optimizer of this cell in memory.
+        logger.error(f"{name}: {folder.name} failed\n{traceback.format_exc()}")
+        return f"{type(error).__name__}: {error}"
     metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     made = {"settings": settings, "metrics": metrics, "made_with": _versions()}
     with FileLock(_results_lock(folder.parent)):  # other processes add cells too
