@@ -710,7 +710,7 @@ def test_masks_that_cannot_be_are_refused_first(name, settings, message, inputs)
 
 @pytest.mark.parametrize("name", ["sparsebert_table3", "sparsebert_figure7"])
 def test_searches_with_a_target_can_start_elsewhere(name, inputs):
-    with pytest.raises(ValueError, match="initial_decay excludes start_from_attention"):
+    with pytest.raises(ValueError, match="initial_decay 0.0 excludes start_from_attention"):
         cells_of(name, **inputs(name), initial_decay=0.0)
     start = {"start_from_attention": False, "initial_decay": 0.0, "initial_sparsity": 0.0}
     cells = cells_of(name, **inputs(name), **start, target_logit_scale=70.0)

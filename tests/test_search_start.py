@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers.integrations import HfDeepSpeedConfig
 
 from sparsebert import SparseBertForMaskedLM
 from sparsebert.training.matching import random_batches
@@ -102,6 +103,14 @@ def test_a_resumed_run_keeps_its_logits(recipe, tmp_path):
     pretrain(recipe("resumed", training=training | {"resume_from_checkpoint": checkpoint}, data={"overwrite": True}))
     whole, resumed = (load_file(tmp_path / name / "mask_probs.safetensors")["probs"] for name in ("whole", "resumed"))
     assert torch.equal(whole, resumed)
+
+
+def test_weights_that_are_partitioned_are_refused_first(recipe):
+    pytest.importorskip("deepspeed")
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # seen while it lives
+    with pytest.raises(ValueError, match="start_from_attention needs whole weights, .* use ZeRO-2"):
+        pretrain(recipe("run"))
+    assert config.is_zero3()
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,9 @@ def check_continued(cell: dict[str, Any]) -> None:
         check_range(name, cell[name], 8 if name == "max_length" else 1)
     if "search_end" in cell:
         check_range("search_end", cell["search_end"], 0, 1, (int, float))
-    if cell.get("start_from_attention") and cell.get("model", {}).get("initial_decay") is not None:
-        raise ValueError("initial_decay excludes start_from_attention: set start_from_attention to false")
+    decay = cell.get("model", {}).get("initial_decay")
+    if cell.get("start_from_attention") and decay is not None:
+        raise ValueError(f"initial_decay {decay} excludes start_from_attention: set start_from_attention to false")
     base = read_config(located(cell["base_model"]))
     if "model" in cell:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}

@@ -259,7 +259,7 @@ EXPERIMENT = Experiment(
         for system, values in systems.items()
     },
     notes=(
-        "The paper fine-tunes on all examples with the best of 12 settings; ours has one, and parts of the tasks",
+        "The paper fine-tunes on all examples with the best of 12 settings; ours has one, and as many examples as shown",
         "SQuAD contexts are read in windows of the mask's length, which the paper does not describe",
     ),
     summary=summary,

@@ -210,8 +210,8 @@ EXPERIMENT = Experiment(
         "Its dam_s with the diagonal are the same masks and the diagonal, 90.4 and 92.7 % removed; ours are searched "
         "with the diagonal kept, for the same target",
         "With lambda a search is the paper's: samples, and a start at which all positions are alike. With a target it "
-        "is this library's: P itself, and a start from what the checkpoint attends to. Its steps count: manual masks "
-        "have all of theirs for training",
+        "is this library's: P itself, and by default a start from what the checkpoint attends to. Its steps count: "
+        "manual masks have all of theirs for training",
         "Always global: the first and last token in dam_s and bigbird, the first in star, none in the other systems "
         "but for four random tokens in longformer",
     ),

@@ -28,7 +28,8 @@ def check_search_start(data: "PretrainingArguments", model: dict[str, Any]) -> N
         model (`dict`): Section `model`.
 
     Raises:
-        ValueError: If there is nothing to start from, or nothing to search for, or fields exclude each other.
+        ValueError: If there is nothing to start from, or nothing to search for, or the weights are partitioned, or
+            fields exclude each other.
     """
     if not data.start_from_attention:
         return
@@ -36,6 +37,8 @@ def check_search_start(data: "PretrainingArguments", model: dict[str, Any]) -> N
         raise ValueError("start_from_attention needs model.search, the mask that is learned")
     if data.base_model is None:
         raise ValueError("start_from_attention needs base_model, weights whose attention means something")
+    if is_deepspeed_zero3_enabled():
+        raise ValueError("start_from_attention needs whole weights, which no process of ZeRO-3 has: use ZeRO-2")
     if data.streaming:
         raise ValueError("start_from_attention needs the text before the training: set streaming to false")
     if model.get("initial_decay") is not None:
@@ -72,10 +75,8 @@ def start_search(model: Any, rows: "datasets.Dataset", training: "TrainingArgume
         training ([`~transformers.TrainingArguments`]): Section `training`.
 
     Raises:
-        ValueError: If no row is as long as the mask, or the weights are partitioned.
+        ValueError: If no row is as long as the mask.
     """
-    if is_deepspeed_zero3_enabled():
-        raise ValueError("start_from_attention needs whole weights, which a process of ZeRO-3 does not have")
     length, size = model.sparse_attention.search.length, min(training.per_device_train_batch_size, START_ROWS)
     ids = rows.shuffle(seed=training.seed).select(range(min(len(rows), 4 * START_BATCHES * size)))["input_ids"][:]
     long = [row for row in ids if len(row) == length]
