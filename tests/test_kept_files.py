@@ -198,6 +198,14 @@ def test_bad_input_of_redraw(ran, reproduce, tmp_path, flags, message):
     assert ran == [] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", ['{"cells": []}', '{"cells": {"a": {}}}', '{"cells": {"a": 1}}', "[]", "{"])
+def test_redrawing_of_no_results_is_refused(ran, reproduce, tmp_path, content):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/words_tiny.json").write_text(content)
+    with pytest.raises(ValueError, match="words_tiny.json holds no results of an experiment"):
+        reproduce("--redraw")
+
+
 def test_redrawing_without_matplotlib_is_refused(ran, reproduce, monkeypatch):
     reproduce()
     monkeypatch.setattr("sparsebert.experiments.reproduction.find_spec", lambda name: None)

@@ -9,7 +9,7 @@ import pytest
 from sparsebert.analysis.statistics import paired_difference
 from sparsebert.data.tasks import TASKS
 from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, run_experiment
+from sparsebert.experiments.reproduction import CellsFailed, ReproductionArguments, plan_cells, run_experiment
 from sparsebert.experiments.task_parts import find_splits, write_parts
 
 
@@ -131,9 +131,9 @@ def test_models_of_table_1_serve(settings, checkpoints, tmp_path, monkeypatch):
     (model / "metrics.json").write_text(json.dumps({"mlm_loss": 1.25}))
     _, cells = table_2(tmp_path, settings, "swag_no_diag_seed_1")
     assert cells["swag_no_diag_seed_1"]["metrics"]["mlm_loss"] == 1.25
-    with pytest.raises(ZeroDivisionError):  # another model
+    with pytest.raises(CellsFailed, match="ZeroDivisionError"):  # another model
         table_2(tmp_path, settings, "squad_dense_seed_1")
-    with pytest.raises(ZeroDivisionError):  # after more steps it would be another
+    with pytest.raises(CellsFailed, match="ZeroDivisionError"):  # after more steps it would be another
         table_2(tmp_path, settings | {"max_steps": 3}, "squad_no_diag_seed_1")
 
 
@@ -158,7 +158,8 @@ def test_the_papers_settings_are_those_of_the_tasks(settings, monkeypatch, tmp_p
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"squad2": "absent"}, "there is no folder 'absent'"),
+        ({"squad2": "absent"}, "squad2: there is no folder 'absent'"),
+        ({"seeds": []}, "the settings make no cells"),
         ({"draws": -1}, "draws must be an integer of at least 0, got -1"),
         ({"max_train_examples": 0}, "max_train_examples must be an integer of at least 1, got 0"),
         ({"max_validation_examples": 0}, "max_validation_examples must be an integer of at least 1, got 0"),

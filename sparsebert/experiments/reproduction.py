@@ -99,6 +99,8 @@ def plan_cells(
     if options.scale not in experiment.scales:
         raise nearest("scale", str(options.scale), list(experiment.scales))
     cells = experiment.cells(experiment.arguments(**{**experiment.scales[options.scale], **settings}))
+    if not cells:
+        raise ValueError("the settings make no cells: lists such as seeds must not be empty")
     # As they will be read from the results, to be compared with these.
     cells = json.loads(json.dumps(cells))
     asked = options.only if isinstance(options.only, list | None) else [options.only]
@@ -133,7 +135,9 @@ def read_results(
         return {}
     try:
         finished = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not all(isinstance(cell[part], dict) for cell in finished.values() for part in ("settings", "metrics")):
+            raise TypeError("a cell is no object")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no results of an experiment: choose another --output") from error
     for name in cells.keys() & finished.keys():
         then, now = finished[name]["settings"], cells[name]

@@ -109,6 +109,9 @@ def check(cell: dict[str, Any]) -> None:
         if cell[name] is not None:
             check_range(name, cell[name], low, kinds=kinds)
     check_training({field: cell[name] for name, field in _TRAINING.items()})
+    if cell["data"] is not None and not Path(cell["data"]).is_dir():
+        field = next(name for name, task in FOLDERS.items() if task == cell["task"])
+        raise FileNotFoundError(f"{field}: there is no folder {cell['data']!r}")
     find_splits(cell["task"], cell["data"])
     check_continued(cell)
 
@@ -259,7 +262,7 @@ EXPERIMENT = Experiment(
         for system, values in systems.items()
     },
     notes=(
-        "The paper fine-tunes on all examples with the best of 12 settings; ours has one, and as many examples as shown",
+        "The paper fine-tunes on all examples with the best of 12 settings; ours has one, and the examples shown here",
         "SQuAD contexts are read in windows of the mask's length, which the paper does not describe",
     ),
     summary=summary,
