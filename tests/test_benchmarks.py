@@ -155,6 +155,17 @@ def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
     assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
 
 
+def test_long_inputs_are_measured(monkeypatch):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    monkeypatch.setattr(long_inputs, "VOCABULARY", 100)
+    threads = torch.get_num_threads()
+    runs = {name: [long_inputs.measured(name, 600, threads, 0, sizes)] for name in long_inputs.SYSTEMS}
+    assert all(run["seconds"] > 0 and run["peak_bytes"] >= 0 for (run,) in runs.values())
+    (row,) = long_inputs.table([{"n": 600, "systems": runs}]).rows
+    assert row[0] == "600" and len(row) == 9
+
+
+@pytest.mark.slow  # a new process for each run
 def test_long_inputs_take_turns(tmp_path, capsys):
     arguments = ["--quick", "--threads", "1", "--rounds", "1", "--output", str(tmp_path / "long")]
     long_inputs.run([*arguments, "--lengths", "256"])
