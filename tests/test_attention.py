@@ -9,6 +9,7 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 
 import functools
 import itertools
+import math
 import random
 import re
 from dataclasses import dataclass, replace
@@ -571,7 +572,7 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
     elif form == "multiplicative":
         weights = sample * scores.softmax(-1)
     else:
-        log = soft.log()
+        log = torch.log(sample + (1 - sample.detach()) * math.exp(-10.0)) if hard else soft.log()
         weights = (scores + (log + (-10.0 * (1 - sample) - log).detach() if hard else log)).softmax(-1)
     output = weights @ leaves[2]
     output.backward(grad.double())

@@ -1,13 +1,14 @@
 """Searches that keep a given share of the entries: the multiplier, schedules, the outcome."""
 
 import logging
+import math
 
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, scheduled
+from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from sparsebert.search.decided_entries import TiedEntries
 
 
@@ -42,6 +43,59 @@ def test_gradient_passes_through_the_multiplier():
     # Adding a constant to all logits of a head changes nothing.
     shifted = torch.sigmoid(logits + 3 - budget_shift(logits + 3, entries, 8.0, 1.0))
     torch.testing.assert_close(shifted, torch.sigmoid(logits - budget_shift(logits, entries, 8.0, 1.0)))
+
+
+def test_gradient_passes_to_the_budget():
+    logits, entries = torch.randn(1, 2, 7), TiedEntries(torch.arange(7.0))
+    weights, budgets = torch.randn(1, 2, 7), torch.tensor([8.0, 5.0]).view(1, 2, 1)
+
+    def value(budgets):
+        return (torch.sigmoid((logits - budget_shift(logits, entries, budgets, 0.7)) / 0.7) * weights).sum((0, 2))
+
+    (gradient,) = torch.autograd.grad(value(budgets.requires_grad_()).sum(), budgets)
+    difference = (value(budgets.detach() + 0.05) - value(budgets.detach() - 0.05)) / 0.1
+    torch.testing.assert_close(gradient.flatten(), difference, atol=2e-3, rtol=1e-2)
+
+
+def test_shares_of_one_budget():
+    logits = torch.zeros(2, 3, 5)
+    logits[0, 0] = math.log(4)
+    spread = torch.randn(2, 3, 5)
+    spread = logits + spread - spread.mean(-1, keepdim=True)  # only the mean of a head counts
+    expected = torch.tensor([4.0, 1, 1, 1, 1, 1]).view(2, 3, 1)
+    torch.testing.assert_close(head_budgets(spread, 10.0, 0.0, 100.0, "global"), 60 * expected / 9)
+    assert head_budgets(spread, 10.0, 0.0, 100.0).tolist() == [[[10.0]]]
+    assert head_budgets(spread, 1.0, 2.0, 100.0).item() == 2.0
+    # What does not fit into a head goes to the others.
+    full = head_budgets(spread.requires_grad_(), 10.0, 0.0, 15.0, "global")
+    torch.testing.assert_close(full.flatten(), torch.tensor([15.0, 9, 9, 9, 9, 9]))
+    (gradient,) = torch.autograd.grad(full[0, 0].sum(), spread)
+    assert (gradient[0, 0] > 0).all() and (gradient[1] < 0).all()  # a full head can still lose its share
+    everything = head_budgets(spread, 15.0, 0.0, 15.0, "global")
+    torch.testing.assert_close(everything.flatten(), torch.full((6,), 15.0))
+    assert head_budgets(spread, 0.0, 0.0, 15.0, "global").abs().max() == 0
+
+
+def test_hard_search_without_noise_trains_the_mask_it_freezes_to(tiny_config):
+    """Exactly the budget in every step, whatever the temperature."""
+    for search in ("dam_u", "dam_s", "dam_b"):
+        fields = {"hard": True, "noise_scale": 0.0, "mask_form": "log", "mask_constant": 7.0, "temperature": 1.0}
+        fields |= {"sparsity_scope": "global", "share_layers": False, "num_hidden_layers": 2, "allow_empty_rows": True}
+        attention = searching(tiny_config, 0.7, search, **fields).sparse_attention.train()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            attention.mask_logits.normal_(std=0.2).add_(0.05 * torch.randn(2, attention.mask_logits.shape[1], 1))
+        attention.set_progress(0.5)
+        sample, _ = attention.learned.draw()
+        again, _ = attention.learned.draw()
+        assert torch.equal(sample, again) and set(sample.unique().tolist()) == {0.0, 1.0}
+        mask, outcome = attention.learned.freeze()
+        assert torch.equal(attention.search.to_mask(sample.detach() > 0.5).to_table(), mask.to_table())
+        assert outcome["undecided"] == 0.0
+        assert mask.sparsity == pytest.approx(0.7, abs=0.5 * attention_step(search))
+        sparsities = [sparsity for layer in mask.head_sparsities() for sparsity in layer]
+        assert search == "dam_b" or max(sparsities) - min(sparsities) > 0.1
+        assert attention.learned.thresholded_mask(sparsity=0.0).sparsity <= 0.5 / 32  # a diagonal may be removed
 
 
 def test_schedules():

@@ -140,7 +140,35 @@ def test_gradient_of_the_log_form_is_bounded(logit, hard):
     alpha = torch.tensor([logit], requires_grad=True)
     mask, noisy = sample_mask(alpha, 1.0, hard, noise=torch.zeros(1))
     mask_bias(mask, noisy, "log", 1e4, hard).sum().backward()
-    assert alpha.grad.item() == pytest.approx(1.0 / (1.0 + math.exp(logit)), abs=1e-6)
+    if not hard:
+        assert alpha.grad.item() == pytest.approx(1.0 / (1.0 + math.exp(logit)), abs=1e-6)
+    else:
+        assert math.isfinite(alpha.grad.item()) and alpha.grad.item() >= 0
+
+
+@pytest.mark.parametrize("removed", [2, 5])
+def test_hard_log_form_tells_what_a_removed_entry_would_change(removed):
+    """Its gradient is the change of the output per P, whether the entry is kept or removed."""
+    torch.manual_seed(0)
+    scores, values = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    scores[removed], values[removed] = 1.0, 3.0
+
+    def output(kept):
+        return (scores.masked_fill(~kept, -math.inf).softmax(-1) * values).sum()
+
+    noisy = torch.ones(8, dtype=torch.float64)
+    noisy[removed] = -1.0
+    alpha = noisy.clone().requires_grad_()
+    sample, noisy = sample_mask(alpha, 1.0, True, noise=torch.zeros(8))
+    bias = mask_bias(sample, noisy, "log", 7.0, True)
+    assert bias.unique().tolist() == [-7.0, 0.0]
+    ((scores + bias).softmax(-1) * values).sum().backward()
+    slope = torch.sigmoid(noisy.detach()) * torch.sigmoid(-noisy.detach())
+    kept = sample.detach() > 0.5
+    weights = scores.exp() * kept
+    expected = scores.exp() / weights.sum() * (values - output(kept)) * slope
+    torch.testing.assert_close(alpha.grad, expected, atol=2e-3, rtol=1e-2)
+    assert alpha.grad[removed].abs() > 1e-2  # which exact zeros of attention would not give
 
 
 # Parameters

@@ -10,7 +10,7 @@ from test_attach import base_model
 from test_posthoc import ROWS, searching
 
 from sparsebert import SparseAttention, SparseBertForMaskedLM, build_pattern
-from sparsebert.search.budget import budget_shift, collapsed, disagreement
+from sparsebert.search.budget import budget_shift, collapsed, disagreement, head_budgets
 from sparsebert.search.decided_entries import VerticalSlash
 from sparsebert.search.searches import gumbel_noise, keep_largest, parameter_distance, sample_mask
 from sparsebert.training.matching import agreement, carrier, learn_mask, random_batches, start_from_attention
@@ -168,7 +168,7 @@ def test_the_budget_is_met(union, scope):
     logits = 4 * torch.randn(2, 3, num_parameters(union))
     for share, width in itertools.product((0.02, 0.3, 0.95), (0.1, 1.0)):
         budget = share * union.total
-        shift = budget_shift(logits, union, budget, width, scope)
+        shift = budget_shift(logits, union, head_budgets(logits, budget, 0.0, union.total, scope), width)
         kept = union.kept(torch.sigmoid((logits - shift) / width))
         kept = kept if scope == "head" else kept.mean()
         torch.testing.assert_close(kept, torch.tensor(budget).expand(kept.shape), rtol=1e-3, atol=2e-3)
@@ -180,7 +180,8 @@ def test_gradient_passes_through_the_multiplier(scope):
     logits, weights = torch.randn(1, 2, 12, requires_grad=True), torch.randn(1, 2, 12)
 
     def value(logits):
-        return (torch.sigmoid((logits - budget_shift(logits, union, 12.0, 0.7, scope)) / 0.7) * weights).sum()
+        shift = budget_shift(logits, union, head_budgets(logits, 12.0, 0.0, union.total, scope), 0.7)
+        return (torch.sigmoid((logits - shift) / 0.7) * weights).sum()
 
     (gradient,) = torch.autograd.grad(value(logits), logits)
     with torch.no_grad():

@@ -30,7 +30,8 @@ from .experiment import Experiment, seeded
 
 
 # The mask that is learned, and the one that keeps what the dense model attends to most.
-LEARNED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash", "attention")
+SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
+LEARNED_MASKS = (*SEARCHED_MASKS, "attention")
 
 
 @dataclass
@@ -54,8 +55,8 @@ class MiniLMStudy:
         batch_tokens (`int`): Tokens per step.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        learning_rate, recover_learning_rate, objective, recover_objective, recover_from, share_layers, sparsity_scope:
-            See [`PostHocArguments`] and [`SparseBertConfig`].
+        learning_rate, recover_learning_rate, objective, recover_objective, recover_from, share_layers, sparsity_scope,
+            hard: See [`PostHocArguments`] and [`SparseBertConfig`].
     """
 
     model: str = PACKAGE
@@ -75,15 +76,19 @@ class MiniLMStudy:
     max_validation_tokens: int = 32_768
     learning_rate: float = 0.05
     recover_learning_rate: float = 1e-4
-    objective: str = "layers"
+    objective: str = "pooled"
     recover_objective: str = "pooled"
     recover_from: float | None = None
     share_layers: bool = False
-    sparsity_scope: str = "head"
+    sparsity_scope: str = "global"
+    hard: bool = True
 
 
 # Fields with a value per cell; a cell has the other ones as they are.
 AXES = ("masks", "lengths", "sparsities", "seeds")
+# Fields of the search alone, and those of any mask that comes from the model; cells of other masks have none of them.
+SEARCH_FIELDS = ("steps", "learning_rate", "objective", "sparsity_scope", "hard")
+LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
 
 
 def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
@@ -94,7 +99,9 @@ def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
         for sparsity in settings.sparsities:
             for mask in settings.masks:
                 own = {"mask": mask, "length": length, "sparsity": sparsity if mask != "dense" else 0.0}
-                result[f"{mask}_{length}_{own['sparsity']:g}"] = common | own
+                unused = () if mask in SEARCHED_MASKS else SEARCH_FIELDS if mask == "attention" else LEARNED_FIELDS
+                used = {name: value for name, value in common.items() if name not in unused}
+                result[f"{mask}_{length}_{own['sparsity']:g}"] = used | own
     return seeded(result, settings.seeds)
 
 
@@ -112,12 +119,13 @@ def check(cell: dict[str, Any]) -> None:
     check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
     check_range("lengths", cell["length"], 8)
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
-    check_range("steps", cell["steps"], 1)
     check_range("recover", cell["recover"], 0)
-    for name in ("objective", "recover_objective"):
-        check_choice(name, cell[name], tuple(OBJECTIVES))
-    check_choice("sparsity_scope", cell["sparsity_scope"], SCOPES)
-    if cell["recover_from"] is not None and cell["mask"] in LEARNED_MASKS:
+    check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
+    if cell["mask"] in SEARCHED_MASKS:
+        check_range("steps", cell["steps"], 1)
+        check_choice("objective", cell["objective"], tuple(OBJECTIVES))
+        check_choice("sparsity_scope", cell["sparsity_scope"], SCOPES)
+    if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
     read_config(located(cell["model"]))
     for source in (cell["text"], cell["validation"]):
@@ -148,11 +156,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective")}
     model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
     if learned:
-        data |= {"steps": 0 if cell["mask"] == "attention" else cell["steps"], "objective": cell["objective"]}
-        data |= {"learning_rate": cell["learning_rate"]}
-        model |= {"search": "dam_s" if cell["mask"] == "attention" else cell["mask"]}
         data |= {"recover_from": cell["recover_from"]}
-        model |= {name: cell[name] for name in ("share_layers", "sparsity_scope")}
+        model |= {"share_layers": cell["share_layers"]}
+        if cell["mask"] == "attention":
+            data |= {"steps": 0}
+            model |= {"search": "dam_s", "sparsity_scope": "head"}
+        else:
+            data |= {name: cell[name] for name in ("steps", "learning_rate", "objective")}
+            model |= {"search": cell["mask"]} | {name: cell[name] for name in ("sparsity_scope", "hard")}
     else:
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})

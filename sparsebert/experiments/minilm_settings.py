@@ -24,17 +24,18 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "steps_200": {"steps": 200},
     "rate_0.02": {"learning_rate": 0.02},
     "rate_0.15": {"learning_rate": 0.15},
+    "objective_layers": {"objective": "layers"},
     "objective_last": {"objective": "last"},
-    "objective_pooled": {"objective": "pooled"},
     "objective_attention": {"objective": "attention"},
     "objective_relations": {"objective": "relations"},
-    "one_budget": {"sparsity_scope": "global"},
-    "one_budget_objective_pooled": {"sparsity_scope": "global", "objective": "pooled"},
+    "budget_per_head": {"sparsity_scope": "head"},
+    "budget_per_head_objective_layers": {"sparsity_scope": "head", "objective": "layers"},
+    "soft": {"hard": False},
+    "soft_budget_per_head": {"hard": False, "sparsity_scope": "head"},
     "shared_by_layers": {"share_layers": True},
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
-    "vertical_slash": {"mask": "vertical_slash", "objective": "pooled"},
-    "vertical_slash_objective_layers": {"mask": "vertical_slash"},
+    "vertical_slash": {"mask": "vertical_slash"},
 }
 # Settings of the recovery.
 RECOVERY_CHANGES: dict[str, dict[str, Any]] = {

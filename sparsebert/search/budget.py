@@ -12,6 +12,8 @@ from .decided_entries import DecidedEntries
 # P of a parameter stays within what float32 resolves around 0 and 1.
 _SATURATION = 15.0
 _BISECTIONS = 30
+# Bounds the gradient of a budget whose entries are all decided.
+_LEAST_SLOPE = 1e-3
 
 
 def scheduled(
@@ -46,50 +48,85 @@ def geometric(progress: torch.Tensor, initial: float, final: float) -> torch.Ten
     return initial * (final / initial) ** progress
 
 
+def head_budgets(
+    logits: torch.Tensor, budget: torch.Tensor | float, least: float, most: float, scope: str = "head"
+) -> torch.Tensor:
+    """
+    How many entries each head keeps.
+
+    With one budget for all heads, the share of a head is proportional to `exp(mean(logits))`. Among themselves, the
+    parameters of a head only compete for its budget, which a constant added to all of them does not change; so their
+    mean is free to say how large it is. Shares follow gradients better than a common threshold would, at which a head
+    that attends evenly keeps all or nothing.
+
+    Args:
+        logits (`torch.Tensor` of shape `(L, H, K)`): float32.
+        budget (`torch.Tensor` or `float`): Number of entries to keep per head, on average.
+        least, most (`float`): Bounds of the number in each head. What a head would have above it goes to the others.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` for the same budget in every head, `"global"` for
+            shares of one.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, 1)`, or `(1, 1, 1)` for the same in every head.
+    """
+    budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device).clamp(least, most)
+    if scope == "head":
+        return budget.view(1, 1, 1)
+    levels = logits.mean(-1, keepdim=True)
+    shares = levels.flatten().softmax(0).view_as(levels) * levels.numel()
+    with torch.no_grad():
+        low, high = torch.zeros_like(budget), torch.log(most / (shares.min() * budget).clamp(min=1e-6)).clamp(min=0.0)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            too_few = (middle.exp() * shares * budget).clamp(least, most).mean() < budget
+            low, high = torch.where(too_few, middle, low), torch.where(too_few, high, middle)
+        factor = high.exp()
+    wanted = factor * shares * budget
+    # A head at a bound keeps its gradient, so that its share can still change.
+    return wanted + (wanted.clamp(least, most) - wanted).detach()
+
+
 def budget_shift(
     logits: torch.Tensor,
     entries: DecidedEntries,
     budget: torch.Tensor | float,
     width: torch.Tensor | float,
-    scope: str = "head",
 ) -> torch.Tensor:
     """
-    The multiplier mu of each head, or of all of them, for which P = sigmoid((logits - mu) / width) keeps `budget`
-    entries.
+    The multiplier mu of each head, for which P = sigmoid((logits - mu) / width) keeps `budget` entries.
 
     Where every entry has one parameter, mu is the dual variable of the budget: among all P that keep this many
     entries, the result has the greatest `sum(P logits) + width * entropy(P)`. As mu is solved for in every step, the
     budget is met whatever the learning rate. The gradient passes through mu (implicit differentiation), so the logits
-    of a head only compete with each other.
+    of a head only compete with each other, and to the budget.
 
     Args:
         logits (`torch.Tensor` of shape `(L, H, K)`): float32.
         entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide. Parameters that decide
             none have no influence.
-        budget (`torch.Tensor` or `float`): Number of these entries to keep per head, at least 0.
+        budget (`torch.Tensor` of shape `(L, H, 1)` or `(1, 1, 1)`, or `float`): Number of these entries to keep per
+            head, at least 0.
         width (`torch.Tensor` or `float`): Positive.
-        scope (`str`, *optional*, defaults to `"head"`): `"head"` for a budget of each head, `"global"` for one of all
-            heads together.
 
     Returns:
-        `torch.Tensor` of shape `(L, H, 1)`, or `(1, 1, 1)` with one budget.
+        `torch.Tensor` of shape `(L, H, 1)`.
     """
-    dims = (-1,) if scope == "head" else (-3, -2, -1)
     budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device)
     with torch.no_grad():
         # At one end of this interval all entries are kept, at the other none.
-        low = logits.amin(dims, keepdim=True) - _SATURATION * width
-        high = logits.amax(dims, keepdim=True) + _SATURATION * width
+        low = logits.amin(-1, keepdim=True) - _SATURATION * width
+        high = logits.amax(-1, keepdim=True) + _SATURATION * width
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            kept = entries.kept(torch.sigmoid((logits - middle) / width))[..., None]
-            too_many = (kept if scope == "head" else kept.mean((-3, -2), keepdim=True)) > budget
+            too_many = entries.kept(torch.sigmoid((logits - middle) / width))[..., None] > budget
             low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
         middle = (low + high) / 2
         slope = torch.sigmoid((logits - middle) / width)
         weights = entries.decided(slope) * slope * (1 - slope)
-        weights = weights / weights.sum(dims, keepdim=True).clamp(min=1e-12)  # d mu / d logits
-    return middle + ((logits - logits.detach()) * weights).sum(dims, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total.clamp(min=1e-12)  # d mu / d logits
+        less = width / total.clamp(min=_LEAST_SLOPE)  # -d mu / d budget
+    return middle + ((logits - logits.detach()) * weights).sum(-1, keepdim=True) - (budget - budget.detach()) * less
 
 
 def disagreement(chosen: torch.Tensor, other: torch.Tensor, entries: DecidedEntries) -> float:

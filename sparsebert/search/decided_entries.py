@@ -57,13 +57,14 @@ class TiedEntries:
         """The derivative of [`~TiedEntries.kept`]: how many entries each parameter decides, given the others."""
         return self.counts.to(values.dtype)
 
-    def nearest_number(self, rank: torch.Tensor, budget: float, joint: bool) -> torch.Tensor:
+    def nearest_number(self, rank: torch.Tensor, budget: float | torch.Tensor, joint: bool) -> torch.Tensor:
         """
         How many parameters to keep so that they keep as near as possible to `budget` entries.
 
         Args:
             rank (`torch.Tensor` of shape `(..., K)`): The order in which parameters are kept, from 0.
-            budget (`float`): Number of entries to keep, per head or of all heads.
+            budget (`float`, or `torch.Tensor` of shape `(..., 1)`): Number of entries to keep, per head or of all
+                heads.
             joint (`bool`): Whether the ranks are those among the parameters of all heads.
 
         Returns:
@@ -169,7 +170,7 @@ class VerticalSlash:
         diagonal = (columns if self.symmetric else columns * rows).sum(-1, keepdim=True) * float(self.learned_diagonal)
         return torch.cat([diagonal, both], -1)
 
-    def nearest_number(self, rank: torch.Tensor, budget: float, joint: bool) -> torch.Tensor:
+    def nearest_number(self, rank: torch.Tensor, budget: float | torch.Tensor, joint: bool) -> torch.Tensor:
         """See [`TiedEntries.nearest_number`]: by bisection, since more parameters never keep fewer entries."""
 
         def kept(number):

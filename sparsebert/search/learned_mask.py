@@ -11,9 +11,9 @@ import torch
 from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
-from .budget import budget_shift, collapsed, disagreement, geometric, scheduled
+from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
-from .searches import check_selection, gumbel_noise, prune, sample_mask, select
+from .searches import check_selection, gumbel_noise, keep_largest, prune, sample_mask, select, straight_through
 
 
 logger = logging.get_logger(__name__)
@@ -87,20 +87,30 @@ class LearnedMask:
         start, end = self.search.temperature, self.search.temperature_end
         return start if start == end else geometric(self.progress, start, end)
 
+    @property
+    def _exact(self) -> bool:
+        """Whether the forward pass keeps exactly the entries of the largest P that make up the budget."""
+        search = self.search
+        return search.hard and not search.noise_scale and search.target_sparsity is not None and not search.pruning
+
+    def _budgets(self, sparsity: float | torch.Tensor, margin: float = 0.0) -> torch.Tensor:
+        """Number of learned entries that each head keeps at a sparsity, see [`head_budgets`]."""
+        search, alpha = self.search, self.alpha()
+        budget = (1 - torch.as_tensor(sparsity, device=alpha.device)) * search.length**2 - search.num_fixed
+        margin *= search.num_learned
+        return head_budgets(alpha, budget, margin, search.num_learned - margin, search.sparsity_scope)
+
     def _budgeted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """alpha, with a target shifted so that the budget is met, and the width of the sigmoid that gives P."""
         search, alpha = self.search, self.alpha()
         width = torch.as_tensor(search.noise_scale)
-        if not search.hard:
+        if not search.hard or self._exact:
             width = torch.maximum(width, torch.as_tensor(self.temperature()))
         width = width.clamp(min=_SMALLEST_WIDTH).to(alpha.device)
         if search.target_sparsity is None or search.pruning:  # what has been pruned has alpha = -inf
             return alpha, width
-        entries = search.entries(alpha.device)
-        budget = (1 - self.current_sparsity().to(alpha.device)) * search.length**2 - search.num_fixed
-        margin = _MARGIN * search.num_learned
-        budget = torch.clamp(budget, margin, search.num_learned - margin)
-        return alpha - budget_shift(alpha, entries, budget, width, search.sparsity_scope), width
+        budgets = self._budgets(self.current_sparsity(), _MARGIN)
+        return alpha - budget_shift(alpha, search.entries(alpha.device), budgets, width), width
 
     def probs(self) -> torch.Tensor:
         """P of every parameter, `(L, H, K)`: sigmoid(alpha), with a target shifted to meet the budget."""
@@ -122,7 +132,11 @@ class LearnedMask:
             `tuple` of two `torch.Tensor` of shape `(L, H, K)`: See [`sample_mask`].
         """
         search = self.search
-        alpha, _ = self._budgeted()
+        alpha, width = self._budgeted()
+        if self._exact:
+            noisy = alpha / width
+            kept = keep_largest(alpha.detach(), search.entries(alpha.device), self._budgets(self.current_sparsity()))
+            return straight_through(torch.sigmoid(noisy), kept), noisy
         noise = torch.zeros(())
         if search.noise_scale:
             noise = search.noise_scale * gumbel_noise(alpha.shape, alpha.device, search.share_noise)
@@ -143,6 +157,8 @@ class LearnedMask:
                 return self.kept.cpu()
             if search.target_sparsity is not None:
                 sparsity = self.current_sparsity().item()
+        if sparsity is not None and search.target_sparsity is not None and not search.pruning:
+            return keep_largest(probs, search.entries(probs.device), self._budgets(sparsity).to(probs.device))
         return select(
             probs,
             search.entries(probs.device),
@@ -185,7 +201,8 @@ class LearnedMask:
 
             - `"asked"`: the requested sparsity, or `None`
             - `"got"`: the sparsity of the mask
-            - `"undecided"`: share of the learned entries that the mask and the threshold 1/2 treat differently
+            - `"undecided"`: share of the learned entries that the mask and the threshold 1/2 treat differently; 0 if
+              the training ran through this mask already (`hard` without noise, with a target)
             - `"dense_heads"` and `"empty_heads"`: number of heads whose learned entries are all kept, or all removed
             - `"warnings"`: what is wrong with the mask, a list of messages
 
@@ -209,10 +226,13 @@ class LearnedMask:
         if (dense or empty) and search.sparsity_scope == "head":  # with one budget for all, some may well be
             heads = search.num_layers * search.num_heads
             warnings.append(f"the mask collapsed: of {heads} heads {dense} keep everything, {empty} remove everything")
+        trained = probs > (0.5 if threshold is None else threshold)
+        if self._exact and threshold is None and sparsity is None:
+            trained = selected
         outcome = {
             "asked": asked,
             "got": mask.sparsity,
-            "undecided": disagreement(selected, probs > (0.5 if threshold is None else threshold), entries),
+            "undecided": disagreement(selected, trained, entries),
             "dense_heads": dense,
             "empty_heads": empty,
             "warnings": warnings,

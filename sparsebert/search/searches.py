@@ -7,6 +7,7 @@ A search learns one logit alpha per parameter; P = sigmoid(alpha). Entries that 
 together, except those of `vertical_slash`, which have three and are kept if any of them is.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +57,31 @@ SEARCHES = {
 
 # Where a sparsity is met: in every head, or over all heads and layers together.
 SCOPES = ("head", "global")
+# What a removed entry counts as in the gradient of log M, at least: 1 / M must stay finite.
+_LEAST_MASK = 1e-6
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds to 0 or 1. The gradient is that of the identity."""
+    """Other values, with the gradient of the identity."""
 
     @staticmethod
-    def forward(ctx, probs):
-        return (probs > 0.5).to(probs.dtype)
+    def forward(ctx, probs, values):
+        return values.to(probs.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad
+        return grad, None
+
+
+def straight_through(probs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """
+    A mask of 0 and 1 with the gradient of P.
+
+    Args:
+        probs (`torch.Tensor`): P, or a soft sample, of any shape.
+        kept (`torch.Tensor`): Bool of the same shape, where the mask is 1.
+    """
+    return _StraightThrough.apply(probs, kept)
 
 
 def gumbel_noise(shape: tuple[int, ...], device: torch.device | str, shared: bool = False) -> torch.Tensor:
@@ -120,7 +134,7 @@ def sample_mask(
     noise = gumbel_noise(logits.shape, logits.device) if noise is None else noise
     noisy = (logits + noise) / temperature
     soft = torch.sigmoid(noisy)
-    return (_StraightThrough.apply(soft) if hard else soft), noisy
+    return (straight_through(soft, soft > 0.5) if hard else soft), noisy
 
 
 def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: float, hard: bool) -> torch.Tensor:
@@ -130,8 +144,7 @@ def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: floa
     Args:
         mask (`torch.Tensor`): The sample M (P itself in a soft search).
         noisy (`torch.Tensor`): The noisy logits: M = sigmoid(noisy) before rounding.
-        form (`str`): `"additive"` for `-c (1 - M)`, `"log"` for `log M`. With `"log"`, a hard sample gives 0 where
-            kept and -c where removed, with the gradient of the soft sample's logarithm, which is bounded.
+        form (`str`): `"additive"` for `-c (1 - M)`, `"log"` for `log M`, see [`log_bias`].
         constant (`float`): c.
         hard (`bool`): Whether M was rounded.
 
@@ -141,10 +154,24 @@ def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: floa
 
 
 def log_bias(log: torch.Tensor, mask: torch.Tensor | None, constant: float, hard: bool) -> torch.Tensor:
-    """[`mask_bias`] of the form `"log"`, given the logarithm of the soft sample. `mask` is read if `hard`."""
+    """
+    [`mask_bias`] of the form `"log"`.
+
+    A hard sample gives 0 where it keeps an entry and -c where it removes one, with the gradient of `log M`. To first
+    order this is what the entry would change if it were kept or removed, as long as c leaves a removed entry some
+    attention: with c = 7 a thousandth of what it would have, with more than about 15 nothing that could bring it back.
+
+    Args:
+        log (`torch.Tensor`): The logarithm of the soft sample, which is the bias if `hard` is false.
+        mask (`torch.Tensor`): The hard sample. Not read if `hard` is false.
+        constant (`float`): c.
+        hard (`bool`): Whether the sample was rounded.
+    """
     if not hard or mask is None:
         return log
-    return log + (-constant * (1.0 - mask) - log).detach()
+    least = max(math.exp(-constant), _LEAST_MASK)
+    bounded = torch.log(mask + least * (1 - mask.detach()))
+    return bounded + (-constant * (1 - mask) - bounded).detach()
 
 
 def num_parameters(
@@ -231,14 +258,16 @@ def select(
     return keep_largest(probs, entries, (1.0 - sparsity) * length**2 - fixed, scope)
 
 
-def keep_largest(scores: torch.Tensor, entries: DecidedEntries, budget: float, scope: str = "head") -> torch.Tensor:
+def keep_largest(
+    scores: torch.Tensor, entries: DecidedEntries, budget: float | torch.Tensor, scope: str = "head"
+) -> torch.Tensor:
     """
     Choose the parameters with the largest scores, so many that they keep as near as possible to `budget` entries.
 
     Args:
         scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
         entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
-        budget (`float`): Number of entries to keep per head.
+        budget (`float`, or `torch.Tensor` of shape `(L, H, 1)`): Number of entries to keep per head.
         scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
             together, with the budget of all heads.
 

@@ -23,7 +23,6 @@ from ..masks.patterns import build_pattern
 from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
 from ..models.sparse_attention import SparseAttention
-from ..search.budget import budget_shift
 from ..search.mask_search import MaskSearch
 from .objectives import OBJECTIVES, hidden_states, recorded, squared_errors, token_logits
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 _TIMED_TOKENS, _ROUNDS = 4096, 5
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
-# Narrow enough that the entries above a threshold are as many as those that P keeps.
-_RANKING_WIDTH = 1e-3
 
 
 @contextmanager
@@ -90,8 +87,7 @@ def random_batches(
 def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
-    probability over the entries that share a parameter. With one budget for all heads, all of them start with the same
-    number of entries.
+    probability over the entries that share a parameter. All heads start with the same number of entries.
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
@@ -119,13 +115,7 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     density = search.sums(total) / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
-        shift = alpha.mean(-1, keepdim=True)
-        if search.sparsity_scope == "global" and search.target_sparsity is not None:
-            # Otherwise heads that attend evenly would start with nothing, although they need some of their entries.
-            entries = search.entries(logits.device)
-            budget = max((1 - search.target_sparsity) * search.length**2 - search.num_fixed, 1.0)
-            shift = budget_shift(alpha, entries, budget, _RANKING_WIDTH)
-        logits.copy_((alpha - shift) / search.logit_scale)
+        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)
 
 
 def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.Parameter]:
@@ -143,7 +133,7 @@ def learn_mask(
     dense: "SparseAttention | None" = None,
     train_norms: bool = False,
     log: Callable[[int, float], None] | None = None,
-    objective: str = "layers",
+    objective: str = "pooled",
 ) -> None:
     """
     Learn the mask so that the masked model computes the same as the dense model on the same text. The weights do not
@@ -158,7 +148,7 @@ def learn_mask(
         train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
             the learning rate.
         log (`Callable`, *optional*): Called with step and loss.
-        objective (`str`, *optional*, defaults to `"layers"`): What to match, a key of `OBJECTIVES`.
+        objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
 
     Raises:
         ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
@@ -170,14 +160,17 @@ def learn_mask(
     model.eval().requires_grad_(False)
     sparse_attention.train()  # draws the mask that is learned
     search, logits = _searched(sparse_attention)
-    groups = [{"params": [logits], "lr": learning_rate / search.logit_scale}]
+    logits.requires_grad_(True)
+    parts = _HeadLevels(logits) if search.sparsity_scope == "global" else None
+    learned = [logits] if parts is None else [parts.within, parts.levels]
+    groups = [{"params": learned, "lr": learning_rate / search.logit_scale}]
     norms: list[torch.nn.Parameter] = []
     if train_norms:
         modules = (module for module in model.base_model.modules() if "Norm" in type(module).__name__)
         norms = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         groups.append({"params": norms, "lr": learning_rate / 100})
     originals = [parameter.detach().clone() for parameter in norms]
-    for parameter in (logits, *norms):
+    for parameter in norms:
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
@@ -187,13 +180,46 @@ def learn_mask(
             targets = compared.record(model, ids)
         loss = compared.loss(compared.record(model, ids), targets)
         optimizer.zero_grad()
+        logits.grad = None
         loss.backward()
+        if parts is not None:
+            parts.split_gradient()
         optimizer.step()
+        if parts is not None:
+            parts.update()
         schedule.step()
         if log is not None:
             log(step, loss.item())
     sparse_attention.set_progress(1.0)
     model.eval()
+
+
+class _HeadLevels:
+    """
+    Mask logits as the mean of each head, which says what share of a common budget it gets (see [`head_budgets`]), and
+    the differences from it. Adam, which divides every gradient by its size, would otherwise move the mean by what all
+    parameters of a head happen to have in common.
+
+    Args:
+        logits (`torch.nn.Parameter` of shape `(L, H, K)`): The logits, which [`_HeadLevels.update`] sets.
+    """
+
+    def __init__(self, logits: torch.nn.Parameter) -> None:
+        self.logits = logits
+        self.levels = logits.detach().mean(-1, keepdim=True).requires_grad_(True)
+        self.within = (logits.detach() - self.levels.detach()).requires_grad_(True)
+
+    def split_gradient(self) -> None:
+        """Turn the gradient of the logits into those of the two parts."""
+        if (gradient := self.logits.grad) is not None:
+            self.levels.grad = gradient.sum(-1, keepdim=True)
+            self.within.grad = gradient - gradient.mean(-1, keepdim=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the logits to the sum of the two parts."""
+        self.within.sub_(self.within.mean(-1, keepdim=True))
+        self.logits.copy_(self.within + self.levels)
 
 
 @contextmanager

@@ -25,20 +25,24 @@ if TYPE_CHECKING:
 
     from ..masks.sparse_mask import SparseMask
 
-# Defaults of SparseBertConfig that differ after training: the search uses P itself instead of samples of it, ever
-# steeper, and adds log P to the scores, whose gradient still reaches entries that are nearly removed.
+# Defaults of SparseBertConfig that differ after training: every step keeps the entries of the largest P, with a budget
+# for all heads together. What it removes keeps a thousandth of its attention, and with it a gradient.
 FIELDS: dict[str, Any] = {
     "search": "dam_s",
     "share_layers": False,
     "special_tokens": "first_last",
     "symmetric": False,
+    "sparsity_scope": "global",
     "mask_form": "log",
-    "hard": False,
+    "mask_constant": 7.0,
+    "hard": True,
     "noise_scale": 0.0,
     "temperature": 1.0,
-    "temperature_end": 0.05,
+    "temperature_end": 1.0,
     "mask_logit_scale": 1.0,
 }
+# Of a search that is not hard: it trains P itself, ever steeper.
+SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 
 
 @dataclass
@@ -90,7 +94,7 @@ class PostHocArguments(HubArguments):
     train: str | None = None
     recover: int = 0
     recover_learning_rate: float = 1e-4
-    objective: str = "layers"
+    objective: str = "pooled"
     recover_objective: str = "pooled"
     recover_from: float | None = None
     patterns: bool = True
@@ -128,9 +132,12 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         ValueError: If a field is missing, wrong or has no effect here, or the model cannot be searched.
         OSError: If the model does not exist, or the output folder is not empty.
     """
-    fields = given if options.mask else FIELDS | given
+    fields = given
     if options.mask is None:
+        fields = FIELDS | given
         check_choice("search", fields["search"], tuple(SEARCHES))
+        if not (fields["hard"] and SEARCHES[fields["search"]].stochastic):
+            fields = FIELDS | SOFT_FIELDS | given
     for name in ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
