@@ -90,8 +90,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             `softmax(S - c (1 - M))`, `"log"` for `softmax(S + log M)`, `"multiplicative"` for `M softmax(S)`, which is
             not normalized (the frozen mask always is) and meant for study. Defaults to `"additive"`, or to `"log"`
             with a target. Source: SparseBERT (arXiv 2102.12871), Eq. 4-6.
-        mask_constant (`float`, *optional*): How much the additive form lowers the score of a removed entry: c, in (0,
-            1e4]. Defaults to 1e4, or to 10 for `"soft"`.
+        mask_constant (`float`, *optional*): How much the additive form, and a hard sample in the form `"log"`, lower
+            the score of a removed entry: c, in (0, 1e4]. Defaults to 1e4, or to 10 for `"soft"`.
         mask_logit_scale (`float`, *optional*, defaults to 10.0): How much faster the logits of the mask move than
             weights of the same learning rate: alpha is the stored logit times this.
         temperature (`float`, *optional*, defaults to 1.0): How soft the mask is at the start of the search: tau of the
@@ -121,7 +121,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         target_sparsity (`float`, *optional*): Fraction of entries to remove, in (0, 1). The search is
             then annealed instead of penalized: it uses P itself instead of samples, with a temperature that falls.
         sparsity_scope (`str`, *optional*, defaults to `"head"`): Where the target sparsity is met: `"head"` in every
-            head, `"global"` over all heads and layers together, so that some heads keep more than others.
+            head, `"global"` over all heads and layers together, so that some heads keep more than others: their shares
+            are proportional to `exp(mean(alpha))` over the parameters of a head.
         initial_decay (`float`, *optional*): How local a search starts: the odds of keeping an entry are proportional
             to `max(distance, 1)^-d`, d in [0, 100]. The distance is counted in tokens, or for `"dam_b"` in tiles; a
             global token of `"vertical_slash"` has the mean distance, a third of the length. Defaults to 0, where all

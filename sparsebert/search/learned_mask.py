@@ -135,8 +135,9 @@ class LearnedMask:
         alpha, width = self._budgeted()
         if self._exact:
             noisy = alpha / width
-            kept = keep_largest(alpha.detach(), search.entries(alpha.device), self._budgets(self.current_sparsity()))
-            return straight_through(torch.sigmoid(noisy), kept), noisy
+            probs = torch.sigmoid(noisy)
+            budgets = self._budgets(self.current_sparsity())
+            return straight_through(probs, keep_largest(probs.detach(), search.entries(alpha.device), budgets)), noisy
         noise = torch.zeros(())
         if search.noise_scale:
             noise = search.noise_scale * gumbel_noise(alpha.shape, alpha.device, search.share_noise)

@@ -56,7 +56,8 @@ class MaskSearch:
         mask_form (`str`): How the mask enters attention: `"additive"`, `"log"` or `"multiplicative"`.
         mask_constant (`float`): c of the additive form.
         logit_scale (`float`): alpha is this times the stored logits.
-        hard (`bool`): Whether samples are rounded to 0 and 1 (straight-through).
+        hard (`bool`): Whether samples are rounded to 0 and 1 (straight-through). With a target and without noise they
+            are the entries of the largest P, exactly as many as the budget.
         noise_scale (`float`): Factor of the Gumbel noise. 0 uses P itself.
         share_noise (`bool`): Whether the processes of a distributed training sample one mask, see [`gumbel_noise`].
         temperature (`float`): tau at the start of the search.
