@@ -90,7 +90,8 @@ def searched(source, rows, sparsity, seed):
     attach(model, "dam_s", mask_length=rows.shape[1], attn_implementation="sparse_sdpa", target_sparsity=sparsity)
     dense = carrier(model)
     start_from_attention(model, dense, random_batches(rows, BATCH, START_BATCHES, seed))
-    learn_mask(model, random_batches(rows, BATCH, STEPS, seed), STEPS, LEARNING_RATE, dense)
+    batches = random_batches(rows, BATCH, STEPS, seed)
+    learn_mask(model, batches, STEPS, LEARNING_RATE, dense, objective="layers")
     return model.sparse_attention.learned
 
 

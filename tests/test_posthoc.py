@@ -95,6 +95,27 @@ def test_with_one_budget_all_heads_start_alike():
     torch.testing.assert_close(removed, torch.full_like(removed, 0.6), atol=0.05, rtol=0)
 
 
+def test_heads_learn_their_share_of_one_budget():
+    """A head that says nothing loses entries to the others; with a budget per head it cannot."""
+    stock = positional("bert")
+    with torch.no_grad():
+        for layer in stock.encoder.layer:
+            layer.attention.self.value.weight[: stock.config.hidden_size // HEADS].zero_()
+            layer.attention.self.value.bias[: stock.config.hidden_size // HEADS].zero_()
+    kept = {}
+    for scope in ("head", "global"):
+        model = searching("bert", copy.deepcopy(stock), search="dam_u", sparsity_scope=scope)
+        dense = carrier(model)
+        start_from_attention(model, dense, random_batches(ROWS, 8, 2))
+        learn_mask(model, random_batches(ROWS, 8, 20), 20, 0.1, dense)
+        mask = model.freeze()
+        assert mask.sparsity == pytest.approx(0.6, abs=0.01)
+        always = 4 * (LENGTH - 1) / LENGTH**2  # first and last token
+        kept[scope] = 1 - torch.tensor(mask.head_sparsities()) - always
+    torch.testing.assert_close(kept["head"], torch.full_like(kept["head"], 0.4 - always), atol=0.02, rtol=0)
+    assert (kept["global"][:, 0] < 0.6 * kept["global"][:, 1:].mean(-1)).all()
+
+
 def positional(name):
     """A model whose attention depends on positions more than on the text."""
     model = base_model(name)

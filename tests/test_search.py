@@ -143,7 +143,8 @@ def test_gradient_of_the_log_form_is_bounded(logit, hard):
     if not hard:
         assert alpha.grad.item() == pytest.approx(1.0 / (1.0 + math.exp(logit)), abs=1e-6)
     else:
-        assert math.isfinite(alpha.grad.item()) and alpha.grad.item() >= 0
+        slope = math.exp(-abs(logit)) / (1 + math.exp(-abs(logit))) ** 2
+        assert alpha.grad.item() == pytest.approx(slope, abs=1e-6)
 
 
 @pytest.mark.parametrize("removed", [2, 5])

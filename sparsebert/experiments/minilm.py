@@ -93,16 +93,25 @@ LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
 
 def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
+    return {name: used_fields(cell) for name, cell in whole_cells(settings).items()}
+
+
+def whole_cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
+    """The cells with all settings, also those that their masks do not depend on."""
     common = {entry.name: getattr(settings, entry.name) for entry in fields(MiniLMStudy) if entry.name not in AXES}
     result = {}
     for length in settings.lengths:
         for sparsity in settings.sparsities:
             for mask in settings.masks:
                 own = {"mask": mask, "length": length, "sparsity": sparsity if mask != "dense" else 0.0}
-                unused = () if mask in SEARCHED_MASKS else SEARCH_FIELDS if mask == "attention" else LEARNED_FIELDS
-                used = {name: value for name, value in common.items() if name not in unused}
-                result[f"{mask}_{length}_{own['sparsity']:g}"] = used | own
+                result[f"{mask}_{length}_{own['sparsity']:g}"] = common | own
     return seeded(result, settings.seeds)
+
+
+def used_fields(cell: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a cell without those that its mask does not depend on."""
+    unused = () if cell["mask"] in SEARCHED_MASKS else SEARCH_FIELDS if cell["mask"] == "attention" else LEARNED_FIELDS
+    return {name: value for name, value in cell.items() if name not in unused}
 
 
 def check(cell: dict[str, Any]) -> None:

@@ -80,9 +80,10 @@ def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
         if name not in CHANGES:
             raise nearest("changes", name, list(CHANGES))
     result = {}
-    for name, cell in minilm.cells(settings).items():
+    for name, cell in minilm.whole_cells(settings).items():
         for change in settings.changes:
-            result[f"{unseeded(name)}_{change}_seed_{cell['seed']}"] = cell | CHANGES[change] | {"change": change}
+            changed = minilm.used_fields(cell | CHANGES[change] | {"change": change})
+            result[f"{unseeded(name)}_{change}_seed_{cell['seed']}"] = changed
     return result
 
 

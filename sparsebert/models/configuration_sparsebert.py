@@ -119,7 +119,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         sparsity_weight (`float`, *optional*, defaults to 1e-4): lambda >= 0, the weight of the penalty on the L1 norm
             of the mask. Not used with a target.
         target_sparsity (`float`, *optional*): Fraction of entries to remove, in (0, 1). The search is
-            then annealed instead of penalized: it uses P itself instead of samples, with a temperature that falls.
+            then annealed instead of penalized: by default it uses P itself instead of samples, with a temperature that
+            falls.
         sparsity_scope (`str`, *optional*, defaults to `"head"`): Where the target sparsity is met: `"head"` in every
             head, `"global"` over all heads and layers together, so that some heads keep more than others: their shares
             are proportional to `exp(mean(alpha))` over the parameters of a head.

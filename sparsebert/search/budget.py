@@ -4,6 +4,8 @@ Searches that keep a given share of the entries: the budget, its schedule, and h
 Letters: L layers (1 when shared), H heads, K learned parameters per head, n mask length, P the keep probability.
 """
 
+import math
+
 import torch
 
 from .decided_entries import DecidedEntries
@@ -11,7 +13,9 @@ from .decided_entries import DecidedEntries
 
 # P of a parameter stays within what float32 resolves around 0 and 1.
 _SATURATION = 15.0
-_BISECTIONS = 30
+_BISECTIONS = 40
+# Entries of a head, for logarithms and quotients of budgets of 0.
+_LEAST_BUDGET = 1e-3
 # Bounds the gradient of a budget whose entries are all decided.
 _LEAST_SLOPE = 1e-3
 
@@ -73,17 +77,18 @@ def head_budgets(
     if scope == "head":
         return budget.view(1, 1, 1)
     levels = logits.mean(-1, keepdim=True)
-    shares = levels.flatten().softmax(0).view_as(levels) * levels.numel()
     with torch.no_grad():
-        low, high = torch.zeros_like(budget), torch.log(most / (shares.min() * budget).clamp(min=1e-6)).clamp(min=0.0)
+        # At one end of this interval all heads keep the least, at the other the most.
+        low = math.log(max(least, _LEAST_BUDGET)) - levels.max()
+        high = math.log(most) - levels.min()
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            too_few = (middle.exp() * shares * budget).clamp(least, most).mean() < budget
+            too_few = (levels + middle).exp().clamp(least, most).mean() < budget
             low, high = torch.where(too_few, middle, low), torch.where(too_few, high, middle)
-        factor = high.exp()
-    wanted = factor * shares * budget
-    # A head at a bound keeps its gradient, so that its share can still change.
-    return wanted + (wanted.clamp(least, most) - wanted).detach()
+        budgets = (levels + high).exp().clamp(least, most)
+    # Of the shares as they are, also in heads at a bound, whose share could not change again otherwise.
+    change = levels - levels.detach()
+    return budgets + budgets * (change - (budgets * change).sum() / budgets.sum().clamp(min=_LEAST_BUDGET))
 
 
 def budget_shift(

@@ -70,7 +70,7 @@ class TiedEntries:
         Returns:
             `torch.Tensor` of shape `(..., 1)`, or `(1,)` if `joint`.
         """
-        counts = self.counts.double().expand(rank.shape)
+        counts = self.counts.long().expand(rank.shape)  # their sum is deterministic on every device
         if joint:
             rank, counts = rank.flatten(), counts.flatten()
         kept = pad(torch.zeros_like(counts).scatter(-1, rank, counts).cumsum(-1), (1, 0))

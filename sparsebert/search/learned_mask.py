@@ -100,6 +100,11 @@ class LearnedMask:
         margin *= search.num_learned
         return head_budgets(alpha, budget, margin, search.num_learned - margin, search.sparsity_scope)
 
+    def _within_budget(self, sparsity: float | torch.Tensor) -> torch.Tensor:
+        """The parameters with the largest P that make up the budgets, bool `(L, H, K)`."""
+        alpha = self.alpha().detach()  # in the order of P, but without its ties near 0 and 1
+        return keep_largest(alpha, self.search.entries(alpha.device), self._budgets(sparsity).detach())
+
     def _budgeted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """alpha, with a target shifted so that the budget is met, and the width of the sigmoid that gives P."""
         search, alpha = self.search, self.alpha()
@@ -135,9 +140,7 @@ class LearnedMask:
         alpha, width = self._budgeted()
         if self._exact:
             noisy = alpha / width
-            probs = torch.sigmoid(noisy)
-            budgets = self._budgets(self.current_sparsity())
-            return straight_through(probs, keep_largest(probs.detach(), search.entries(alpha.device), budgets)), noisy
+            return straight_through(torch.sigmoid(noisy), self._within_budget(self.current_sparsity())), noisy
         noise = torch.zeros(())
         if search.noise_scale:
             noise = search.noise_scale * gumbel_noise(alpha.shape, alpha.device, search.share_noise)
@@ -159,7 +162,7 @@ class LearnedMask:
             if search.target_sparsity is not None:
                 sparsity = self.current_sparsity().item()
         if sparsity is not None and search.target_sparsity is not None and not search.pruning:
-            return keep_largest(probs, search.entries(probs.device), self._budgets(sparsity).to(probs.device))
+            return self._within_budget(sparsity).cpu()
         return select(
             probs,
             search.entries(probs.device),
@@ -220,9 +223,9 @@ class LearnedMask:
         warnings = []
         if asked is not None and abs(mask.sparsity - asked) > TOLERANCE:
             warnings.append(
-                f"asked for a sparsity of {asked:.3f}, got {mask.sparsity:.3f}: the nearest that search "
-                f"{search.name!r} with {int((search.counts > 0).sum())} parameters per head can express at "
-                f"{search.length} tokens"
+                f"asked for a sparsity of {asked:.3f}, got {mask.sparsity:.3f}: in every head, search "
+                f"{search.name!r} can only keep or remove the entries of each of "
+                f"{int((search.counts > 0).sum())} parameters together, at {search.length} tokens"
             )
         if (dense or empty) and search.sparsity_scope == "head":  # with one budget for all, some may well be
             heads = search.num_layers * search.num_heads

@@ -25,7 +25,7 @@ from ..masks.expansion import (
 )
 from ..masks.sparse_mask import SparseMask
 from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
-from .searches import SEARCHES, log_bias, mask_bias, num_parameters, parameter_distance, to_sparse_mask
+from .searches import SEARCHES, hard_log_bias, mask_bias, num_parameters, parameter_distance, to_sparse_mask
 
 
 # Standard deviation of alpha at the start, so that P starts near 1/2. Source: arXiv 2102.12871, Algorithm 1.
@@ -54,7 +54,7 @@ class MaskSearch:
             parameter for its column and its row.
         block_size (`int`, *optional*): Tile size of the form `"blocks"`.
         mask_form (`str`): How the mask enters attention: `"additive"`, `"log"` or `"multiplicative"`.
-        mask_constant (`float`): c of the additive form.
+        mask_constant (`float`): c of the additive form and of hard samples.
         logit_scale (`float`): alpha is this times the stored logits.
         hard (`bool`): Whether samples are rounded to 0 and 1 (straight-through). With a target and without noise they
             are the entries of the largest P, exactly as many as the budget.
@@ -272,8 +272,9 @@ class MaskSearch:
         def make(known: int, index: torch.Tensor) -> torch.Tensor:
             if self.mask_form == "additive":
                 return -constant * (1.0 - union.expand(sample, known, index))
-            log = union.log_probs(noisy, known, index)
-            return log_bias(log, union.expand(sample, known, index) if hard else None, constant, hard)
+            if hard:
+                return hard_log_bias(union.expand(sample, known, index), constant)
+            return union.log_probs(noisy, known, index)
 
         return self._grown(length, 0.0, make, sample.device)
 

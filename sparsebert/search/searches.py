@@ -57,8 +57,9 @@ SEARCHES = {
 
 # Where a sparsity is met: in every head, or over all heads and layers together.
 SCOPES = ("head", "global")
-# What a removed entry counts as in the gradient of log M, at least: 1 / M must stay finite.
-_LEAST_MASK = 1e-6
+# Below this c, what is removed keeps attention that its gradient can be read from. Above it, 1 / M would only blow up
+# the gradients of rows that keep nothing.
+_MOST_CONSTANT = 14.0
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -144,32 +145,31 @@ def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: floa
     Args:
         mask (`torch.Tensor`): The sample M (P itself in a soft search).
         noisy (`torch.Tensor`): The noisy logits: M = sigmoid(noisy) before rounding.
-        form (`str`): `"additive"` for `-c (1 - M)`, `"log"` for `log M`, see [`log_bias`].
+        form (`str`): `"additive"` for `-c (1 - M)`, `"log"` for `log M`, see [`hard_log_bias`] for hard samples.
         constant (`float`): c.
         hard (`bool`): Whether M was rounded.
 
     Source: SparseBERT (arXiv 2102.12871), Eq. 5-6.
     """
-    return -constant * (1.0 - mask) if form == "additive" else log_bias(logsigmoid(noisy), mask, constant, hard)
+    if form == "additive":
+        return -constant * (1.0 - mask)
+    return hard_log_bias(mask, constant) if hard else logsigmoid(noisy)
 
 
-def log_bias(log: torch.Tensor, mask: torch.Tensor | None, constant: float, hard: bool) -> torch.Tensor:
+def hard_log_bias(mask: torch.Tensor, constant: float) -> torch.Tensor:
     """
-    [`mask_bias`] of the form `"log"`.
+    [`mask_bias`] of the form `"log"` for a hard sample: 0 where it keeps an entry, -c where it removes one, with the
+    gradient of `log M`.
 
-    A hard sample gives 0 where it keeps an entry and -c where it removes one, with the gradient of `log M`. To first
-    order this is what the entry would change if it were kept or removed, as long as c leaves a removed entry some
-    attention: with c = 7 a thousandth of what it would have, with more than about 15 nothing that could bring it back.
+    To first order this gradient is what the entry would change if it were kept or removed, as long as c leaves removed
+    entries some attention: a thousandth of it with c = 7. From c = 14 on they are as good as gone, and so is their
+    gradient.
 
     Args:
-        log (`torch.Tensor`): The logarithm of the soft sample, which is the bias if `hard` is false.
-        mask (`torch.Tensor`): The hard sample. Not read if `hard` is false.
+        mask (`torch.Tensor`): The sample M, 0 and 1.
         constant (`float`): c.
-        hard (`bool`): Whether the sample was rounded.
     """
-    if not hard or mask is None:
-        return log
-    least = max(math.exp(-constant), _LEAST_MASK)
+    least = math.exp(-constant) if constant < _MOST_CONSTANT else 1.0
     bounded = torch.log(mask + least * (1 - mask.detach()))
     return bounded + (-constant * (1 - mask) - bounded).detach()
 

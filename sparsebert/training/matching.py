@@ -87,7 +87,8 @@ def random_batches(
 def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
-    probability over the entries that share a parameter. All heads start with the same number of entries.
+    probability over the entries that share a parameter. With a target, all heads start with the same
+    number of entries.
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
@@ -179,8 +180,7 @@ def learn_mask(
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
             targets = compared.record(model, ids)
         loss = compared.loss(compared.record(model, ids), targets)
-        optimizer.zero_grad()
-        logits.grad = None
+        model.zero_grad()
         loss.backward()
         if parts is not None:
             parts.split_gradient()
