@@ -569,6 +569,21 @@ def test_changed_settings_are_cells_with_a_seed():
     }
 
 
+def test_cells_have_only_the_settings_that_their_masks_depend_on():
+    """So that other settings of the search leave the results of the other masks as they are."""
+    experiment = EXPERIMENTS["minilm"]
+    cells = experiment.cells(experiment.arguments(seeds=[0], lengths=[128], masks=["dam_s", "attention", "window"]))
+    assert [("objective" in cell, "recover_from" in cell) for cell in cells.values()] == [
+        (True, True),
+        (False, True),
+        (False, False),
+    ]
+    experiment = EXPERIMENTS["minilm_settings"]
+    changes = {"seeds": [0], "lengths": [128], "masks": ["window"], "changes": ["unchanged", "dam_u"]}
+    unchanged, changed = experiment.cells(experiment.arguments(**changes)).values()
+    assert "objective" not in unchanged and changed["mask"] == "dam_u" and changed["objective"] == "pooled"
+
+
 def test_settings_are_compared_with_the_unchanged_ones():
     before = {"unchanged": [0.84, 0.85, 0.845], "dam_u": [0.85, 0.855, 0.857]}
     after = {"unchanged": [0.94, 0.95, 0.945], "recover_last": [0.93, 0.935, 0.937]}

@@ -145,7 +145,8 @@ def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None
             if settings["change"] in (UNCHANGED, *names):
                 label = f"{heading}\n{settings['length']} tokens, {settings['sparsity']:.0%} to remove"
                 panels.setdefault(label, {}).setdefault(settings["change"], []).append(metrics[metric])
-    plot_values(panels, path, title, UNCHANGED)
+    compared = {label: values for label, values in panels.items() if len(values) > 1}
+    plot_values(compared or panels, path, title, UNCHANGED)
 
 
 EXPERIMENT = Experiment(
