@@ -55,8 +55,8 @@ class MiniLMStudy:
         batch_tokens (`int`): Tokens per step.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        learning_rate, recover_learning_rate, objective, recover_objective, recover_from, share_layers, sparsity_scope,
-            hard: See [`PostHocArguments`] and [`SparseBertConfig`].
+        learning_rate, recover_learning_rate, objective, recover_objective, recover_from: See [`PostHocArguments`].
+        share_layers, sparsity_scope, hard: See [`SparseBertConfig`].
     """
 
     model: str = PACKAGE
