@@ -233,7 +233,7 @@ def run_smallest(checkpoints, tmp_path):
 
 
 def test_p_of_a_search_is_kept_and_drawn(run_smallest, tmp_path):
-    folder, files = run_smallest("sparsebert_table1", "soft_seed_1")
+    folder, files = run_smallest("sparsebert_table1", "soft_seed_1", search_steps=2)
     kept = tmp_path / "out/sparsebert_table1_tiny/soft_seed_1/mean_probs.safetensors"
     figure = tmp_path / "out/sparsebert_table1_tiny_figure2.png"
     assert files[-2:] == [figure, kept]

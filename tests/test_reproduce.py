@@ -400,7 +400,7 @@ SMALLEST = {
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
     "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
     "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2, "targets": [0.5], "max_train_examples": 8,
-    "max_validation_examples": 4, "num_train_epochs": 1.0,
+    "max_validation_examples": 4, "num_train_epochs": 1.0, "search_steps": 2,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 

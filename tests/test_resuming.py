@@ -54,6 +54,15 @@ FORMS = {
     "vertical_slash": {"search": "vertical_slash"},
     "soft": {"search": "soft", "allow_empty_rows": True, "sparsity_weight": 0.0},
     "target": {"search": "dam_s", "target_sparsity": 0.6},
+    "exact": {
+        "search": "dam_s",
+        "target_sparsity": 0.6,
+        "hard": True,
+        "noise_scale": 0.0,
+        "mask_constant": 7.0,
+        "sparsity_scope": "global",
+        "share_layers": False,
+    },
 }
 
 

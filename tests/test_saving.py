@@ -13,6 +13,12 @@ from sparsebert.analysis.runs import read_run
 from sparsebert.models.configuration_sparsebert import MASK_FORMS
 
 
+TARGET = {"target_sparsity": 0.6, "initial_sparsity": 0.0}
+KINDS = {
+    "penalty": {},
+    "target": TARGET,
+    "exact": TARGET | {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global", "share_layers": False},
+}
 ONE_LAYER = TINY | {"num_hidden_layers": 1, "vocab_size": 10, "intermediate_size": 8}
 
 
@@ -32,13 +38,11 @@ def searching_model(attached, search, **fields):
 
 
 @pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
-@pytest.mark.parametrize("target", [None, 0.6], ids=["penalty", "target"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("search", SEARCHES)
-def test_search_is_loaded_as_it_was_saved(tmp_path, search, target, attached):
+def test_search_is_loaded_as_it_was_saved(tmp_path, search, kind, attached):
     for form in MASK_FORMS:
-        model = searching_model(
-            attached, search, target_sparsity=target, initial_sparsity=target and 0.0, mask_form=form
-        )
+        model = searching_model(attached, search, mask_form=form, **KINDS[kind])
         with torch.no_grad():
             model.sparse_attention.mask_logits.add_(torch.randn_like(model.sparse_attention.mask_logits) / 10)
         if form == "log":

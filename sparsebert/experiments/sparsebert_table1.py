@@ -34,17 +34,21 @@ class ImportanceStudy(ContinuedSettings):
 
     Args:
         mask_logit_scale (`float`): How much faster the logits move than the weights.
+        search_steps (`int`): Steps of the search; the other systems have `max_steps`.
         draws (`int`): Number of random masks per seed.
     """
 
     mask_logit_scale: float = 50.0
+    search_steps: int = 500
     draws: int = 3
 
 
 def cells(settings: ImportanceStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     common = continued_fields(settings) | {"mask_logit_scale": settings.mask_logit_scale}
-    search: dict[str, dict[str, Any]] = {"soft": {"system": "soft", "model": {"search": "soft"}}}
+    check_range("search_steps", settings.search_steps, 1)
+    soft = {"system": "soft", "model": {"search": "soft"}, "max_steps": settings.search_steps}
+    search: dict[str, dict[str, Any]] = {"soft": soft}
     return {
         f"{name}_seed_{seed}": common | system | {"seed": seed}
         for seed in settings.seeds
@@ -62,6 +66,7 @@ def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
 
     Returns:
         `dict[str, dict]`: `"system"` and `"model"`, by the name of the cell without its seed.
+
     Raises:
         ValueError: If `draws` is negative.
     """
@@ -200,7 +205,10 @@ EXPERIMENT = Experiment(
     arguments=ImportanceStudy,
     scales={
         "tiny": {},
-        "paper": {"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+        "paper": {
+            **{"checkpoint_steps": 100_000, "max_steps": 10_000, "batch_size": 256, "learning_rate": 1e-4},
+            "search_steps": 10_000,
+        },
     },
     cells=cells,
     check=check,

@@ -87,8 +87,8 @@ def random_batches(
 def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
-    probability over the entries that share a parameter. With a target, all heads start with the same
-    number of entries.
+    probability over the entries that share a parameter, up to a constant per head. With a target, all heads start with
+    the same number of entries.
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
