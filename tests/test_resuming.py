@@ -66,6 +66,15 @@ FORMS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the processes that are killed have: with another number of threads, sums are rounded otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     rng, path = random.Random(0), tmp_path_factory.mktemp("text") / "text.txt"

