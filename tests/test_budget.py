@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from sparsebert import SparseAttention, SparseBertForMaskedLM, SparseBertModel
+from sparsebert import SparseAttention, SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
+from sparsebert.models.configuration_sparsebert import mask_search
 from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from sparsebert.search.decided_entries import TiedEntries
+from sparsebert.search.learned_mask import LearnedMask
 
 
 logger = transformers_logging.get_logger("sparsebert")
@@ -104,9 +106,9 @@ def test_gradient_of_a_share():
 
 
 def test_hard_search_without_noise_trains_the_mask_it_freezes_to(tiny_config):
-    """Exactly the budget in every step, whatever the temperature."""
+    """As near to the budget as the form allows in every step, for all heads together."""
     for search in ("dam_u", "dam_s", "dam_b", "vertical_slash"):
-        fields = {"hard": True, "noise_scale": 0.0, "mask_form": "log", "mask_constant": 7.0, "temperature": 1.0}
+        fields = {"hard": True, "noise_scale": 0.0}
         fields |= {"sparsity_scope": "global", "share_layers": False, "num_hidden_layers": 2, "allow_empty_rows": True}
         attention = searching(tiny_config, 0.7, search, **fields).sparse_attention.train()
         torch.manual_seed(1)
@@ -119,7 +121,7 @@ def test_hard_search_without_noise_trains_the_mask_it_freezes_to(tiny_config):
         mask, outcome = attention.learned.freeze()
         assert torch.equal(attention.search.to_mask(sample.detach() > 0.5).to_table(), mask.to_table())
         assert outcome["undecided"] == 0.0
-        assert search == "dam_b" or mask.sparsity == pytest.approx(0.7, abs=0.01)
+        assert mask.sparsity == pytest.approx(0.7, abs=0.04 if search == "dam_b" else 0.01)
         sparsities = [sparsity for layer in mask.head_sparsities() for sparsity in layer]
         assert search == "dam_b" or max(sparsities) - min(sparsities) > 0.1
         assert attention.learned.thresholded_mask(sparsity=0.0).sparsity == 0
@@ -239,6 +241,35 @@ def test_one_budget_for_all_heads(tiny_config):
     assert mask.sparsity == pytest.approx(0.7, abs=0.01)
     sparsities = [sparsity for layer in mask.head_sparsities() for sparsity in layer]
     assert sparsities[0] == min(sparsities) < max(sparsities)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("search", ["dam_s", "dam_u", "dam_b", "vertical_slash"])
+def test_one_budget_is_met_by_all_heads_together(search, spread):
+    """To within half of what one parameter keeps in one head, while each head stays near its share."""
+    torch.manual_seed(0)
+    fields = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global", "share_layers": False}
+    fields |= {"mask_length": 64, "block_size": 32, "allow_empty_rows": True, "target_sparsity": 0.8}
+    config = SparseBertConfig(num_hidden_layers=6, num_attention_heads=12, hidden_size=24, search=search, **fields)
+    rules = mask_search(config)
+    logits = torch.randn(6, 12, rules.num_parameters)
+    logits += spread * torch.randn(6, 12, 1) - logits.mean(-1, keepdim=True)
+    learned = LearnedMask(rules, logits / rules.logit_scale, torch.tensor(1.0))
+    mask = learned.thresholded_mask()
+    step = {"dam_s": 2 * 62, "dam_u": 2, "dam_b": 2 * 32 * 32, "vertical_slash": 2 * 62}[search] / 64**2
+    assert abs(mask.sparsity - 0.8) <= step / 2 / 72 + 1e-9
+    kept = 1 - torch.tensor(mask.head_sparsities())
+    budgets = (learned._budgets(0.8)[..., 0] + rules.num_fixed) / 64**2
+    assert (kept - budgets).abs().max() <= 1.5 * step
+
+
+def test_defaults_of_hard_samples(tiny_config):
+    """What they remove keeps a gradient; their temperature need not fall."""
+    rules = {hard: searching(tiny_config, 0.8, hard=hard).sparse_attention.search for hard in (True, False)}
+    assert (rules[True].mask_constant, rules[True].temperature_end) == (7.0, 1.0)
+    assert (rules[False].mask_constant, rules[False].temperature_end) == (1e4, 0.1)
+    penalized = SparseBertModel(tiny_config(search="dam_s")).sparse_attention.search
+    assert (penalized.hard, penalized.mask_constant, penalized.temperature_end) == (True, 1e4, 1.0)
 
 
 def test_no_penalty_under_a_target(tiny_config):

@@ -116,6 +116,17 @@ def test_heads_learn_their_share_of_one_budget():
     assert (kept["global"][:, 0] < 0.6 * kept["global"][:, 1:].mean(-1)).all()
 
 
+def test_what_was_pruned_stays_removed():
+    model = searching("bert")
+    with torch.no_grad():
+        logits = model.sparse_attention.mask_logits
+        model.sparse_attention.learned.prune(logits, 0.5)
+    model.sparse_attention.start_pruning()
+    removed = logits.isinf()
+    learn_mask(model, random_batches(ROWS, 8, 2), 2, 0.1)
+    assert removed.any() and torch.equal(logits.isinf(), removed) and not logits.isnan().any()
+
+
 def positional(name):
     """A model whose attention depends on positions more than on the text."""
     model = base_model(name)

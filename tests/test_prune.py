@@ -7,8 +7,9 @@ import torch
 import yaml
 from conftest import TINY
 from safetensors.torch import save_file
+from transformers import BertConfig, BertModel
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, build_pattern
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, attach, build_pattern
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
@@ -67,6 +68,31 @@ def test_the_lowest_p_goes(fields, frozen, tmp_path):
             model = SparseBertForMaskedLM.from_pretrained(run.source)
             model.config.allow_empty_rows = True
             assert torch.equal(model.freeze(sparsity=sparsity).to_table(), table)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+@pytest.mark.parametrize("form", ["dam_s", "dam_u", "dam_b"])
+def test_heads_keep_their_shares_of_one_budget(form, attached, tmp_path):
+    fields = {"mask_length": 40, "target_sparsity": 0.8, "hard": True, "noise_scale": 0.0, "sparsity_scope": "global"}
+    fields |= {"share_layers": False, "block_size": 16, "allow_empty_rows": True}
+    torch.manual_seed(0)
+    if attached:
+        model = attach(BertModel(BertConfig(**TINY)), form, **fields)
+    else:
+        model = SparseBertForMaskedLM(SparseBertConfig(**TINY, search=form, **fields))
+    with torch.no_grad():
+        logits = model.sparse_attention.mask_logits
+        logits.normal_(std=0.1).add_(0.1 * torch.randn(*logits.shape[:2], 1))
+    probs, mask = model.sparse_attention.mask_probs(), model.freeze()
+    model.save_pretrained(tmp_path)
+    save_file({"probs": probs.flatten(0, 1)}, tmp_path / MASK_PROBS_NAME)
+    run = read_run(tmp_path)
+    assert torch.equal(prune_by_probs(run, mask.sparsity).to_table(), mask.to_table())
+    sparser = prune_by_probs(run, 0.87)
+    assert sparser.sparsity == pytest.approx(0.87, abs=0.04 if form == "dam_b" else 0.01)
+    assert form == "dam_b" or not (sparser.to_table() & ~mask.to_table()).any()  # its tiles are too coarse for that
+    removed = torch.tensor(sparser.head_sparsities())
+    assert removed.max() - removed.min() > 0.05
 
 
 def test_random_control_removes_as_many(tmp_path):

@@ -273,6 +273,7 @@ def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
         (model_of("dam_u"), "search was 'dam_s', is 'dam_u'"),
         (model_of("dense"), "search was 'dam_s', is None"),
         (model_of("dam_s", target_sparsity=0.5), "target_sparsity was None, is 0.5"),
+        (model_of("dam_s", mask_constant=7.0), "mask_constant was 10.0, is 7.0"),
     ):
         with pytest.raises(ValueError, match=f"cannot resume with other settings: {said}"):
             make_trainer(model, tmp_path / "new", **arguments).train(resume_from_checkpoint=checkpoint)

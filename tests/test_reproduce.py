@@ -584,6 +584,14 @@ def test_cells_have_only_the_settings_that_their_masks_depend_on():
     assert "objective" not in unchanged and changed["mask"] == "dam_u" and changed["objective"] == "pooled"
 
 
+@pytest.mark.parametrize("name", ["minilm", "minilm_settings"])
+@pytest.mark.parametrize("field", [{"objective": "all"}, {"steps": 0}, {"sparsity_scope": "layer"}], ids=str)
+def test_settings_that_no_cell_has_are_checked_too(name, field):
+    experiment = EXPERIMENTS[name]
+    with pytest.raises(ValueError, match=next(iter(field))):
+        experiment.cells(experiment.arguments(masks=["window"], **field))
+
+
 def test_settings_are_compared_with_the_unchanged_ones():
     before = {"unchanged": [0.84, 0.85, 0.845], "dam_u": [0.85, 0.855, 0.857]}
     after = {"unchanged": [0.94, 0.95, 0.945], "recover_last": [0.93, 0.935, 0.937]}

@@ -232,7 +232,7 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
         path = _find(source, MASK_PROBS_NAME, hub_arguments) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
         probs = mask.to_table().float() if path is None else _read_probs(path, mask)
-    setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters")}
+    setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters", "sparsity_scope")}
     if config is not None and config.search:
         setup |= {key: getattr(config, key) for key in SEARCH_FIELDS}
     setup |= {"quantity": quantity} | {

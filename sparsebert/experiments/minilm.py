@@ -29,8 +29,8 @@ from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment, seeded
 
 
-# The mask that is learned, and the one that keeps what the dense model attends to most.
 SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
+# Those that are learned, and the one that keeps what the dense model attends to most.
 LEARNED_MASKS = (*SEARCHED_MASKS, "attention")
 
 
@@ -89,6 +89,8 @@ AXES = ("masks", "lengths", "sparsities", "seeds")
 # Fields of the search alone, and those of any mask that comes from the model; cells of other masks have none of them.
 SEARCH_FIELDS = ("steps", "learning_rate", "objective", "sparsity_scope", "hard")
 LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
+# Those of them that say what the mask is, not how it is found.
+MODEL_FIELDS = ("share_layers", "sparsity_scope", "hard")
 
 
 def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
@@ -97,7 +99,16 @@ def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
 
 
 def whole_cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
-    """The cells with all settings, also those that their masks do not depend on."""
+    """
+    The cells with all settings, also those that their masks do not depend on.
+
+    Raises:
+        ValueError: If a setting is out of its range that some cells do not have.
+    """
+    check_range("steps", settings.steps, 1)
+    check_range("learning_rate", settings.learning_rate, 0, 1e6, (int, float))
+    check_choice("objective", settings.objective, tuple(OBJECTIVES))
+    check_choice("sparsity_scope", settings.sparsity_scope, SCOPES)
     common = {entry.name: getattr(settings, entry.name) for entry in fields(MiniLMStudy) if entry.name not in AXES}
     result = {}
     for length in settings.lengths:
@@ -130,10 +141,6 @@ def check(cell: dict[str, Any]) -> None:
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
     check_range("recover", cell["recover"], 0)
     check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
-    if cell["mask"] in SEARCHED_MASKS:
-        check_range("steps", cell["steps"], 1)
-        check_choice("objective", cell["objective"], tuple(OBJECTIVES))
-        check_choice("sparsity_scope", cell["sparsity_scope"], SCOPES)
     if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
     read_config(located(cell["model"]))
@@ -165,14 +172,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective")}
     model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
     if learned:
-        data |= {"recover_from": cell["recover_from"]}
-        model |= {"share_layers": cell["share_layers"]}
+        given = {name: cell[name] for name in LEARNED_FIELDS if name in cell}
+        data |= {name: value for name, value in given.items() if name not in MODEL_FIELDS}
+        model |= {name: value for name, value in given.items() if name in MODEL_FIELDS}
         if cell["mask"] == "attention":
             data |= {"steps": 0}
             model |= {"search": "dam_s", "sparsity_scope": "head"}
         else:
-            data |= {name: cell[name] for name in ("steps", "learning_rate", "objective")}
-            model |= {"search": cell["mask"]} | {name: cell[name] for name in ("sparsity_scope", "hard")}
+            model |= {"search": cell["mask"]}
     else:
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})

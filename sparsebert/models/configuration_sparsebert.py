@@ -29,8 +29,9 @@ MASK_FORMS = ("additive", "log", "multiplicative")
 REQUESTS = ("length_policy", "last_token", "diagonal")
 
 # Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries, and the
-# decay of its initial odds with the distance.
+# decay of its initial odds with the distance. Of one with hard samples: c.
 ANNEALED_TEMPERATURE = 0.1
+HARD_CONSTANT = 7.0
 LOCAL_DECAY = 3.0
 
 
@@ -91,20 +92,22 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             not normalized (the frozen mask always is) and meant for study. Defaults to `"additive"`, or to `"log"`
             with a target. Source: SparseBERT (arXiv 2102.12871), Eq. 4-6.
         mask_constant (`float`, *optional*): How much the additive form, and a hard sample in the form `"log"`, lower
-            the score of a removed entry: c, in (0, 1e4]. Defaults to 1e4, or to 10 for `"soft"`.
+            the score of a removed entry: c, in (0, 1e4]. Defaults to 1e4, to 10 for `"soft"`, or to 7 for hard samples
+            with a target, which leaves removed entries a thousandth of their attention, and with it a gradient.
         mask_logit_scale (`float`, *optional*, defaults to 10.0): How much faster the logits of the mask move than
             weights of the same learning rate: alpha is the stored logit times this.
         temperature (`float`, *optional*, defaults to 1.0): How soft the mask is at the start of the search: tau of the
             (Gumbel-)sigmoid, in (0, 1e3].
         temperature_end (`float`, *optional*): How soft the mask is at the end of the search: tau, in (0, 1e3].
-            Defaults to `temperature`, or to 0.1 with a target.
+            Defaults to `temperature`, or to 0.1 with a target unless samples are hard.
         noise_scale (`float`, *optional*): How much random noise the samples of the mask have: factor of the Gumbel
             noise, at least 0. Defaults to 1, or to 0 for `"soft"` and with a target.
         share_noise (`bool`, *optional*, defaults to `False`): Whether the processes of a distributed training share
             the Gumbel noise, and so one sample of the mask. By default each process draws its own noise, so that a
             step averages over more samples.
         hard (`bool`, *optional*): Whether the search rounds the mask to 0 or 1 (straight-through samples). Defaults to
-            `True`, or to `False` for `"soft"` and with a target.
+            `True`, or to `False` for `"soft"` and with a target. With a target and without noise, the entries with the
+            largest P are kept, as near to the budget as the form of the mask allows.
         symmetric (`bool`, *optional*, defaults to `True`): Whether alpha_ij = alpha_ji in masks learned per entry, and
             whether a token in `"vertical_slash"` has a single logit for its column and its row instead of two.
         share_layers (`bool`, *optional*, defaults to `True`): Whether all layers share one mask per head.
@@ -342,13 +345,14 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
     assert name is not None and length is not None
     search = SEARCHES[name]
     # A search with a target is annealed by default. With a penalty it samples, as in the paper.
-    annealed = config.target_sparsity is not None
-    sampled = search.stochastic and not annealed
+    targeted = config.target_sparsity is not None
+    sampled = search.stochastic and not targeted
+    hard = search.stochastic and (sampled if config.hard is None else config.hard)
     # In a decoder the last token changes as it generates.
     special_tokens = "first" if config.is_decoder and search.special_tokens != "none" else search.special_tokens
     decay = config.initial_decay
     if decay is None:
-        decay = LOCAL_DECAY if annealed else 0.0
+        decay = LOCAL_DECAY if targeted else 0.0
     return MaskSearch(
         name=name,
         num_layers=1 if config.share_layers else config.num_attention_layers,
@@ -360,14 +364,15 @@ def mask_search(config: SparseBertConfig) -> MaskSearch:
         length_policy=config.length_policy or default_length_policy(search.frozen_form),
         symmetric=config.symmetric,
         block_size=config.block_size if search.form == "blocks" else None,
-        mask_form=config.mask_form or ("log" if annealed else "additive"),
-        mask_constant=float(config.mask_constant or search.mask_constant),
+        mask_form=config.mask_form or ("log" if targeted else "additive"),
+        mask_constant=float(config.mask_constant or (HARD_CONSTANT if targeted and hard else search.mask_constant)),
         logit_scale=config.mask_logit_scale,
-        hard=search.stochastic and (sampled if config.hard is None else config.hard),
+        hard=hard,
         noise_scale=float(sampled) if config.noise_scale is None else config.noise_scale,
         share_noise=config.share_noise,
         temperature=config.temperature,
-        temperature_end=config.temperature_end or (ANNEALED_TEMPERATURE if annealed else config.temperature),
+        temperature_end=config.temperature_end
+        or (ANNEALED_TEMPERATURE if targeted and not hard else config.temperature),
         initial_decay=decay,
         sparsity_weight=config.sparsity_weight,
         target_sparsity=config.target_sparsity,

@@ -240,6 +240,7 @@ class SparseAttention(nn.Module):
         self.progress.fill_(1.0)
         provenance = {
             "search": config.search,
+            "sparsity_scope": config.sparsity_scope if learned.search.has_budget else None,
             "base_model": config.name_or_path or None,
             "base_model_revision": getattr(config, "_commit_hash", None),
         }

@@ -80,13 +80,13 @@ def head_budgets(
     with torch.no_grad():
         # At one end of this interval all heads keep the least, at the other the most.
         low = math.log(max(least, _LEAST_BUDGET)) - levels.max()
-        high = math.log(most) - levels.min()
+        high = math.log(max(most, _LEAST_BUDGET)) - levels.min()
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
             too_few = (levels + middle).exp().clamp(least, most).mean() < budget
             low, high = torch.where(too_few, middle, low), torch.where(too_few, high, middle)
         budgets = (levels + high).exp().clamp(least, most)
-    # Of the shares as they are, also in heads at a bound, whose share could not change again otherwise.
+    # The gradient takes heads at a bound for free ones: with their own, which is 0, they could never leave it.
     change = levels - levels.detach()
     return budgets + budgets * (change - (budgets * change).sum() / budgets.sum().clamp(min=_LEAST_BUDGET))
 

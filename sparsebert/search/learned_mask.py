@@ -13,7 +13,16 @@ from transformers.utils import logging
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
-from .searches import check_selection, gumbel_noise, keep_largest, prune, sample_mask, select, straight_through
+from .searches import (
+    check_selection,
+    gumbel_noise,
+    keep_largest,
+    keep_shares,
+    prune,
+    sample_mask,
+    select,
+    straight_through,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -89,21 +98,22 @@ class LearnedMask:
 
     @property
     def _exact(self) -> bool:
-        """Whether the forward pass keeps exactly the entries of the largest P that make up the budget."""
-        search = self.search
-        return search.hard and not search.noise_scale and search.target_sparsity is not None and not search.pruning
+        """Whether the forward pass keeps the entries of the largest P that make up the budget."""
+        return self.search.has_budget and self.search.hard and not self.search.noise_scale
 
     def _budgets(self, sparsity: float | torch.Tensor, margin: float = 0.0) -> torch.Tensor:
         """Number of learned entries that each head keeps at a sparsity, see [`head_budgets`]."""
         search, alpha = self.search, self.alpha()
-        budget = (1 - torch.as_tensor(sparsity, device=alpha.device)) * search.length**2 - search.num_fixed
+        budget = (1 - sparsity) * search.length**2 - search.num_fixed
         margin *= search.num_learned
         return head_budgets(alpha, budget, margin, search.num_learned - margin, search.sparsity_scope)
 
     def _within_budget(self, sparsity: float | torch.Tensor) -> torch.Tensor:
         """The parameters with the largest P that make up the budgets, bool `(L, H, K)`."""
         alpha = self.alpha().detach()  # in the order of P, but without its ties near 0 and 1
-        return keep_largest(alpha, self.search.entries(alpha.device), self._budgets(sparsity).detach())
+        entries, budgets = self.search.entries(alpha.device), self._budgets(sparsity).detach()
+        keep = keep_shares if self.search.sparsity_scope == "global" else keep_largest
+        return keep(alpha, entries, budgets)
 
     def _budgeted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """alpha, with a target shifted so that the budget is met, and the width of the sigmoid that gives P."""
@@ -112,7 +122,7 @@ class LearnedMask:
         if not search.hard or self._exact:
             width = torch.maximum(width, torch.as_tensor(self.temperature()))
         width = width.clamp(min=_SMALLEST_WIDTH).to(alpha.device)
-        if search.target_sparsity is None or search.pruning:  # what has been pruned has alpha = -inf
+        if not search.has_budget:
             return alpha, width
         budgets = self._budgets(self.current_sparsity(), _MARGIN)
         return alpha - budget_shift(alpha, search.entries(alpha.device), budgets, width), width
@@ -161,7 +171,7 @@ class LearnedMask:
                 return self.kept.cpu()
             if search.target_sparsity is not None:
                 sparsity = self.current_sparsity().item()
-        if sparsity is not None and search.target_sparsity is not None and not search.pruning:
+        if sparsity is not None and search.has_budget:
             return self._within_budget(sparsity).cpu()
         return select(
             probs,
@@ -206,7 +216,7 @@ class LearnedMask:
             - `"asked"`: the requested sparsity, or `None`
             - `"got"`: the sparsity of the mask
             - `"undecided"`: share of the learned entries that the mask and the threshold 1/2 treat differently; 0 if
-              the training ran through this mask already (`hard` without noise, with a target)
+              training uses this mask itself (`hard` without noise, with a target)
             - `"dense_heads"` and `"empty_heads"`: number of heads whose learned entries are all kept, or all removed
             - `"warnings"`: what is wrong with the mask, a list of messages
 

@@ -57,7 +57,7 @@ class MaskSearch:
         mask_constant (`float`): c of the additive form and of hard samples.
         logit_scale (`float`): alpha is this times the stored logits.
         hard (`bool`): Whether samples are rounded to 0 and 1 (straight-through). With a target and without noise they
-            are the entries of the largest P, exactly as many as the budget.
+            are the entries of the largest P that make up the budget.
         noise_scale (`float`): Factor of the Gumbel noise. 0 uses P itself.
         share_noise (`bool`): Whether the processes of a distributed training sample one mask, see [`gumbel_noise`].
         temperature (`float`): tau at the start of the search.
@@ -173,6 +173,11 @@ class MaskSearch:
     # Copies and pickles make their own cache.
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cache": {}}
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether P is shifted to meet a target. What has been pruned has alpha = -inf, and needs no budget."""
+        return self.target_sparsity is not None and not self.pruning
 
     @property
     def most_sparsity(self) -> float:

@@ -66,23 +66,23 @@ class _StraightThrough(torch.autograd.Function):
     """Other values, with the gradient of the identity."""
 
     @staticmethod
-    def forward(ctx, probs, values):
-        return values.to(probs.dtype)
+    def forward(ctx, soft, values):
+        return values.to(soft.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         return grad, None
 
 
-def straight_through(probs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def straight_through(soft: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """
-    A mask of 0 and 1 with the gradient of P.
+    Values with the gradient of others, such as a mask of 0 and 1 with that of P.
 
     Args:
-        probs (`torch.Tensor`): P, or a soft sample, of any shape.
-        kept (`torch.Tensor`): Bool of the same shape, where the mask is 1.
+        soft (`torch.Tensor`): Where the gradient goes, of any shape.
+        values (`torch.Tensor`): The result, of the same shape, bool or float.
     """
-    return _StraightThrough.apply(probs, kept)
+    return _StraightThrough.apply(soft, values)
 
 
 def gumbel_noise(shape: tuple[int, ...], device: torch.device | str, shared: bool = False) -> torch.Tensor:
@@ -159,19 +159,18 @@ def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: floa
 def hard_log_bias(mask: torch.Tensor, constant: float) -> torch.Tensor:
     """
     [`mask_bias`] of the form `"log"` for a hard sample: 0 where it keeps an entry, -c where it removes one, with the
-    gradient of `log M`.
+    gradient of `log M`, where M of a removed entry stands for `exp(-c)`.
 
     To first order this gradient is what the entry would change if it were kept or removed, as long as c leaves removed
-    entries some attention: a thousandth of it with c = 7. From c = 14 on they are as good as gone, and so is their
-    gradient.
+    entries some attention: a thousandth of it with c = 7. From c = 14 on they are as good as gone, and have the
+    gradient of M, which tells them nothing.
 
     Args:
         mask (`torch.Tensor`): The sample M, 0 and 1.
         constant (`float`): c.
     """
     least = math.exp(-constant) if constant < _MOST_CONSTANT else 1.0
-    bounded = torch.log(mask + least * (1 - mask.detach()))
-    return bounded + (-constant * (1 - mask) - bounded).detach()
+    return straight_through(torch.log(mask + least * (1 - mask.detach())), -constant * (1 - mask.detach()))
 
 
 def num_parameters(
@@ -246,6 +245,7 @@ def select(
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool.
+
     Raises:
         ValueError: If `threshold` or `sparsity` is out of its range.
     """
@@ -275,11 +275,41 @@ def keep_largest(
         `torch.Tensor` of shape `(L, H, K)`, bool.
     """
     joint = scope == "global"
-    ranked = scores.flatten() if joint else scores
-    order = ranked.argsort(dim=-1, descending=True, stable=True)
-    rank = order.argsort(dim=-1, stable=True).view_as(scores)
+    rank = _rank(scores.flatten() if joint else scores).view_as(scores)
     heads = scores[..., 0].numel() if joint else 1
     return rank < entries.nearest_number(rank, heads * budget, joint)
+
+
+def keep_shares(scores: torch.Tensor, entries: DecidedEntries, budgets: torch.Tensor) -> torch.Tensor:
+    """
+    Choose the parameters with the largest scores of each head, so many that they keep as near as possible to its
+    budget; and one more or one less in the heads where that costs least, so that all heads together keep as near as
+    possible to the sum of the budgets.
+
+    Args:
+        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
+        budgets (`torch.Tensor` of shape `(L, H, 1)`): Number of entries to keep in each head.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool.
+    """
+    rank = _rank(scores)
+    number = entries.nearest_number(rank, budgets, joint=False)
+    kept = entries.kept(rank < number)[..., None]
+    missing = (budgets - kept).sum()
+    other = number + missing.sign().long()
+    gain = entries.kept(rank < other)[..., None] - kept
+    cost = (budgets - kept - gain).abs() - (budgets - kept).abs()
+    order = cost.flatten().argsort(stable=True)
+    gains = torch.nn.functional.pad(gain.flatten()[order].cumsum(0), (1, 0))
+    changed = order.argsort() < (gains - missing).abs().argmin()
+    return rank < torch.where(changed.view_as(number), other, number)
+
+
+def _rank(scores):
+    """The order of the scores along the last dimension, from 0 for the largest."""
+    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1, stable=True)
 
 
 def best_of_rows(scores: torch.Tensor, index: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:

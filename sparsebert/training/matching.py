@@ -162,7 +162,7 @@ def learn_mask(
     sparse_attention.train()  # draws the mask that is learned
     search, logits = _searched(sparse_attention)
     logits.requires_grad_(True)
-    parts = _HeadLevels(logits) if search.sparsity_scope == "global" else None
+    parts = _HeadLevels(logits) if search.has_budget and search.sparsity_scope == "global" else None
     learned = [logits] if parts is None else [parts.within, parts.levels]
     groups = [{"params": learned, "lr": learning_rate / search.logit_scale}]
     norms: list[torch.nn.Parameter] = []
@@ -211,9 +211,10 @@ class _HeadLevels:
 
     def split_gradient(self) -> None:
         """Turn the gradient of the logits into those of the two parts."""
-        if (gradient := self.logits.grad) is not None:
-            self.levels.grad = gradient.sum(-1, keepdim=True)
-            self.within.grad = gradient - gradient.mean(-1, keepdim=True)
+        gradient = self.logits.grad
+        assert gradient is not None
+        self.levels.grad = gradient.sum(-1, keepdim=True)
+        self.within.grad = gradient - gradient.mean(-1, keepdim=True)
 
     @torch.no_grad()
     def update(self) -> None:

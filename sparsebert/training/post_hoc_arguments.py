@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..masks.sparse_mask import SparseMask
 
 # Defaults of SparseBertConfig that differ after training: every step keeps the entries of the largest P, with a budget
-# for all heads together. What it removes keeps a thousandth of its attention, and with it a gradient.
+# for all heads together.
 FIELDS: dict[str, Any] = {
     "search": "dam_s",
     "share_layers": False,
@@ -34,15 +34,12 @@ FIELDS: dict[str, Any] = {
     "symmetric": False,
     "sparsity_scope": "global",
     "mask_form": "log",
-    "mask_constant": 7.0,
     "hard": True,
     "noise_scale": 0.0,
-    "temperature": 1.0,
-    "temperature_end": 1.0,
     "mask_logit_scale": 1.0,
 }
 # Of a search that is not hard: it trains P itself, ever steeper.
-SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05, "mask_constant": None}
+SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 
 
 @dataclass

@@ -58,10 +58,10 @@ _LABELS = ("label", "labels", "next_sentence_label", "start_positions", "end_pos
 
 # Fields that define a search. A run cannot resume from a checkpoint in which one of them differs.
 MODE_FIELDS = (
-    "search", "pattern", "target_sparsity", "sparsity_scope", "initial_decay", "initial_sparsity", "sparsity_warmup",
-    "sparsity_ramp", "mask_form", "hard", "temperature", "temperature_end", "noise_scale", "share_noise",
-    "mask_length", "symmetric", "share_layers", "special_tokens", "diagonal", "probability_map",
-    "probability_map_kwargs", "token_mixers",
+    "search", "pattern", "target_sparsity", "sparsity_scope", "initial_decay", "initial_sparsity",
+    "sparsity_warmup", "sparsity_ramp", "mask_form", "mask_constant", "mask_logit_scale", "hard", "temperature",
+    "temperature_end", "noise_scale", "share_noise", "mask_length", "symmetric", "share_layers", "special_tokens",
+    "diagonal", "probability_map", "probability_map_kwargs", "token_mixers",
 )  # fmt: skip
 
 

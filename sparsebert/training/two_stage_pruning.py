@@ -1,8 +1,8 @@
 """
 Two-stage pruning: from the P that a search found, one mask per sparsity, and fine-tuning through each of them.
 
-In every head the entries with the lowest P are removed; random controls remove the same number of learned entries at
-random.
+In every head the entries with the lowest P are removed, the same number in each, or with one budget for all heads
+(`sparsity_scope`) in the shares that the search found; random controls remove as many learned entries at random.
 
 Letters: L layers (1 when shared), H heads, n length, K parameters of the mask per head, P the probability that a
 position is kept.
@@ -28,7 +28,9 @@ from ..hub import HubArguments
 from ..masks.expansion import parameter_index
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask, special_entries
-from ..search.searches import prune, to_sparse_mask
+from ..search.budget import head_budgets
+from ..search.decided_entries import TiedEntries
+from ..search.searches import keep_shares, prune, to_sparse_mask
 from .finetuning import SECTIONS, check_arguments, finetune
 from .finetuning_arguments import FinetuningArguments
 from .recipes import load_recipe
@@ -150,11 +152,12 @@ def fixed_entries(mask: SparseMask) -> torch.Tensor:
 def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
     """
     The mask that keeps the entries with the highest P in each head. Entries that share a parameter are kept or
-    removed together.
+    removed together. After a search with one budget for all heads, the mask of the run says what share each head gets.
 
     Args:
         run ([`~sparsebert.analysis.runs.Run`]): A run with its P.
-        sparsity (`float`): Fraction of entries to remove per head; the mask comes as close as its form allows.
+        sparsity (`float`): Fraction of entries to remove, per head or of all together; the mask comes as close as its
+            form allows.
 
     Returns:
         [`SparseMask`]: A mask of the form that was searched.
@@ -175,9 +178,12 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
     index = parameter_index(mask.form, length, length, symmetric, mask.block_size)
     probs = run.probs.new_zeros(*run.probs.shape[:2], int(index.max()) + 1)
     probs[..., index[fixed == -1]] = run.probs[..., fixed == -1]  # equal where entries share a parameter
-    kept = prune(torch.ones_like(probs, dtype=torch.bool), probs, index, fixed, sparsity, empty_rows=True)
-    counted = torch.zeros(probs.shape[-1], dtype=torch.bool).index_fill_(0, index[fixed == -1], True)
-    if (kept & counted & (probs == 0)).any():
+    entries = TiedEntries(index[fixed == -1].bincount(minlength=probs.shape[-1]))
+    if run.setup.get("sparsity_scope") == "global":
+        kept = keep_shares(probs, entries, _shares(mask, fixed, sparsity))
+    else:
+        kept = prune(torch.ones_like(probs, dtype=torch.bool), probs, index, fixed, sparsity, empty_rows=True)
+    if (kept & (entries.counts > 0) & (probs == 0)).any():
         raise ValueError(
             f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
             "was pruned, and its P no longer ranks what was removed"
@@ -193,6 +199,14 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
         metadata=metadata,
         **{name: getattr(mask, name) for name in fields},
     )
+
+
+def _shares(mask, fixed, sparsity):
+    """Learned entries that each head keeps at a sparsity, in the proportions of a mask: `(L, H, 1)`."""
+    learned = fixed == -1
+    counts = mask.to_table()[..., learned].float().sum(-1, keepdim=True)
+    budget = (1 - sparsity) * fixed.numel() - int((fixed == 1).sum())
+    return head_budgets(counts.clamp(min=1).log(), budget, 0, int(learned.sum()), "global")
 
 
 def random_control(mask: SparseMask, seed: int) -> SparseMask:
