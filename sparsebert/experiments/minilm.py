@@ -53,6 +53,8 @@ class MiniLMStudy:
         steps (`int`): Steps of the search.
         recover (`int`): Steps of the recovery; 0 leaves the weights as they are.
         batch_tokens (`int`): Tokens per step.
+        shortest (`int`, *optional*): Cut every other batch to a random length from here on, so that the masks serve
+            short inputs too, such as those of STS-B. `None` keeps all batches whole.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
         learning_rate, recover_learning_rate, objective, recover_objective, recover_from: See [`PostHocArguments`].
@@ -72,6 +74,7 @@ class MiniLMStudy:
     steps: int = 60
     recover: int = 300
     batch_tokens: int = 2048
+    shortest: int | None = 8
     max_tokens: int = 2_000_000
     max_validation_tokens: int = 32_768
     learning_rate: float = 0.05
@@ -140,6 +143,8 @@ def check(cell: dict[str, Any]) -> None:
     check_range("lengths", cell["length"], 8)
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
     check_range("recover", cell["recover"], 0)
+    if cell["shortest"] is not None:
+        check_range("shortest", cell["shortest"], 8, cell["length"])
     check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
     if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
@@ -168,8 +173,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     source, learned = _long_enough(cell, folder), cell["mask"] in LEARNED_MASKS
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
-    data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"], "shortest": None}
-    data |= {name: cell[name] for name in ("recover_learning_rate", "recover_objective")}
+    data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
+    data |= {name: cell[name] for name in ("shortest", "recover_learning_rate", "recover_objective")}
     model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
     if learned:
         given = {name: cell[name] for name in LEARNED_FIELDS if name in cell}

@@ -32,6 +32,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "budget_per_head_objective_layers": {"sparsity_scope": "head", "objective": "layers"},
     "soft": {"hard": False},
     "soft_budget_per_head": {"hard": False, "sparsity_scope": "head"},
+    "whole_batches": {"shortest": None},
     "shared_by_layers": {"share_layers": True},
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
