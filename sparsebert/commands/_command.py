@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from accelerate import PartialState
 
@@ -35,6 +36,7 @@ class Command:
         choices (`tuple[str, ...]`, *optional*): What these words can be, if that is known.
         positional (`str`, *optional*): `"section.field"` that these words set; by default they name a recipe.
         excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
+        defaults (`dict[str, dict]`): By section, defaults that differ from those of the dataclass, for the help.
         replaced (`dict[str, tuple]`): By the `"section.field"` of a flag, fields of the recipe that it drops.
         short (`dict[str, str]`): Flags by a shorter name that they have as well: `{"-o": "--output"}`.
     """
@@ -46,6 +48,7 @@ class Command:
     choices: tuple[str, ...] = ()
     positional: str | None = None
     excluded: Mapping[str, tuple] = field(default_factory=dict)
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     replaced: Mapping[str, tuple] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
 

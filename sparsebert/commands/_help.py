@@ -118,7 +118,7 @@ def _fields(section, cls, command):
     inherited = {item.name for item in fields(HubArguments)}
     # Those that many verbs share come last.
     found = sorted((item for item in fields(cls) if item.init), key=lambda item: item.name in inherited)
-    items = {item.name: item for item in found}
+    items, defaults = {item.name: item for item in found}, command.defaults.get(section, {})
     for name in command.excluded.get(section, ()):
         items.pop(name, None)
     if cls.__module__.startswith("sparsebert"):
@@ -129,9 +129,10 @@ def _fields(section, cls, command):
     else:
         shown, others = [], [name for name in COMMON_TRAINING if name in items]
     for name in shown:
-        yield from _field(name, _default(items[name]), explained[name])
+        default = defaults[name] if name in defaults else _value(items[name])
+        yield from _field(name, _shown(default), explained[name])
     if others:
-        text = ", ".join(f"{name} {_default(items[name])}".rstrip() for name in others)
+        text = ", ".join(f"{name} {_shown(_value(items[name]))}".rstrip() for name in others)
         kind = next(kind for kind in cls.__mro__ if not kind.__module__.startswith("sparsebert"))
         yield from _wrapped(f"and the fields of transformers' {kind.__name__}: {text}, ...", "  ")
 
@@ -160,10 +161,14 @@ def _first_clause(text):
     return re.sub(r"\[`(\w+)`\]", r"\1", text).replace("`", "")
 
 
-def _default(item):
-    value = item.default if item.default is not MISSING else ""
+def _value(item):
+    """The default of a field of a dataclass, or `None`."""
     if item.default_factory is not MISSING:
-        value = item.default_factory()
+        return item.default_factory()
+    return None if item.default is MISSING else item.default
+
+
+def _shown(value):
     if value is None:
         return ""
     if isinstance(value, bool):

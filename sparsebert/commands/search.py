@@ -13,22 +13,23 @@ import dataclasses
 from ..models.attaching import allowed_fields
 from ..search.searches import SEARCHES
 from ..training.post_hoc import agreement_table, search_post_hoc
-from ..training.post_hoc_arguments import SECTIONS
+from ..training.post_hoc_arguments import FIELDS, SECTIONS
 from ._command import Command, Printing, Results, needed
 
 
 def command(words):
-    meaningful = {"search", *(name for search in SEARCHES for name in allowed_fields(search))}
+    meaningful = {"search", *(name for search in SEARCHES for name in allowed_fields(search))} - {"mask_length"}
     fields = {item.name for item in dataclasses.fields(SECTIONS["model"])}
     return Command(
         run,
         {**SECTIONS, "print": Printing},
         examples=(
-            "--model DIR_OR_HUB_ID --data FILE --target_sparsity 0.9 --output_dir DIR",
-            "--model DIR --data FILE --target_sparsity 0.9 --recover 500 --output_dir DIR2",
+            "--model DIR --data FILE --max_length 512 --target_sparsity 0.9 --output_dir DIR2",
+            "--model DIR --data FILE --target_sparsity 0.9 --recover 500 --output_dir DIR3",
         ),
-        # The model keeps its own configuration.
+        # The model keeps its own configuration, and the mask is as long as the rows.
         excluded={"model": tuple(sorted(fields - meaningful))},
+        defaults={"model": FIELDS},
     )
 
 

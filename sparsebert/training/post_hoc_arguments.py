@@ -141,6 +141,8 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     check_output_dir(str(options.output_dir), options.overwrite)
     if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
+    if given.get("mask_length") is not None:
+        raise ValueError("--model.mask_length has no meaning here: the mask is as long as the rows, set max_length")
     allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
     if refused := sorted(fields.keys() - {*allowed, "target_sparsity"}):
         why = "the mask is given" if options.mask else "the model keeps its own configuration"
