@@ -50,7 +50,8 @@ def main(arguments=None):
             masked = load(source, AutoModel).eval()
         else:
             masked = attach(AutoModel.from_pretrained(options.model).eval(), read_mask(source))
-        rows[Path(source).name], _ = similarity(masked, tokenizer, pairs, dense)
+        name = Path(source).name
+        rows[source if name in rows else name], _ = similarity(masked, tokenizer, pairs, dense)
     for sparsity in options.sparsities:
         heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
         for name, mask in matched_patterns(sparsity, 128, heads, layers).items():
