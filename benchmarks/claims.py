@@ -334,9 +334,14 @@ def weakest(comparisons: list[Comparison], digits: int) -> str:
     if not tests:
         return ""
     label = min(tests, key=lambda name: tests[name].get("low", tests[name]["difference"]))
-    test, more = tests[label], f" (weakest of {len(tests)})" if len(tests) > 1 else ""
+    test, remarks = tests[label], []
+    if len(tests) > 1:
+        remarks.append(f"weakest of {len(tests)}")
+    if len(tests) < len(comparisons):
+        remarks.append(f"{len(comparisons) - len(tests)} not run")
     interval = f" [{test['low']:+.{digits}f}, {test['high']:+.{digits}f}]" if "low" in test else ""
-    return f"{label} = {test['difference']:+.{digits}f}{interval}{more}"
+    remark = f" ({', '.join(remarks)})" if remarks else ""
+    return f"{label} = {test['difference']:+.{digits}f}{interval}{remark}"
 
 
 def table(folder: Path = REPRODUCED) -> Table:

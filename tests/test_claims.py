@@ -55,6 +55,7 @@ def test_the_weakest_comparison_is_shown():
     assert weakest([compared(2.0), Comparison("a - b", {0: 1.5}, {0: 1.25})], 2) == "a - b = +0.25 (weakest of 2)"
     assert weakest([compared(1.0, 1.5)], 1) == "one - other = +1.2 [-1.9, +4.4]"
     assert weakest([compared()], 1) == ""
+    assert weakest([compared(2.0), compared()], 1) == "one - other = +2.0 (1 not run)"
 
 
 def test_results_fill_the_table_in(tmp_path):

@@ -121,6 +121,7 @@ def plot_values(
         axis.set_yticks(range(len(names)), labels=names)
         axis.set_ylim(-0.7, len(names) - 0.3)
         axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.3)
     figure.suptitle(title)
     save_figure(figure, path)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save
 
+from ..analysis.charts import plot_values
 from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
 from ..analysis.pictures import plot_importance
 from ..analysis.tables import Table
@@ -153,6 +154,35 @@ def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path) -> None
         plot_importance(torch.stack([seed for seed in probs if seed.shape == probs[0].shape]), path)
 
 
+def draw_losses(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot how much more the masked tokens cost than with dense attention and the same batches.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write. Nothing is written if no seed has dense attention.
+        title (`str`): Title of the figure.
+    """
+    losses: dict[str, dict[int, list[float]]] = {}
+    for cell in finished.values():
+        system = _system(cell)
+        if system != "soft":
+            losses.setdefault(system, {}).setdefault(cell["settings"]["seed"], []).append(cell["metrics"]["mlm_loss"])
+    dense = losses.get("dense", {})
+    differences = {
+        system: [loss - dense[seed][0] for seed in found.keys() & dense.keys() for loss in found[seed]]
+        for system, found in losses.items()
+    }
+    if dense:
+        panel = {system: values for system, values in differences.items() if values}
+        plot_values({"MLM loss minus that of dense attention": panel}, path, title, "dense")
+
+
+def _system(cell):
+    """All draws of a random mask are one system, whatever their numbers."""
+    return cell["settings"]["system"].partition(", draw ")[0]
+
+
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
     P by group of positions, and the losses.
@@ -185,11 +215,10 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
 
 
 def _mean_of_draws(finished):
-    """The cells without a search, with one for all draws of a seed: they are one system, whatever their numbers."""
+    """The cells without a search, with one for all draws of a seed."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for cell in finished.values():
-        system = cell["settings"]["system"].partition(", draw ")[0]
-        if system != "soft":
+        if (system := _system(cell)) != "soft":
             groups.setdefault((system, cell["settings"]["seed"]), []).append(cell["metrics"])
     return {
         f"{system}_seed_{seed}": {
@@ -224,6 +253,7 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("seed", "mlm_loss", "system"),
+    draw=draw_losses,
     published={
         "dense": {"glue": 83.8},
         "no_diag": {"glue": 83.9},
