@@ -163,24 +163,16 @@ def draw_losses(finished: Mapping[str, dict[str, Any]], path: Path, title: str) 
         path (`Path`): Image to write. Nothing is written if no seed has dense attention.
         title (`str`): Title of the figure.
     """
-    losses: dict[str, dict[int, list[float]]] = {}
-    for cell in finished.values():
-        system = _system(cell)
-        if system != "soft":
-            losses.setdefault(system, {}).setdefault(cell["settings"]["seed"], []).append(cell["metrics"]["mlm_loss"])
-    dense = losses.get("dense", {})
-    differences = {
-        system: [loss - dense[seed][0] for seed in found.keys() & dense.keys() for loss in found[seed]]
-        for system, found in losses.items()
-    }
-    if dense:
-        panel = {system: values for system, values in differences.items() if values}
+    losses: dict[str, dict[int, float]] = {}
+    for cell in _mean_of_draws(finished).values():
+        losses.setdefault(cell["settings"]["system"], {})[cell["settings"]["seed"]] = cell["metrics"]["mlm_loss"]
+    if dense := losses.get("dense"):
+        panel = {
+            system: [found[seed] - dense[seed] for seed in found.keys() & dense.keys()]
+            for system, found in losses.items()
+            if found.keys() & dense.keys()
+        }
         plot_values({"MLM loss minus that of dense attention": panel}, path, title, "dense")
-
-
-def _system(cell):
-    """All draws of a random mask are one system, whatever their numbers."""
-    return cell["settings"]["system"].partition(", draw ")[0]
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -215,10 +207,11 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
 
 
 def _mean_of_draws(finished):
-    """The cells without a search, with one for all draws of a seed."""
+    """The cells without a search, with one for all draws of a seed: they are one system, whatever their numbers."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for cell in finished.values():
-        if (system := _system(cell)) != "soft":
+        system = cell["settings"]["system"].partition(", draw ")[0]
+        if system != "soft":
             groups.setdefault((system, cell["settings"]["seed"]), []).append(cell["metrics"])
     return {
         f"{system}_seed_{seed}": {
