@@ -289,6 +289,17 @@ def test_a_cell_that_fails_does_not_stop_the_others(experiment, run, tmp_path):
         run_experiment("products", replace(options, overwrite=True), {"names": ["broken"]})
 
 
+def test_a_picture_that_fails_does_not_stop_the_cells(experiment, run, tmp_path, monkeypatch):
+    pictures = {"bars": lambda finished, kept, path: path.write_bytes(b"drawn") if len(finished) == 3 else 1 / 0}
+    monkeypatch.setitem(EXPERIMENTS, "products", replace(EXPERIMENTS["products"], pictures=pictures))
+    run("products", "--names", "[a, b, c]")
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b", "c"}
+    assert (tmp_path / "results/products_tiny_bars.png").read_bytes() == b"drawn"
+    with pytest.raises(ZeroDivisionError):
+        run("products", "--names", "[d]")
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b", "c", "d"}
+
+
 def test_a_cell_that_fails_leaves_nothing_in_memory(experiment, run, monkeypatch):
     class Large:
         pass

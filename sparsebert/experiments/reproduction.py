@@ -289,7 +289,7 @@ def _run_cell(experiment, name, options, settings, folder, path):
     start, cpu = time.perf_counter(), time.process_time()
     try:
         metrics = experiment.run(settings, folder)
-    except Exception as error:  # it must not cost hours of the cells that come after it
+    except Exception as error:  # it must not cost the hours of the cells that come after it
         # As text: the error itself would keep the model and the optimizer of this cell in memory.
         logger.error(f"{name}: {folder.name} failed\n{traceback.format_exc()}")
         return f"{type(error).__name__}: {error}"
@@ -302,7 +302,10 @@ def _run_cell(experiment, name, options, settings, folder, path):
             folder / FINISHED_NAME: made,
         }
         replace_files({file: (json.dumps(content, indent=1) + "\n").encode() for file, content in contents.items()})
-        _write_report(experiment, options, finished, path)
+        try:
+            _write_report(experiment, options, finished, path)
+        except Exception:  # nor must a table or a picture, which is made again after the last cell
+            logger.error(f"{name}: the report with {folder.name} failed\n{traceback.format_exc()}")
     return None
 
 
