@@ -28,7 +28,7 @@ def test_models_read_longer_inputs(name):
         with pytest.raises((IndexError, RuntimeError)):
             model(ids)
         old = positions_of(model)
-        extend_positions(model, 3 * known, "tile")
+        extend_positions(model, 3 * known)
         torch.testing.assert_close(model(ids[:, :known]).logits, before)  # tiles leave the first positions alone
         assert model(ids).logits.shape[1] == 3 * known
     assert model.config.max_position_embeddings == offset + 3 * known
@@ -40,7 +40,7 @@ def test_interpolation(name):
     model, offset = head_model(name), OFFSETS.get(name, 0)
     old = positions_of(model)
     known = len(old) - offset
-    extend_positions(model, 2 * known - 1)
+    extend_positions(model, 2 * known - 1, "interpolate")
     new = positions_of(model)
     torch.testing.assert_close(new[:offset], old[:offset])
     torch.testing.assert_close(new[offset:][::2], old[offset:])
@@ -73,7 +73,7 @@ def test_a_mask_per_offset_extends(tmp_path):
         ("bert", (40,), "length must be an integer above the model's 40 positions"),
         ("roberta", (39,), "above the model's 39 positions"),
         ("bert", (80.0,), "got 80.0"),
-        ("bert", (80, "repeat"), "method must be one of 'interpolate', 'tile', got 'repeat'"),
+        ("bert", (80, "repeat"), "method must be one of 'tile', 'interpolate', got 'repeat'"),
         ("modernbert", (80,), "type 'modernbert' has no learned embeddings"),
         ("eurobert", (80,), "type 'eurobert'"),
         ("vit", (80,), "type 'vit'"),
@@ -89,7 +89,7 @@ def test_errors(name, arguments, message):
 @pytest.mark.parametrize(("kind", "mask"), [("stock", False), ("window", True)])
 def test_command(checkpoints, tmp_path, capsys, kind, mask):
     command = ["lengthen", checkpoints[kind], "--length", "64", "--output_dir", str(tmp_path)]
-    assert main([*command, "--method", "tile"]) == 0
+    assert main([*command, "--method", "interpolate"]) == 0
     model_class = SparseBertForMaskedLM if mask else transformers.BertForMaskedLM
     model = model_class.from_pretrained(tmp_path)
     assert model.config.max_position_embeddings == AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64

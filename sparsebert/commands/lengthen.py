@@ -40,7 +40,7 @@ def command(words):
         {"lengthening": LengtheningArguments},
         examples=(
             "DIR_OR_HUB_ID --length 2048 --output_dir DIR",
-            "DIR_OR_HUB_ID --length 1024 --method tile --output_dir DIR",
+            "DIR_OR_HUB_ID --length 1024 --method interpolate --output_dir DIR",
         ),
         words="MODEL",
         positional="lengthening.model",

@@ -15,7 +15,7 @@ from ..checks import check_choice
 from .token_mixers import fixed_length
 
 
-METHODS = ("interpolate", "tile")
+METHODS = ("tile", "interpolate")
 # More than any encoder takes: a slip of the keyboard must not ask for all memory.
 MAX_POSITIONS = 2**20
 
@@ -40,7 +40,7 @@ def first_position(model: PreTrainedModel) -> int:
     return 0 if padding_idx is None else padding_idx + 1
 
 
-def extend_positions(model: Model, length: int, method: str = "interpolate") -> Model:
+def extend_positions(model: Model, length: int, method: str = "tile") -> Model:
     """
     Extend the position embeddings of a model for longer inputs, starting from those that it has. To be as good at the
     new length as before, the model needs some training at that length.
@@ -49,9 +49,9 @@ def extend_positions(model: Model, length: int, method: str = "interpolate") -> 
         model (`PreTrainedModel`): A base model or head with learned absolute positions, with or without a mask. The
             configuration's `max_position_embeddings` changes too; a tokenizer's `model_max_length` does not.
         length (`int`): m, the new number of tokens of the longest input, more than n.
-        method (`str`, *optional*, defaults to `"interpolate"`): `"interpolate"` interpolates linearly between
-            neighbors: the first and the last position stay the same, and the distance between any two tokens shrinks.
-            `"tile"` repeats the table: the first n positions stay the same.
+        method (`str`, *optional*, defaults to `"tile"`): `"tile"` repeats the table: nothing changes for inputs of up
+            to n tokens. `"interpolate"` interpolates linearly between neighbors: the first and the last position stay
+            the same, and the distance between any two tokens shrinks, also in short inputs.
 
     Returns:
         `model`, changed in place.
@@ -59,8 +59,8 @@ def extend_positions(model: Model, length: int, method: str = "interpolate") -> 
         ValueError: If the model has no such embeddings, its inputs have a fixed length (the token mixer bproj),
             `length` is not above n or beyond `MAX_POSITIONS`, or `method` is unknown.
 
-    Source: An Image is Worth 16x16 Words (arXiv 2010.11929), Section 3.2 (interpolate, there in two dimensions);
-    Longformer (arXiv 2004.05150), Section 5 (tile).
+    Source: Longformer (arXiv 2004.05150), Section 5 (tile); An Image is Worth 16x16 Words (arXiv 2010.11929), Section
+    3.2 (interpolate, there in two dimensions).
     """
     check_choice("method", method, METHODS)
     if not hasattr(model, "base_model"):
