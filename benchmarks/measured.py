@@ -28,6 +28,7 @@ from . import (
     long_inputs,
     offsets,
     padding,
+    positions,
     pretrain,
     separators,
 )
@@ -93,6 +94,7 @@ TABLES = {
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
     "offsets": lambda: [offsets.table(_read("offsets"))],
     "separators": lambda: [separators.table(_read("separators"))],
+    "positions": lambda: [positions.table(_read("positions"))],
     "cramming": lambda: [cramming.table(_read("cramming"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
     "data_memory.waiting": lambda: [data_memory.tables(_read("data_memory"))["waiting"]],

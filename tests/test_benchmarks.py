@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, encoders, layer, long_inputs, model, offsets, pretrain, search, separators
+from benchmarks import attention, encoders, layer, long_inputs, model, offsets, positions, pretrain, search, separators
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
@@ -24,6 +24,7 @@ from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.tiles import live_tiles
+from sparsebert.models.positions import METHODS
 from sparsebert.training.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
 
@@ -301,6 +302,24 @@ def test_separators(tmp_path, tiny_config, word_tokenizer, monkeypatch):
     assert [row[:2] for row in separators.table(report).rows][0] == ["dam_s", "90%"]
     rows = separators.make_rows((tmp_path / "text").read_text(), word_tokenizer, 4, 64, 0)
     assert ((rows == word_tokenizer.sep_token_id).sum(1) == 2).all()
+
+
+def test_positions(tmp_path, tiny_config, word_tokenizer, glue_folder):
+    torch.manual_seed(0)
+    BertModel(tiny_config(BertConfig, max_position_embeddings=64)).save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    documents = [" ".join(f"w{(i * i + d) % 90}" for i in range(400)) for d in range(5)]
+    (tmp_path / "text.txt").write_text("\n\n".join([*documents, "w1 w2"]))
+    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text.txt")]
+    arguments += ["--stsb", str(glue_folder / "STS-B")]
+    positions.main([*arguments, "--documents", "4", "--output", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["documents"] == 4 and report["known"] == 64
+    assert report["spearman"]["tile"] == report["spearman"]["truncated"] != report["spearman"]["interpolate"]
+    assert [row[0] for row in positions.table(report).rows] == ["truncated", "mean of two halves", *METHODS]
+    # The end of the first is nearer to the second, that of the second to itself.
+    ends, beginnings = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert positions.reciprocal_ranks(ends, beginnings) == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("name", separators.PATTERNS)
