@@ -424,6 +424,36 @@ def test_copies_are_independent():
 # Refusals
 
 
+def test_models_of_one_configuration_are_independent(tmp_path):
+    config = config_of("bert")
+    first, second, dense = (transformers.BertModel(config).eval() for _ in range(3))
+    for model in (first, second):
+        attach(model, "window", mask_length=16)
+        assert model.config is model.encoder.config is not config
+    detach(first)
+    ids = torch.randint(5, 100, (1, 8))
+    assert second(ids).last_hidden_state.isfinite().all() and first(ids).last_hidden_state.isfinite().all()
+    dense.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_a_search_stay_float32(dtype):
+    """At 0.6, bfloat16 would round away every step of 1e-3."""
+    model = attach(head_model("bert"), "dam_s", mask_length=16).to(dtype)
+    logits = model.sparse_attention.mask_logits
+    assert (model.dtype, logits.dtype) == (dtype, torch.float32) and model.double() is model
+    assert model.sparse_attention.mask_logits.dtype == torch.float64  # a wider type is taken
+
+
+def test_a_mask_of_an_unknown_search(tmp_path):
+    mask = build_pattern("window", 16, 4).replace(metadata={"search": "of_a_newer_version"})
+    model = attach(head_model("bert"), mask)
+    assert model.sparse_attention.mask.metadata["search"] == "of_a_newer_version"
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path).sparse_attention.mask == mask
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import AutoConfig, BertConfig
 
@@ -212,6 +213,37 @@ def test_overrides_are_checked_and_a_saved_search_can_be_replaced(tiny_config, t
     config.save_pretrained(tmp_path)
     config = SparseBertConfig.from_pretrained(tmp_path, search="dam_s")
     assert (config.pattern, config.search, config.frozen) == (None, "dam_s", False)
+
+
+def test_a_new_search_takes_nothing_from_that_of_the_checkpoint(tiny_config, tmp_path):
+    searching, frozen = tmp_path / "searching", tmp_path / "frozen"
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", target_sparsity=0.7, sparsity_scope="global"))
+    torch.nn.init.normal_(model.sparse_attention.mask_logits)
+    model.save_pretrained(searching)
+    model.freeze()
+    model.save_pretrained(frozen)
+    words = model.bert.embeddings.word_embeddings.weight
+    for source in (searching, frozen):
+        for search in ("dam_s", "dam_u"):
+            made = SparseBertForMaskedLM.from_pretrained(source, search=search, sparsity_weight=0.1)
+            assert made.config.target_sparsity is None and made.sparse_attention.search.sparsity_scope == "head"
+            assert made.sparse_attention.mask_logits.abs().max() < 0.01
+            assert torch.equal(made.bert.embeddings.word_embeddings.weight, words)
+    again = SparseBertForMaskedLM.from_pretrained(searching)
+    assert again.sparse_attention.mask_logits.abs().max() > 0.5
+    with pytest.raises(RuntimeError, match="word_embeddings.weight.* have other sizes"):
+        SparseBertForMaskedLM.from_pretrained(searching, search="dam_u", vocab_size=99)
+
+
+@pytest.mark.parametrize("fields", [{"target_sparsity": 0.9}, {"mask_length": 16}, {"special_tokens": "none"}])
+def test_fields_that_a_frozen_mask_cannot_follow(tiny_config, tmp_path, fields):
+    model = SparseBertModel(tiny_config(search="dam_s", target_sparsity=0.7))
+    model.freeze()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} .* has no meaning for a frozen mask"):
+        SparseBertModel.from_pretrained(tmp_path, **fields)
+    loaded = SparseBertModel.from_pretrained(tmp_path, target_sparsity=0.7, length_policy="error")
+    assert loaded.sparse_attention.mask.length_policy == "error"
 
 
 def test_overrides_reach_the_model(tiny_config, tmp_path):

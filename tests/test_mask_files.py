@@ -14,8 +14,9 @@ from safetensors.torch import save
 
 from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.files import replace_files, write_metrics
-from sparsebert.masks.mask_files import MaskFileError
+from sparsebert.masks.mask_files import MaskFileError, check_sizes
 from sparsebert.masks.sparse_mask import SparseMask
+from sparsebert.models.configuration_sparsebert import mask_search
 
 
 CONFIG = "mask_config.json"
@@ -217,11 +218,25 @@ def test_long_masks_of_few_bytes(tmp_path):
     assert model.eval()(torch.ones(1, 8, dtype=torch.long)).last_hidden_state.isfinite().all()
     with pytest.raises(ValueError, match="length at most 65536, got 65537"):
         SparseMask(keep, 2**16 + 1, "offsets").save_pretrained(tmp_path / "new")
-    with pytest.raises(ValueError, match="17179869184 entries"):
-        SparseMask(keep[:, :1].expand(1, 5, 1), 2**16, "offsets").save_pretrained(tmp_path / "new")
+    with pytest.raises(ValueError, match="may have 17179869184 bits"):
+        check_sizes(mask.description() | {"num_layers": 1024, "num_heads": 1024, "num_parameters": 2**16})
     assert not (tmp_path / "new").exists()
     with pytest.raises(StrictDataclassFieldValidationError, match="mask_length"):
         SparseBertConfig(mask_length=2**20 - 1)
+
+
+def test_masks_per_layer_at_great_length(tmp_path):
+    """Only bits that are stored count; a search whose mask could not be saved is refused before it starts."""
+    keep = torch.rand(24, 16, 8192) < 0.1
+    mask = SparseMask(keep, 8192, "offsets", special_tokens="first_last")
+    mask.save_pretrained(tmp_path)
+    assert SparseMask.from_pretrained(tmp_path) == mask
+    config = SparseBertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, mask_length=2**16, search="vertical_slash",
+        share_layers=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="may have 17179869184 bits, .* got 34359738368"):
+        mask_search(config)
 
 
 def test_large_weights_file(tmp_path):

@@ -659,3 +659,13 @@ def test_tables_refuse_longer_inputs_by_default(tiny_config):
 
 def test_auto_class_builds_from_a_configuration(tiny_config):
     assert type(AutoModelForMaskedLM.from_config(tiny_config())) is SparseBertForMaskedLM
+
+
+def test_models_of_one_configuration_are_independent(tiny_config, tmp_path):
+    config = tiny_config(search="dam_s")
+    first, second = SparseBertForMaskedLM(config), SparseBertForMaskedLM(config)
+    assert first.config is first.bert.config is first.bert.encoder.config
+    first.freeze(sparsity=0.5)
+    second.save_pretrained(tmp_path)
+    assert sparsebert.load(tmp_path).sparse_attention.searching
+    assert SparseBertModel(config).sparse_attention.searching

@@ -96,3 +96,14 @@ def test_command(checkpoints, tmp_path, capsys, kind, mask):
     assert model(torch.ones(1, 64, dtype=torch.long)).logits.shape[1] == 64
     assert main(command) == 2
     assert "not empty" in capsys.readouterr().err
+
+
+def test_the_command_leaves_no_mask_of_another_model(checkpoints, tmp_path):
+    attach(head_model("bert"), "window", mask_length=16).save_pretrained(tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    assert {"mask_config.json", "mask.safetensors"} < before
+    assert (
+        main(["lengthen", checkpoints["stock"], "--length", "64", "--output_dir", str(tmp_path), "--overwrite"]) == 0
+    )
+    assert not {"mask_config.json", "mask.safetensors", ".unfinished"} & {path.name for path in tmp_path.iterdir()}
+    assert not hasattr(transformers.AutoModel.from_pretrained(tmp_path), "sparse_attention")

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,15 @@ def test_run(model_folder, text, tmp_path):
     assert model.sparse_attention.mask.metadata["search"] == "dam_b"
     assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
     assert AutoModel.from_pretrained(tmp_path / "out").sparse_attention.mask == model.sparse_attention.mask
+
+
+def test_a_checkpoint_that_does_not_name_its_class(model_folder, text, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    search(tmp_path / "model", text, tmp_path / "out")
+    assert type(load(tmp_path / "out")).__name__ == "RobertaModel"
 
 
 def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys):

@@ -203,7 +203,22 @@ def check_probability_map(name: str, parameters: Mapping[str, Any], length: int)
     row.check({key: value for key, value in parameters.items() if (key, value) != ("alpha", LEARNED)}, length)
 
 
-class ProbabilityMap(nn.Module):
+class Float32Module(nn.Module):
+    """
+    A module whose parameters stay float32 when a model is cast to half precision, as by `model.to(torch.bfloat16)`: at
+    the size of mask logits, bfloat16 does not resolve a step of the optimizer.
+    """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        def uncast(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            narrower = tensor.is_floating_point() and result.element_size() < tensor.element_size() <= 4
+            return tensor.to(result.device) if narrower else result
+
+        return super()._apply(uncast, recurse)
+
+
+class ProbabilityMap(Float32Module):
     """
     The map of a model's attention.
 

@@ -5,13 +5,19 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..checks import check_choice
-from ..files import check_output_dir
+from ..files import check_output_dir, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer
 from ..models.loading import carries_mask, check_folder, load, model_class_of
 from ..models.positions import METHODS, extend_positions
+from ..training.run_folders import run_folder
 from ._command import Command, Results, needed, without_token
+
+
+# What is removed with `--overwrite` if it is not written anew: a mask of the model before is not that of this one.
+_WRITTEN = ("model*.safetensors*", "mask*.safetensors", "mask_config.json", "search_config.json")
 
 
 @dataclass
@@ -62,7 +68,9 @@ def run(values):
     tokenizer = read_tokenizer(source, **hub_arguments)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
-    model.save_pretrained(options.output_dir)
-    tokenizer.save_pretrained(options.output_dir)
+    output = Path(options.output_dir)
+    with locked_output(output), run_folder(output, options.overwrite, written=_WRITTEN, whole=True) as (folder, _):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
     return Results(without_token(vars(options)), notes=[done])

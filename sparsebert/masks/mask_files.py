@@ -38,7 +38,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # No real mask is larger: a description that is gets refused before anything is allocated for it.
 MAX_MASK_LENGTH = 2**16
 MAX_LAYERS = MAX_HEADS = 1024
-MAX_ENTRIES = 2**34
+MAX_BITS = 2**34
 MAX_CONFIG_BYTES = 2**20
 # A weights file is its bits, and before them a header.
 MAX_HEADER_BYTES = 2**16
@@ -69,9 +69,10 @@ def check_sizes(description: dict[str, Any]) -> None:
         size = description[name]
         if (name, size) != ("block_size", None) and not (type(size) is int and 0 < size <= most):
             raise ValueError(f"sizes must be positive integers, {name} at most {most}, got {size!r}")
-    entries = description["num_layers"] * description["num_heads"] * description["length"] ** 2
-    if entries > MAX_ENTRIES:
-        raise ValueError(f"a mask may have {MAX_ENTRIES} entries over its layers and heads, got {entries}")
+    bits = description["num_layers"] * description["num_heads"]
+    bits *= description["num_parameters"] ** (2 if description["form"] == "table" else 1)
+    if bits > MAX_BITS:
+        raise ValueError(f"a mask may have {MAX_BITS} bits, one per parameter of every layer and head, got {bits}")
 
 
 def check_subfolder(subfolder: str | None) -> None:

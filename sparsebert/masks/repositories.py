@@ -235,6 +235,19 @@ def _collection(api, repo_id, revision, folder, subfolder):
     return signed(collection_card(repo_id, [masks[name] for name in sorted(masks)]))
 
 
+def _replace_contents(folder, new, old):
+    """
+    Move what is in a folder to `old`, and what is in `new` into the folder, which may be the current one. The files by
+    which a model or mask is found go first and come last.
+    """
+    named = (CONFIG_NAME, MASK_CONFIG_NAME)
+    old.mkdir(exist_ok=True)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name not in named):
+        os.replace(path, old / path.name)
+    for path in sorted(new.iterdir(), key=lambda path: path.name in named):
+        os.replace(path, folder / path.name)
+
+
 def pull_folder(
     repo_id: str,
     output_dir: str | os.PathLike,
@@ -261,7 +274,7 @@ def pull_folder(
         FileExistsError: If the folder is not empty and `overwrite` is not set.
         OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
     """
-    output = Path(output_dir)
+    output = Path(output_dir).resolve()
     check_output_dir(output, overwrite)
     if not is_empty(output) and not any((output / name).is_file() for name in (CONFIG_NAME, MASK_CONFIG_NAME)):
         raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
@@ -277,7 +290,7 @@ def pull_folder(
             f"{repo_id}: there is nothing in subfolder {subfolder!r}"
             + (f"; there are masks in {names}" if names else "")
         )
-    aside = output.resolve().parent / f".{output.resolve().name}.unfinished"
+    aside = output.parent / f".{output.name}.unfinished"
     if aside.is_dir() and not (aside / str(commit)).is_dir():
         shutil.rmtree(aside)  # of another commit or repository
     place = aside / str(commit)
@@ -294,8 +307,8 @@ def pull_folder(
         )
     shutil.rmtree(place / ".cache", ignore_errors=True)
     if output.exists():
-        shutil.rmtree(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(place / within, output)
+        _replace_contents(output, place / within, aside / "replaced")
+    else:
+        os.replace(place / within, output)
     shutil.rmtree(aside)
     return [name.removeprefix(within) for name in wanted]

@@ -1,5 +1,6 @@
 """Attaching a mask to a model, and detaching it: one module, one reference per layer, a class with a `forward`."""
 
+import copy
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.backends import sparse_name
@@ -199,8 +200,17 @@ def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation:
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
     sparse_attention = make_sparse_attention(model, description, mask)
+    _own_configs(model)
     register(model, sparse_attention.to(model.device).train(model.training))
     become_attached(model, attn_implementation)
+
+
+def _own_configs(model: PreTrainedModel) -> None:
+    """Give a model copies of its configurations, of which other models may have been made too."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)
 
 
 def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:

@@ -27,6 +27,9 @@ MASK_FORMS = ("additive", "log", "multiplicative")
 
 # Fields that say how a mask is used. `None` leaves it to the pattern, the search or the frozen mask.
 REQUESTS = ("length_policy", "last_token", "diagonal")
+# Fields that are not about the mask itself, and its length.
+_OF_MODEL = ("allow_empty_rows", "skip_padding", "probability_map", "probability_map_kwargs", "token_mixers")
+_KEPT = {*_OF_MODEL, "mask_length"}
 
 # Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries, and the
 # decay of its initial odds with the distance. Of one with hard samples: c.
@@ -234,8 +237,16 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
         if own.get("search") or own.get("pattern"):
             # A new search or pattern replaces all that the checkpoint says about its mask.
-            replaced = ("search", "pattern", "pattern_kwargs", "head_configuration", "special_tokens", "mask_constant")
-            own = dict.fromkeys((*replaced, "search_progress", *REQUESTS)) | {"frozen": False, "pruned": False} | own
+            replaced = cls.__dataclass_fields__.keys() - BertConfig.__dataclass_fields__.keys() - _KEPT
+            config_dict = {name: value for name, value in config_dict.items() if name not in replaced}
+        elif config_dict.get("frozen") is True:
+            allowed = {*_OF_MODEL, *REQUESTS, "frozen", "pruned", "search_progress"}
+            for name in own.keys() - BertConfig.__dataclass_fields__.keys() - allowed:
+                if own[name] not in (None, config_dict.get(name, own[name])):
+                    raise ValueError(
+                        f"{name} {own[name]!r} has no meaning for a frozen mask: give a search or a pattern as well, "
+                        "which replaces it"
+                    )
         if own.get("probability_map"):
             own = {"probability_map_kwargs": None} | own
         return super().from_dict({**config_dict, **own}, **kwargs)

@@ -1,5 +1,6 @@
 """BERT with a learned or fixed sparse attention mask: the stock classes, with a mask from construction on."""
 
+import copy
 from os import PathLike
 from typing import Any
 
@@ -39,6 +40,10 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
     # At the size of the logits, bfloat16 does not resolve a step of the optimizer.
     _keep_in_fp32_modules_strict = {"mask_logits", "alpha_logits"}
 
+    def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
+        # A state of the mask is written into it, which is not that of other models made from the same configuration.
+        super().__init__(copy.deepcopy(config), *args, **kwargs)
+
     def post_init(self) -> None:
         # Heads are built around a stock base model. Either way the mask is attached once, before initialization.
         if "sparse_attention" not in self.base_model._modules:
@@ -68,6 +73,8 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         check_subfolder(hub_arguments.get("subfolder"))
         if pretrained_model_name_or_path is not None:
             check_available(pretrained_model_name_or_path, CONFIG_NAME, **hub_arguments)
+        if kwargs.get("search") is not None and kwargs.get("config") is None:
+            return cls._with_new_search(pretrained_model_name_or_path, *args, **kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         sparse_attention = model.sparse_attention
@@ -76,6 +83,20 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
             mask = SparseMask.from_pretrained(source, **hub_arguments)
             sparse_attention.load_mask(mask, search=model.config.search)
         return loaded
+
+    @classmethod
+    def _with_new_search(cls, source, *args, ignore_mismatched_sizes=False, output_loading_info=False, **kwargs):
+        """Load a model without the logits of the search that it may be in the middle of."""
+        kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, info = super().from_pretrained(source, *args, **kwargs)
+        others = sorted(str(key[0]) for key in info["mismatched_keys"] if not str(key[0]).endswith("mask_logits"))
+        if others and not ignore_mismatched_sizes:
+            raise RuntimeError(f"{source}: the weights {', '.join(others)} have other sizes than those of the model")
+        made = {str(key[0]) for key in info["mismatched_keys"]} | set(info["missing_keys"])
+        if not any(name.endswith("mask_logits") for name in made):
+            model.sparse_attention.mask_logits._is_hf_initialized = False
+            model.sparse_attention.reset_parameters()
+        return (model, info) if output_loading_info else model
 
 
 class SparseBertModel(SparseBertPreTrainedModel, BertModel):

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..attention.backends import BACKENDS, check_backend, choose_backend
 from ..attention.mask_inputs import MaskInputs
 from ..attention.packed_batches import Documents
-from ..attention.probability_maps import ProbabilityMap
+from ..attention.probability_maps import Float32Module, ProbabilityMap
 from ..attention.windows import local_inputs
 from ..masks.compiled import with_real_last
 from ..masks.exported import exporting
@@ -24,6 +24,7 @@ from ..masks.sparse_mask import SparseMask
 from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..search.learned_mask import LearnedMask
 from ..search.mask_search import MaskSearch
+from ..search.searches import SEARCHES
 from .configuration_sparsebert import REQUESTS, SparseBertConfig, mask_search, pattern_mask, requests, with_changes
 
 
@@ -36,7 +37,7 @@ SEARCHING = (
 NOT_LOADED = "this model is frozen but its mask is not loaded: use from_pretrained or set_mask"
 
 
-class SparseAttention(nn.Module):
+class SparseAttention(Float32Module):
     """
     The attention mask of a model, registered once on the base model as `sparse_attention`.
 
@@ -181,7 +182,8 @@ class SparseAttention(nn.Module):
 
         Args:
             mask ([`SparseMask`]): A mask for the heads and layers of the model.
-            search (`str`, *optional*): The search that found it, for the record.
+            search (`str`, *optional*): The search that found it, for the record. One that is not known here is named
+                in the metadata of the mask alone.
 
         Raises:
             ValueError: If `mask` is not a [`SparseMask`], has another number of heads or layers than the model, has a
@@ -196,7 +198,7 @@ class SparseAttention(nn.Module):
         config = self.config
         config.frozen, config.pruned, config.search_progress = True, False, None
         config.pattern = config.pattern_kwargs = config.head_configuration = None
-        config.search = search
+        config.search = search if search in SEARCHES else None
         config.mask_length = mask.length
         for name in REQUESTS:
             setattr(config, name, None)

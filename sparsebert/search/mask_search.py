@@ -23,6 +23,7 @@ from ..masks.expansion import (
     special_entries,
     token_pairs,
 )
+from ..masks.mask_files import check_sizes
 from ..masks.sparse_mask import SparseMask
 from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
 from .searches import SEARCHES, hard_log_bias, mask_bias, num_parameters, parameter_distance, to_sparse_mask
@@ -82,7 +83,7 @@ class MaskSearch:
             is one of the parameters, float32.
 
     Raises:
-        ValueError: If `target_sparsity` is out of reach.
+        ValueError: If `target_sparsity` is out of reach, or the frozen mask would be too large to be saved.
     """
 
     name: str
@@ -129,6 +130,9 @@ class MaskSearch:
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "union", union)
         object.__setattr__(self, "num_parameters", size)
+        frozen = {"form": SEARCHES[self.name].frozen_form, "num_layers": self.num_layers, "num_heads": self.num_heads}
+        stored = self.length if frozen["form"] == "table" else max(size, 1)
+        check_sizes(frozen | {"length": self.length, "num_parameters": stored, "block_size": self.block_size})
         learned_tokens = self.length - SPECIAL_TOKENS.index(self.special_tokens)
         off_diagonal = learned_tokens * (learned_tokens - 1)
         object.__setattr__(self, "num_learned", off_diagonal + (learned_tokens if self.diagonal is None else 0))

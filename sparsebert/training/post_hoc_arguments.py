@@ -182,7 +182,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
     # Rejects wrong fields, such as a target out of reach, without loading weights.
     with torch.device("meta"):
-        model = model_class_of(config)(copy.deepcopy(config))
+        model_class: Any = model_class_of(config)
+        # The class of a checkpoint that does not name one is an Auto class.
+        model = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
     for name in ("objective", "recover_objective"):
         if reason := OBJECTIVES[getattr(options, name)].refuse(model):
             raise ValueError(f"{name} {getattr(options, name)!r} has no meaning here: {reason}")
