@@ -1,5 +1,7 @@
 """Means, deviations and the paired bootstrap."""
 
+from math import inf
+
 import numpy as np
 import pytest
 
@@ -83,6 +85,9 @@ def test_paired_difference_is_students():
     assert found["p"] == pytest.approx(0.0742, abs=1e-4)
     with pytest.raises(ValueError, match="two or more pairs, got 1 and 1"):
         paired_difference([1.0], [2.0])
+    same = paired_difference([0.5, 0.6, 0.75], [0.4, 0.5, 0.65])
+    assert same["difference"] == pytest.approx(0.1) and (same["low"], same["high"], same["p"]) == (-inf, inf, 1.0)
+    assert paired_difference([1.0, 2.0], [1.0, 2.0])["p"] == 1.0
 
 
 def test_pairs_that_are_equal_do_not_differ():

@@ -101,6 +101,8 @@ def test_a_missing_compiler_is_a_problem(checked, monkeypatch, tmp_path):
         (["gpu"], "device must be a device of torch, such as cpu or cuda:0, got 'gpu'"),
         (["cuda:99"], "CUDA devices or cpu, got 'cuda:99'"),
         (["--dtypes", "float64"], "dtypes must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
+        (["--dtypes", "[]"], "dtypes must name at least one, got []"),
+        (["--head_sizes", "[]"], "head_sizes must name at least one, got []"),
         (["--head_sizes", "0"], "head_sizes must be an integer from 1 to 1024, got 0"),
         (["--length", "0"], "length must be an integer from 1"),
         (["--timeout", "0"], "timeout must be a number of at least 1, got 0"),

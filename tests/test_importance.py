@@ -7,8 +7,17 @@ import pytest
 import torch
 from scipy import stats
 
-from sparsebert.analysis.importance import as_runs, estimate, head_groups, offset_profile, position_groups, sketch
+from sparsebert.analysis.importance import (
+    analysed_special_tokens,
+    as_runs,
+    estimate,
+    head_groups,
+    offset_profile,
+    position_groups,
+    sketch,
+)
 from sparsebert.masks.expansion import toeplitz_index
+from sparsebert.masks.sparse_mask import SPECIAL_TOKENS, SparseMask
 
 
 def framed(length):
@@ -125,3 +134,11 @@ def test_sketch_keeps_places():
 def test_sketch_refuses_short_inputs():
     with pytest.raises(ValueError, match="must be in \\[8, 12\\], got 16"):
         sketch(torch.rand(2, 12, 12))
+
+
+def test_the_last_token_counts_as_special_unless_a_decoder_learned_it():
+    keep = torch.ones(1, 1, 8, dtype=torch.bool)
+    found = {
+        name: analysed_special_tokens(SparseMask(keep, 8, "offsets", special_tokens=name)) for name in SPECIAL_TOKENS
+    }
+    assert found == {"none": "first_last", "first": "first", "first_last": "first_last"}

@@ -231,7 +231,7 @@ def search(model, text, output, **fields):
     return search_post_hoc(recipe)
 
 
-def test_run(model_folder, text, tmp_path):
+def test_run(model_folder, text, tmp_path, capsys):
     metrics = search(model_folder, text, tmp_path / "out", recover=2, search="dam_b", block_size=16)
     assert metrics == json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
@@ -241,6 +241,9 @@ def test_run(model_folder, text, tmp_path):
     assert metrics["agreement"]["dense"]["cosine"] == pytest.approx(1, abs=1e-5)
     assert all(numbers["mlm_loss"] > 0 for numbers in metrics["agreement"].values())
     assert abs(metrics["sparsity"]["window"] - metrics["sparsity"]["learned"]) < 0.03
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "out")]) == 0  # of the mask
+    assert "Masks" in capsys.readouterr().out
     table = agreement_table(metrics)
     assert [row[0] for row in table.rows] == list(metrics["agreement"]) and "MLM loss" in table.columns
     assert "| learned, recovered |" in table.markdown()

@@ -9,7 +9,7 @@ from conftest import TINY
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask, attach, build_pattern
+from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, SparseMask, attach, build_pattern
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
 from sparsebert.search.learned_mask import MASK_PROBS_NAME
@@ -93,6 +93,31 @@ def test_heads_keep_their_shares_of_one_budget(form, attached, tmp_path):
     assert form == "dam_b" or not (sparser.to_table() & ~mask.to_table()).any()  # its tiles are too coarse for that
     removed = torch.tensor(sparser.head_sparsities())
     assert removed.max() - removed.min() > 0.05
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["run", "checkpoint"])
+@pytest.mark.parametrize("form", ["dam_s", "dam_u", "dam_b", "vertical_slash"])
+def test_the_order_where_p_is_0_or_1(form, frozen, tmp_path):
+    """At the end of a search with a target P is 0 or 1 for most entries."""
+    fields = {"mask_length": 40, "target_sparsity": 0.8, "block_size": 16, "allow_empty_rows": True}
+    torch.manual_seed(0)
+    model = SparseBertForMaskedLM(SparseBertConfig(**TINY, search=form, **fields))
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.normal_(std=2.0)
+    learned = model.sparse_attention.learned
+    assert (learned.probs() == 0).any()
+    masks = {sparsity: learned.thresholded_mask(sparsity=sparsity) for sparsity in (0.3, 0.8, 0.9)}
+    if frozen:
+        schedule = SearchSchedule()
+        schedule.freeze(model.sparse_attention)
+        schedule.save(tmp_path)
+    model.save_pretrained(tmp_path)
+    run = read_run(tmp_path)
+    for sparsity, mask in masks.items():
+        found = prune_by_probs(run, sparsity).to_table()
+        if form != "vertical_slash":  # whose search keeps whole lines
+            assert torch.equal(found, mask.to_table())
+        assert found.float().mean() == pytest.approx(1 - sparsity, abs=0.3 if form == "dam_b" else 0.05)
 
 
 def test_random_control_removes_as_many(tmp_path):

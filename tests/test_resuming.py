@@ -139,6 +139,18 @@ def test_killed_and_resumed_equals_the_uninterrupted_run(text, tmp_path):
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
+def test_what_the_search_found_survives_a_kill_after_its_end(text, tmp_path):
+    recipes = {name: recipe_of(text, tmp_path / name, FORMS["target"]) for name in ("killed", "whole")}
+    for recipe in recipes.values():
+        recipe["data"]["search_end"] = 0.3
+    run_and_kill(recipes["killed"], 9, "on_step_end")
+    found = pretrain(resumed(recipes["killed"], tmp_path / "killed"))
+    expected = pretrain(recipes["whole"])
+    assert found["search_outcome"] == expected["search_outcome"] and found["positions"] == expected["positions"]
+    files = [load_file(tmp_path / name / "mask_probs.safetensors") for name in recipes]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in ("probs", "log_odds"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_four_kills_of_each_form(text, tmp_path, form):

@@ -129,6 +129,9 @@ def diagnose(
         ValueError: If there is no such device, or another argument is out of its range.
     """
     where = _checked_device(device)
+    for name, values in (("dtypes", dtypes), ("head_sizes", head_sizes)):
+        if not values:
+            raise ValueError(f"{name} must name at least one, got []")
     for dtype in dtypes:
         check_choice("dtypes", dtype, DTYPES)
     for size in head_sizes:

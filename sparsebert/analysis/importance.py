@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from ..masks.expansion import toeplitz_index
-from ..masks.sparse_mask import special_entries
+from ..masks.sparse_mask import SparseMask, special_entries
 
 
 CONFIDENCE = 0.95
@@ -119,6 +119,11 @@ def head_groups(
     if special.any():
         means["special_tokens"] = probs[..., special].double().mean(-1).numpy()
     return means
+
+
+def analysed_special_tokens(mask: SparseMask) -> str:
+    """The tokens that count as special: `"first"` if a mask keeps that one alone, as in a decoder; `"first_last"`."""
+    return "first" if mask.special_tokens == "first" else "first_last"
 
 
 def position_groups(probs: torch.Tensor, special_tokens: str = "first_last") -> dict[str, float]:

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from ..files import make_folder, write_metrics
-from .importance import CONFIDENCE, IMPORTANCE_GROUPS, SKETCH_LENGTH, estimate, head_groups, offset_profile, sketch
+from .importance import (
+    CONFIDENCE,
+    IMPORTANCE_GROUPS,
+    SKETCH_LENGTH,
+    analysed_special_tokens,
+    estimate,
+    head_groups,
+    offset_profile,
+    sketch,
+)
 from .pictures import plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
 from .runs import MASK_ONLY, Run, read_runs
 from .tables import Table
@@ -127,7 +136,7 @@ def analyze(
     output = Path(output_dir)
     runs = read_runs(sources, **hub_arguments)
     if special_tokens is None:
-        special_tokens = "first" if runs[0].mask.special_tokens == "first" else "first_last"
+        special_tokens = analysed_special_tokens(runs[0].mask)
     numbers = measure_importance(runs, special_tokens)
     probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
     make_folder(output)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .reports import METRICS_NAME, read_metrics
+from .reports import METRICS_NAME, is_search, read_metrics
 from .runs import NoMaskError, SavedMask, read_mask
 
 
@@ -54,7 +54,8 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
     """
     sources = []
     for name in dict.fromkeys(str(Path(name)) if Path(name).exists() else str(name) for name in names):
-        is_run = (Path(name) / METRICS_NAME).is_file()
+        # A search in a trained model has metrics of its own kind: what there is to show is its mask.
+        is_run = (path := Path(name) / METRICS_NAME).is_file() and not is_search(path)
         metrics = read_metrics([name])[Path(name)] if is_run else None
         masks: tuple[SavedMask, ...] = ()
         if with_masks or not is_run:

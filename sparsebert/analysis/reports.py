@@ -60,6 +60,15 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
     return metrics
 
 
+def is_search(path: Path) -> bool:
+    """Whether a `metrics.json` is that of a search in a trained model, which the tables of runs leave out."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False  # `read_metrics` says what is wrong
+    return isinstance(found, dict) and "agreement" in found
+
+
 def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     """
     Make the tables of runs: pre-training, fine-tuning, grids of settings and GLUE. Empty ones are left out.

@@ -92,11 +92,14 @@ class Run(SavedMask):
             P or mask, `(L, H, n, n)`, float32.
         setup (`dict`):
             Settings that all seeds of one search share.
+        log_odds (`torch.Tensor`, *optional*):
+            What orders the positions where P is 0 or 1, see [`LearnedMask.log_odds`], if it was saved.
     """
 
     quantity: str
     probs: torch.Tensor
     setup: dict[str, Any]
+    log_odds: torch.Tensor | None = None
 
 
 def _find(source, name, hub_arguments):
@@ -147,11 +150,12 @@ def _read_search(source, config, hub_arguments):
 
 
 def _read_probs(path, mask):
-    """P before freezing, `(L, H, n, n)`, checked against the mask that it was frozen to."""
+    """P before freezing `(L, H, n, n)`, checked against the mask that it was frozen to, and the log-odds or `None`."""
     try:
-        probs = load_file(path).get("probs")
+        found = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from error
+    probs, log_odds = found.get("probs"), found.get("log_odds")
     shape = (mask.num_layers, mask.num_heads, mask.length, mask.length)
     expected = (shape[0] * shape[1], *shape[2:])
     if probs is None or tuple(probs.shape) != expected:
@@ -160,7 +164,13 @@ def _read_probs(path, mask):
     probs = probs.float()
     if not ((probs >= 0) & (probs <= 1)).all():
         raise ValueError(f"{path}: probs must be in [0, 1], got {probs.min().item()} to {probs.max().item()}")
-    return probs.view(shape)
+    if log_odds is not None:
+        n = mask.length
+        sizes = [(n, n), *([(n**2,), (n * (n + 1) // 2,)] if mask.form == "table" else [(mask.keep.shape[-1],)])]
+        if log_odds.shape not in [(expected[0], *size) for size in sizes] or log_odds.isnan().any():
+            raise ValueError(f"{path}: log_odds of shape {tuple(log_odds.shape)} are not those of the mask beside it")
+        log_odds = log_odds.float().unflatten(0, shape[:2])
+    return probs.view(shape), log_odds
 
 
 def _check_source(source, hub_arguments):
@@ -225,13 +235,13 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     if _is_searching(source, config, hub_arguments):
         searching = _read_search(source, config, hub_arguments)
         probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
-        quantity = KEPT
+        quantity, log_odds = KEPT, searching.learned.log_odds()
     else:
         mask = _read_frozen(source, hub_arguments)
         # A run with a given mask may lie where a search ended before, whose P is not this mask's.
         path = _find(source, MASK_PROBS_NAME, hub_arguments) if config is None or config.search else None
         quantity = MASK_ONLY if path is None else KEPT
-        probs = mask.to_table().float() if path is None else _read_probs(path, mask)
+        probs, log_odds = (mask.to_table().float(), None) if path is None else _read_probs(path, mask)
     setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters", "sparsity_scope")}
     if config is not None and config.search:
         setup |= {key: getattr(config, key) for key in SEARCH_FIELDS}
@@ -239,7 +249,7 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
         key: getattr(mask, key)
         for key in ("num_layers", "num_heads", "length", "form", "block_size", "special_tokens", "diagonal")
     }
-    return Run(name, mask, config, quantity, probs, setup)
+    return Run(name, mask, config, quantity, probs, setup, log_odds)
 
 
 def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> list[Run]:

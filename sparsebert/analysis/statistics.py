@@ -1,5 +1,6 @@
 """How runs are compared: mean and deviation over seeds, paired differences with intervals, and their correction."""
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -97,7 +98,9 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
 
     Returns:
         `dict[str, float]`: `"difference"` (ours minus theirs, mean over seeds), `"low"` and `"high"` of its interval,
-        and `"p"` of the two-sided test. Of pairs that are all equal: 0, 0, 0 and 1.
+        and `"p"` of the two-sided test. Of pairs that are all equal: 0, 0, 0 and 1. Of differences that are all the
+        same otherwise, as on the coarse grid of a small test set, which say nothing about their spread: an infinite
+        interval and 1.
     Raises:
         ValueError: If there are fewer than two pairs.
     """
@@ -105,11 +108,13 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
         raise ValueError(f"a paired test needs two or more pairs, got {len(ours)} and {len(theirs)} numbers")
     if all(a == b for a, b in zip(ours, theirs, strict=True)):
         return {"difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    if max(differences) - min(differences) <= 1e-9 * max(map(abs, (*ours, *theirs))):
+        return {"difference": statistics.fmean(differences), "low": -math.inf, "high": math.inf, "p": 1.0}
     test = stats.ttest_rel(ours, theirs)
     interval = test.confidence_interval(confidence)
-    difference = statistics.fmean(a - b for a, b in zip(ours, theirs, strict=True))
     return {
-        "difference": difference,
+        "difference": statistics.fmean(differences),
         "low": float(interval.low),
         "high": float(interval.high),
         "p": float(test.pvalue),

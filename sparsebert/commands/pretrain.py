@@ -47,5 +47,14 @@ def command(words):
 def run(values):
     metrics = pretrain(values)
     output = Path(TrainingArguments(**values["training"]).output_dir)
-    notes = [*(f"picture: {picture}" for picture in sorted(output.glob("*.png"))), f"written to {output}"]
+    notes = [_outcome_text(outcome)] if (outcome := metrics.get("search_outcome")) else []
+    notes += [*(f"picture: {picture}" for picture in sorted(output.glob("*.png"))), f"written to {output}"]
     return Results(metrics, report_tables({output: metrics}), notes)
+
+
+def _outcome_text(outcome):
+    asked = "no sparsity" if outcome["asked"] is None else f"a sparsity of {outcome['asked']:.3f}"
+    return (
+        f"search: asked for {asked}, got {outcome['got']:.3f}; {outcome['undecided']:.1%} of the learned entries are "
+        f"undecided; {outcome['dense_heads']} heads keep everything, {outcome['empty_heads']} nothing"
+    )

@@ -4,12 +4,16 @@ A mask while it is learned: how its logits become probabilities, a sample, and t
 Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, P the keep probability.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from transformers.utils import logging
 
+from ..files import replace_files
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
@@ -34,8 +38,38 @@ _SMALLEST_WIDTH = 0.02
 # Share of the learned entries that a budget leaves free at both ends, so that P never saturates.
 _MARGIN = 1e-3
 
-# P before freezing, `(L * H, n, n)` float32 under the key "probs", is saved beside a frozen model.
+# Beside a frozen model: what [`save_probs`] writes.
 MASK_PROBS_NAME = "mask_probs.safetensors"
+# Where that file holds the outcome of the search.
+_OUTCOME = "search_outcome"
+
+
+def save_probs(
+    folder: Path, probs: torch.Tensor, log_odds: torch.Tensor, outcome: dict[str, Any] | None = None
+) -> None:
+    """
+    Save what a search found, as `mask_probs.safetensors`.
+
+    Args:
+        folder (`Path`): Where to, created if missing.
+        probs (`torch.Tensor` of shape `(L, H, n, n)`): P before freezing, see [`LearnedMask.entry_probs`]. The file
+            has it as float32 `(L * H, n, n)` under the key `"probs"`.
+        log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, also without L.
+        outcome (`dict`, *optional*): See [`LearnedMask.freeze`].
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"probs": probs.flatten(0, 1).contiguous(), "log_odds": log_odds.flatten(0, 1).contiguous()}
+    metadata = None if outcome is None else {_OUTCOME: json.dumps(outcome)}
+    replace_files({folder / MASK_PROBS_NAME: safetensors.torch.save(tensors, metadata)})
+
+
+def read_outcome(folder: Path) -> dict[str, Any] | None:
+    """The outcome of a search that [`save_probs`] wrote to a folder, `None` if there is none."""
+    try:
+        with safetensors.safe_open(folder / MASK_PROBS_NAME, "pt") as file:
+            return json.loads((file.metadata() or {}).get(_OUTCOME, "null"))
+    except FileNotFoundError:
+        return None
 
 
 def _watch_penalty(sample: torch.Tensor) -> None:
@@ -136,8 +170,17 @@ class LearnedMask:
     def entry_probs(self) -> torch.Tensor:
         """P of every entry, fixed ones included: `(L, H, n, n)`, float32, on the CPU."""
         search = self.search
-        probs = search.expand(self.probs(), search.length, off=0.0, on=1.0).cpu()
+        probs = search.expand(self.probs().cpu(), search.length, off=0.0, on=1.0)
         return torch.where(search.fixed >= 0, search.fixed.float(), probs)
+
+    @torch.no_grad()
+    def log_odds(self) -> torch.Tensor:
+        """
+        log(P / (1 - P)), which still orders what has a P of 0 or 1 in float32: of the parameters `(L, H, K)`, in
+        `"vertical_slash"` of the entries `(L, H, n, n)`; float32, on the CPU.
+        """
+        alpha, width = self._budgeted()
+        return self.search.log_odds((alpha / width).cpu())
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
         """

@@ -327,6 +327,12 @@ class MaskSearch:
         table = make(known, self.index(known, device))
         return torch.nn.functional.pad(table, (0, new, 0, new), value=on) if new else table
 
+    def log_odds(self, noisy: torch.Tensor) -> torch.Tensor:
+        """See [`LearnedMask.log_odds`]; `noisy` are the logits of P `(L, H, K)`."""
+        if (union := self.union) is None:
+            return noisy
+        return self._grown(self.length, 0.0, lambda known, index: union.log_odds(noisy, known, index), noisy.device)
+
     def penalty(self, sample: torch.Tensor) -> torch.Tensor:
         """
         lambda * ||M||_1 of a sample `(L, H, K)`: the sum over the entries of all heads at the mask's own length, mean

@@ -25,7 +25,7 @@ from ..attention.backends import BACKENDS
 from ..checks import check_choice, nearest
 from ..masks.sparse_mask import SparseMask
 from .budget import scheduled
-from .learned_mask import MASK_PROBS_NAME, LearnedMask
+from .learned_mask import LearnedMask, save_probs
 from .search_schedule import forget
 from .searches import SCOPES, prune
 
@@ -309,11 +309,11 @@ class ProgressivePruning(TrainerCallback):
     def _freeze(self, sparse_attention, optimizer, output):
         if sparse_attention.searching:
             probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
+            log_odds = sparse_attention.learned.log_odds()
             sparse_attention.freeze(metadata={"pruning": self.settings})
             if optimizer is not None:
                 forget(optimizer, logits)
-            output.mkdir(parents=True, exist_ok=True)
-            save_file({"probs": probs.flatten(0, 1).contiguous()}, output / MASK_PROBS_NAME)
+            save_probs(output, probs, log_odds)
         else:
             self._unwatch(sparse_attention)
         asked, got = self.final_sparsity, sparse_attention.mask.sparsity

@@ -1,6 +1,7 @@
 """The Trainer callback that advances a search and ends it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.utils import logging
 
 from ..checks import check_range
+from .learned_mask import save_probs
 from .rank_agreement import check_same_mask
 from .searches import check_selection
 
@@ -31,13 +33,18 @@ class SearchSchedule(TrainerCallback):
         position (`Callable`, *optional*): Function of the `TrainerState` that returns how far the training is and
             where it ends. Defaults to the steps; [`TimeBudget`] has one that follows the clock.
 
+    When the mask is frozen during the training, P and the outcome are saved to the output folder, see [`save_probs`],
+    since a run that resumes after that point cannot find them again.
+
     Attributes:
         probs (`torch.Tensor` of shape `(L, H, n, n)`): P when the mask was frozen, `None` before.
+        log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`], likewise.
         outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
     Raises:
         ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Raised before the
-            first step if `end` is less than 1 and the mask is pruned, because [`ProgressivePruning`] freezes it.
+            first step if `end` is less than 1 and the mask is pruned, because [`ProgressivePruning`] freezes it, or
+            `load_best_model_at_end` is set: the best weights may be from before the mask was frozen.
         MaskMismatchError: Raised by the training if the processes have different masks.
     """
 
@@ -58,7 +65,28 @@ class SearchSchedule(TrainerCallback):
         self._position = position
         self._refused = False
         self.probs: torch.Tensor | None = None
+        self.log_odds: torch.Tensor | None = None
         self.outcome: dict[str, Any] | None = None
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sparse_attention = _sparse_attention(model)
+        if (
+            self.end < 1
+            and args.load_best_model_at_end
+            and sparse_attention is not None
+            and sparse_attention.searching
+        ):
+            raise ValueError(
+                f"load_best_model_at_end has no meaning with search_end {self.end}: the best weights may be from "
+                "before the mask was frozen; leave it out"
+            )
 
     def on_train_begin(
         self,
@@ -96,16 +124,20 @@ class SearchSchedule(TrainerCallback):
                 # A mask with empty rows must not cost hours of training.
                 self._refused = True
                 logger.warning(f"search_end: the mask cannot be frozen yet, so the search continues: {error}")
+            else:
+                if state.is_world_process_zero:
+                    self.save(Path(str(args.output_dir)))
 
     def freeze(self, sparse_attention: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         """
-        End the search of a [`SparseAttention`], and take its logits out of the optimizer. Sets `probs` and `outcome`.
+        End the search of a [`SparseAttention`], and take its logits out of the optimizer. Sets the attributes.
 
         Raises:
             ValueError: If the mask cannot be frozen, see [`SparseAttention.freeze`].
             MaskMismatchError: If the processes of a distributed training would freeze different masks.
         """
         probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
+        log_odds = sparse_attention.learned.log_odds()
         try:
             _, outcome = sparse_attention.end_search(*self._freezing)
         except (ValueError, FloatingPointError) as error:
@@ -113,9 +145,14 @@ class SearchSchedule(TrainerCallback):
             raise
         check_same_mask(sparse_attention.mask)
         self.outcome = outcome
-        self.probs = probs
+        self.probs, self.log_odds = probs, log_odds
         if optimizer is not None:
             forget(optimizer, logits)
+
+    def save(self, folder: Path) -> None:
+        """Save what was found when the mask was frozen, see [`save_probs`]."""
+        if self.probs is not None and self.log_odds is not None:
+            save_probs(folder, self.probs, self.log_odds, self.outcome)
 
 
 def _sparse_attention(model: Any) -> Any:

@@ -104,10 +104,10 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     with torch.no_grad(), running_through(model, dense):
         for ids in batches:
             if ids.shape[1] == length:
-                outputs: list = []
-                with recorded(attention_modules(model), outputs):
+                means: list[torch.Tensor] = []
+                with recorded(attention_modules(model), means, lambda output: output[1].float().mean(0)):
                     model.base_model(input_ids=ids)
-                total = total + torch.stack([output[1].float().mean(0) for output in outputs])  # (L, H, n, n)
+                total = total + torch.stack(means)  # (L, H, n, n)
     model.set_attn_implementation(implementation)
     total = total.to(logits.device)  # under DeepSpeed and FSDP they are on the accelerator before the weights are
     if config.share_layers:

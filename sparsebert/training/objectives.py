@@ -68,11 +68,13 @@ def squared_errors(states: Iterable[torch.Tensor], targets: Iterable[torch.Tenso
 
 
 @contextmanager
-def recorded(modules: Iterable[torch.nn.Module], outputs: list) -> Iterator[None]:
-    """Inside the block, the outputs of the modules are appended to `outputs`."""
+def recorded(
+    modules: Iterable[torch.nn.Module], outputs: list, part: Callable[[Any], Any] = lambda output: output
+) -> Iterator[None]:
+    """Inside the block, the outputs of the modules, or what `part` takes of them, are appended to `outputs`."""
 
     def record(module: torch.nn.Module, args: Any, output: Any) -> None:
-        outputs.append(output)
+        outputs.append(part(output))
 
     handles = [module.register_forward_hook(record) for module in modules]
     try:

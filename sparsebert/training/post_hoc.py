@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import set_seed
 
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
@@ -25,7 +24,7 @@ from ..masks.matched import MATCHED, matched_patterns
 from ..masks.sparse_mask import SparseMask
 from ..models.loading import model_class_of
 from ..search.budget import scheduled
-from ..search.learned_mask import MASK_PROBS_NAME, LearnedMask
+from ..search.learned_mask import LearnedMask, save_probs
 from .matching import agreement, carrier, inference_seconds, learn_mask, random_batches, recover, start_from_attention
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
@@ -94,11 +93,11 @@ def _search(
     begin = time.perf_counter()
     given = given_mask(options, fields, config)
     attach_mask(model, options, fields, given)
-    outcome, probs, learned = None, None, None
+    outcome, probs, log_odds, learned = None, None, None, None
     masks = {} if given is None else {GIVEN: given}
     if given is None:
         started_from, outcome, learned = _learn(model, options, fields, rows, log)
-        probs = learned.entry_probs()
+        probs, log_odds = learned.entry_probs(), learned.log_odds()
         masks = {LEARNED: model.freeze(metadata={"run": output.name}), STARTED_FROM: started_from}
         seconds["search"] = time.perf_counter() - begin
     mask = model.sparse_attention.mask
@@ -136,8 +135,8 @@ def _search(
     tokenizer.save_pretrained(output)
     if find_spec("matplotlib"):
         plot_heads(mask, output / "heads.png")
-    if probs is not None:
-        save_file({"probs": probs.flatten(0, 1)}, output / MASK_PROBS_NAME)
+    if probs is not None and log_odds is not None:
+        save_probs(output, probs, log_odds, outcome)
         if find_spec("matplotlib"):
             plot_mean_probs(probs, output / "mean_probs.png")
             plot_offset_profile(probs, output / "offset_profile.png", mask.special_tokens)

@@ -5,15 +5,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_pt_utils import get_model_param_count
 
-from ..analysis.importance import position_groups
+from ..analysis.importance import analysed_special_tokens, position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..files import locked_output, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..search.learned_mask import MASK_PROBS_NAME
+from ..search.learned_mask import MASK_PROBS_NAME, read_outcome
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .batch_ramp import BatchRamp, check_batch_ramp
@@ -161,7 +161,8 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if trainer.is_world_process_zero() and data.pictures and find_spec("matplotlib"):
         plot_heads(model.sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")
-        plot_offset_profile(probs, output / "offset_profile.png")
+        special_tokens = analysed_special_tokens(model.sparse_attention.mask)
+        plot_offset_profile(probs, output / "offset_profile.png", special_tokens)
     trainer.save_state()
     if trainer.is_world_process_zero():
         add_pretraining(output, metrics, model, data.text)
@@ -171,16 +172,20 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["torch.Tensor", dict[str, Any]]:
     """Freeze a mask that is still being learned: P `(L, H, n, n)` before that, and how a search ended."""
     model: Any = trainer.model
-    sparse_attention = model.sparse_attention
-    searched = sparse_attention.searching or schedule.probs is not None
-    probs = sparse_attention.mask_probs() if schedule.probs is None else schedule.probs
+    sparse_attention, output = model.sparse_attention, Path(str(trainer.args.output_dir))
     if sparse_attention.searching:
         trainer.save_model()  # freezing may refuse the mask; then the search is not lost
         schedule.freeze(sparse_attention)
-    if searched and trainer.is_world_process_zero():
-        # Not before the search is saved, which removes the P of another run.
-        save_file({"probs": probs.flatten(0, 1)}, Path(str(trainer.args.output_dir), MASK_PROBS_NAME))
-    return probs, {"search_outcome": schedule.outcome} if searched else {}
+        if trainer.is_world_process_zero():
+            schedule.save(output)  # not before the search is saved, which removes the P of another run
+    if schedule.probs is not None:
+        return schedule.probs, {"search_outcome": schedule.outcome}
+    probs = sparse_attention.mask_probs()
+    outcome = None if model.config.search is None else read_outcome(output)
+    if outcome is None:
+        return probs, {}
+    # The mask was frozen before the run was interrupted.
+    return load_file(output / MASK_PROBS_NAME)["probs"].view_as(probs), {"search_outcome": outcome}
 
 
 def _measurements(trainer: SparseBertTrainer, probs: "torch.Tensor", causal: bool) -> dict[str, Any]:
@@ -188,7 +193,8 @@ def _measurements(trainer: SparseBertTrainer, probs: "torch.Tensor", causal: boo
     model: Any = trainer.model
     metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
     evaluation = trainer.evaluate()
-    metrics |= {"sparsity": model.sparse_attention.sparsity(), "positions": position_groups(probs)}
+    special_tokens = analysed_special_tokens(model.sparse_attention.mask)
+    metrics |= {"sparsity": model.sparse_attention.sparsity(), "positions": position_groups(probs, special_tokens)}
     names = ("lm_loss", "perplexity") if causal else ("mlm_loss", "mlm_accuracy")
     metrics |= {name: evaluation[f"eval_{name}"] for name in names}
     metrics["nsp_accuracy"] = evaluation.get("eval_nsp_accuracy")

@@ -174,19 +174,16 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
     if not 0 < sparsity < 1 or sparsity > most:
         bound = "" if most == 1 else f" and, since special tokens and a kept diagonal stay, at most {most:.4f}"
         raise ValueError(f"sparsities must be in (0, 1){bound}, got {sparsity}")
-    symmetric = bool(run.setup.get("symmetric"))
-    index = parameter_index(mask.form, length, length, symmetric, mask.block_size)
-    probs = run.probs.new_zeros(*run.probs.shape[:2], int(index.max()) + 1)
-    probs[..., index[fixed == -1]] = run.probs[..., fixed == -1]  # equal where entries share a parameter
-    entries = TiedEntries(index[fixed == -1].bincount(minlength=probs.shape[-1]))
+    scores, index, symmetric = _scores(run, fixed)
+    entries = TiedEntries(index[fixed == -1].bincount(minlength=scores.shape[-1]))
     if run.setup.get("sparsity_scope") == "global":
-        kept = keep_shares(probs, entries, _shares(mask, fixed, sparsity))
+        kept = keep_shares(scores, entries, _shares(mask, fixed, sparsity))
     else:
-        kept = prune(torch.ones_like(probs, dtype=torch.bool), probs, index, fixed, sparsity, empty_rows=True)
-    if (kept & (entries.counts > 0) & (probs == 0)).any():
+        kept = prune(torch.ones_like(scores, dtype=torch.bool), scores, index, fixed, sparsity, empty_rows=True)
+    if (kept & (entries.counts > 0) & (scores == -torch.inf)).any():
         raise ValueError(
             f"{run.source}: sparsities must be at least that of the run, {mask.sparsity:.4f}, got {sparsity}: the run "
-            "was pruned, and its P no longer ranks what was removed"
+            "was pruned, or its P is 0, which does not rank what was removed"
         )
     fields = ("special_tokens", "last_token", "diagonal", "length_policy")
     metadata = mask.metadata | {"pruned_from": run.source, "asked_sparsity": sparsity}
@@ -199,6 +196,26 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
         metadata=metadata,
         **{name: getattr(mask, name) for name in fields},
     )
+
+
+def _scores(run, fixed):
+    """
+    What ranks the parameters of a run `(L, H, K)`, -inf where nothing is known; the parameter of each entry; and
+    whether pairs of entries share one.
+    """
+    mask, length = run.mask, run.mask.length
+    symmetric, odds = bool(run.setup.get("symmetric")), run.log_odds
+    of_parameters = odds is not None and odds.ndim == 3
+    if of_parameters and mask.form == "table":
+        symmetric = odds.shape[-1] != length**2
+    index = parameter_index(mask.form, length, length, symmetric, mask.block_size)
+    scores = run.probs.new_full((*run.probs.shape[:2], int(index.max()) + 1), -torch.inf)
+    if of_parameters:
+        scores[..., : odds.shape[-1]] = odds
+    else:
+        of_entries = run.probs.masked_fill(run.probs == 0, -torch.inf) if odds is None else odds
+        scores[..., index[fixed == -1]] = of_entries[..., fixed == -1]  # equal where entries share a parameter
+    return scores, index, symmetric
 
 
 def _shares(mask, fixed, sparsity):
