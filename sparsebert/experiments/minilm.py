@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoModel, AutoTokenizer
 
+from ..analysis.charts import plot_lines
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
@@ -281,6 +282,27 @@ def _summary_table(length, sparsity, masks):
     return Table.of(f"{length} tokens, {sparsity:.0%} to remove", rows, notes)
 
 
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot quality against time: a line per mask and length, a point per sparsity, mean over the seeds.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    groups: dict[str, dict[float, dict[int, dict[str, Any]]]] = {}
+    for cell in finished.values():
+        settings = cell["settings"]
+        points = groups.setdefault(f"{settings['mask']}, {settings['length']} tokens", {})
+        points.setdefault(settings["sparsity"], {})[settings["seed"]] = cell["metrics"]
+    lines = {
+        name: [(_mean(by_seed, "speed_up"), _mean(by_seed, "cosine"), None) for _, by_seed in sorted(points.items())]
+        for name, points in groups.items()
+    }
+    plot_lines(lines, path, title, "inference, dense / masked", "cosine to the dense model, after recovery")
+
+
 def _mean(by_seed, metric):
     return statistics.fmean(metrics[metric] for metrics in by_seed.values())
 
@@ -304,6 +326,7 @@ EXPERIMENT = Experiment(
         "recover_seconds": ("recovery, s", "{:.0f}"),
     },
     plot=("speed_up", "cosine", "mask"),
+    draw=draw,
     notes=("inference: float32, 4096 tokens per batch, dense (stock attention) and masked in turns, medians of 5",),
     summary=summary,
 )
