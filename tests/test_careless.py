@@ -313,6 +313,7 @@ def test_files_that_are_meant(content):
     "flags, said",
     [
         ("--hidden_size 64", "hidden_size must be 32, as in model MODEL, got 64"),
+        ("--type_vocab_size 3", "type_vocab_size must be 2, as in model MODEL, got 3"),
         ("--model PARENT", "model: there is no config.json in the folder 'PARENT'; there is one in MODEL"),
         ("--model MODEL/model.safetensors", "model: 'MODEL/model.safetensors' is a file"),
         ("--model ~/nothing", "model: there is no folder 'HOME/nothing'"),

@@ -1,6 +1,7 @@
 """One fine-tuning run: splits, models and masks, what is written, what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -172,6 +173,17 @@ def test_sparsity_on_the_inputs_is_that_of_their_lengths(options):
     assert metrics["input_sparsity"] < metrics["sparsity"] == mask.sparsity
 
 
+def test_a_field_that_the_model_lacks(options, word_tokenizer, tmp_path):
+    config = DistilBertConfig(vocab_size=100, dim=32, n_layers=1, n_heads=4, hidden_dim=64, max_position_embeddings=40)
+    DistilBertModel(config).save_pretrained(tmp_path)
+    word_tokenizer.save_pretrained(tmp_path)
+    arguments = options(model=str(tmp_path))
+    message = "model.hidden_dropout_prob has no meaning here: a configuration of type 'distilbert' has no such field"
+    with pytest.raises(ValueError, match=message):
+        check_arguments(arguments, {"hidden_dropout_prob": 0.2})
+    check_arguments(arguments, {"num_hidden_layers": 1})
+
+
 def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
     build_pattern("bigbird", 32, 4).save_pretrained(tmp_path)
     changes = {"diagonal": "remove", "length_policy": "dense", "last_token": "position"}
@@ -230,6 +242,16 @@ def test_models_and_masks_that_do_not_fit(options, checkpoints, tmp_path, fields
     check_arguments(options(**fields), config)
     with pytest.raises(ValueError, match=message.replace("FOLDER", str(tmp_path))):
         load_model(prepare(options(**fields)), config)
+
+
+@pytest.mark.parametrize("fields", [{}, {"mask": "bigbird"}, {"model": "stock"}], ids=["own", "pattern", "dense"])
+def test_weights_of_other_sizes_than_the_configuration_says(options, checkpoints, tmp_path, fields):
+    folder = shutil.copytree(checkpoints[fields.get("model", "window")], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 120}))
+    message = r"model .*model: its weights do not fit .*bert.embeddings.word_embeddings.weight has shape \(100, 32\)"
+    with pytest.raises(ValueError, match=message):
+        load_model(prepare(options(**fields | {"model": str(folder)})), {})
 
 
 def test_unknown_task_arguments(options):
@@ -315,6 +337,14 @@ def test_head_of_another_task(options, checkpoints, tmp_path):
     run_once(prepare(options(task="mnli")), {}, TRAINING, tmp_path / "mnli")
     model = load_model(prepare(options(task="stsb", model=str(tmp_path / "mnli"))), {})
     assert model.classifier.out_features == 1 and model.config.problem_type == "regression"
+
+
+def test_classes_after_a_regression(options, tmp_path):
+    run_once(prepare(options(task="stsb")), {}, TRAINING, tmp_path / "stsb")
+    model = load_model(prepare(options(model=str(tmp_path / "stsb"))), {})
+    ids, labels = torch.randint(5, 99, (1, 8)), torch.tensor([1])
+    output = model.eval()(ids, labels=labels)
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(output.logits, labels))
 
 
 def test_training_learns_the_task_and_the_pipeline_names_the_classes(options, checkpoints, tmp_path):

@@ -62,7 +62,7 @@ _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
 # Lower bounds of the sizes of a model.
 _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    "max_position_embeddings",
+    *("max_position_embeddings", "type_vocab_size"),
 )
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"),

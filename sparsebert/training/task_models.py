@@ -80,6 +80,10 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         why = f"of a frozen mask only {', '.join(meaningful)} can be changed"
     if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
         raise ValueError(f"model.{refused[0]} has no meaning here: {why}; choose another mask with --mask")
+    if unknown := sorted(name for name in config.keys() - set(OWN_FIELDS) if not hasattr(model, name)):
+        raise ValueError(
+            f"model.{unknown[0]} has no meaning here: a configuration of type {model.model_type!r} has no such field"
+        )
     if options.mask is not None and options.mask not in PATTERNS:
         read_mask(options.mask, **of_mask)
 
@@ -105,7 +109,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
         config (`dict`): Fields of the configuration to change.
 
     Raises:
-        ValueError: If mask, model and inputs do not fit together.
+        ValueError: If mask, model and inputs do not fit together, or the weights do not fit the configuration.
         OSError: If the model or the mask does not exist.
     """
     options, model_class = data.options, getattr(transformers, data.task.head)
@@ -116,15 +120,16 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
     arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
+    arguments["output_loading_info"] = True
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
         arguments |= hub_arguments
         arguments["attn_implementation"] = options.attn_implementation
-        model = model_class.from_pretrained(options.model, **arguments)
+        model = _fitting(model_class.from_pretrained(options.model, **arguments), options)
     else:
         if options.mask is None:
             arguments |= hub_arguments | {"attn_implementation": backend}
-            model = load(str(options.model), model_class, **arguments, **fields)
+            model = _fitting(load(str(options.model), model_class, **arguments, **fields), options)
         else:
             model = _with_mask(options, model_class, arguments, backend, fields)
         mask = get_sparse_attention(model).mask
@@ -161,13 +166,13 @@ def _with_mask(
     arguments |= hub_arguments
     if sparse and pattern:
         arguments |= {"pattern": name, "attn_implementation": backend}
-        return model_class.from_pretrained(options.model, **arguments, **fields)
+        return _fitting(model_class.from_pretrained(options.model, **arguments, **fields), options)
     if sparse:
         arguments |= {"pattern": "dense", "attn_implementation": backend}  # until the mask is set
         arguments["allow_empty_rows"] = fields.pop("allow_empty_rows", False)
         if "skip_padding" in fields:
             arguments["skip_padding"] = fields.pop("skip_padding")
-    model = model_class.from_pretrained(options.model, **arguments)
+    model = _fitting(model_class.from_pretrained(options.model, **arguments), options)
     if isinstance(model, AttachedModel):
         detach(model)
     try:
@@ -179,11 +184,29 @@ def _with_mask(
         raise ValueError(f"mask {name} does not fit {options.model}: {error}") from error
 
 
+def _fitting(loaded: Any, options: FinetuningArguments) -> "PreTrainedModel":
+    """The model of what `from_pretrained` returned with loading information; only its head may have other sizes."""
+    model, info = loaded
+    prefix = f"{model.base_model_prefix}."
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        if name.startswith(prefix):
+            raise ValueError(
+                f"model {options.model}: its weights do not fit its configuration: {name} has shape {tuple(stored)}, "
+                f"expected {tuple(expected)}"
+            )
+    return model
+
+
 def _labels(label: Any) -> dict[str, Any]:
     """The fields of the configuration about the classes."""
     if isinstance(label, datasets.ClassLabel):
         names = dict(enumerate(label.names))
-        return {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+        return {
+            "id2label": names,
+            "label2id": {name: index for index, name in names.items()},
+            # A model fine-tuned on a regression carries that in its configuration.
+            "problem_type": "single_label_classification",
+        }
     if label is not None and label.dtype.startswith("float"):
         return {"id2label": {0: "score"}, "label2id": {"score": 0}, "problem_type": "regression"}
     return {}
