@@ -236,6 +236,9 @@ def test_verbs(refused, checkpoints, words, said):
         ("--tokenizer MASK", "tokenizer: there is no tokenizer.json or tokenizer_config.json or vocab.txt"),
         ("--report_to wandbb", "report_to must be all, none or what is installed"),
         ("--report_to neptune", "report_to must be all, none or what is installed"),
+        ("--prediction_loss_only true", "prediction_loss_only must be false, since metrics are computed from all"),
+        ("--nsp true --label_smoothing_factor 0.1", "label_smoothing_factor must be 0 with nsp true"),
+        ('--lr_scheduler_kwargs {"a":1}', "lr_scheduler_kwargs {'a': 1} do not fit lr_scheduler_type 'linear': "),
         ("--deepspeed ds.json", "deepspeed"),
         ("--output_dir file", "output_dir file cannot be made: file is a file"),
         ("--output_dir file/run", "output_dir file/run cannot be made: file is a file"),
@@ -324,6 +327,19 @@ def test_files_that_are_meant(content):
         ("--data DATA/RTE/train.tsv", "data: there is no folder"),
         ("--train_split dev", "split 'dev' is missing"),
         ("--output_dir MODEL", "output_dir MODEL is not empty"),
+        ("--prediction_loss_only true", "prediction_loss_only must be false, since metrics are computed from all"),
+        ("--batch_eval_metrics true", "batch_eval_metrics must be false"),
+        ("--eval_do_concat_batches false", "eval_do_concat_batches must be true"),
+        ('--lr_scheduler_kwargs {"a":1}', "lr_scheduler_kwargs {'a': 1} do not fit lr_scheduler_type 'linear': "),
+        ("--task stsb --label_smoothing_factor 0.1", "label_smoothing_factor must be 0 for task stsb, whose labels"),
+        (
+            "--task squad --max_length 40 --label_smoothing_factor 0.1",
+            "label_smoothing_factor must be 0 for task squad",
+        ),
+        ("--metric_for_best_model acuracy", "metric_for_best_model of task rte 'acuracy'; did you mean 'accuracy'?"),
+        ("--metric_for_best_model eval_f1", "metric_for_best_model of task rte 'eval_f1'; allowed: accuracy, loss"),
+        ('--sweep {"optim":["adamw_torch","adamw_toch"]}', "adamw_toch is not a valid OptimizerNames"),
+        ('--sweep {"label_smoothing_factor":[0.0,0.1]} --task stsb', "label_smoothing_factor must be 0 for task stsb"),
     ],
 )
 def test_finetuning(refused, checkpoints, glue_folder, flags, said):
@@ -333,6 +349,13 @@ def test_finetuning(refused, checkpoints, glue_folder, flags, said):
     for name, place in (places | {"DATA": str(glue_folder), "HOME": str(Path.home())}).items():
         flags, said = flags.replace(name, place), said.replace(name, place)
     assert said in refused(["finetune", *words_of(fields), *flags.split()])
+
+
+def test_settings_that_a_task_of_glue_refuses(refused, checkpoints, glue_folder):
+    fields = {"model": checkpoints["window"], "data": glue_folder, "max_length": 32, "output_dir": "run"}
+    words = ["finetune", "--all", *words_of(fields)]
+    assert "must be 0 for task stsb" in refused([*words, "--label_smoothing_factor", "0.1"])
+    assert "metric_for_best_model of task stsb 'accuracy'" in refused([*words, "--metric_for_best_model", "accuracy"])
 
 
 def test_one_class_is_said(checkpoints, caplog, monkeypatch):

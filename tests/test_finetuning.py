@@ -276,6 +276,7 @@ def test_a_run_of_each_task(options, task_data, tmp_path, task):
     for split in data.evaluation_splits:
         values = metrics["splits"][split]
         assert values["loss"] > 0 and -1 <= values[metrics["main_metric"]] <= 1
+        assert values.keys() <= {"loss", "seconds", *data.task.metric_names()}
         # The predictions that were saved have the metrics that were reported.
         rows = read_predictions(tmp_path, split)
         assert list(rows) == data.examples[split]["id"][:]
@@ -305,6 +306,18 @@ def test_accumulation_changes_nothing(options, checkpoints, tmp_path, model):
         weights.append(load_file(tmp_path / str(batch) / "model.safetensors"))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("mask", [None, "window"])
+def test_every_example_is_predicted_from_the_logits_alone(options, checkpoints, tmp_path, mask):
+    """Whatever the training leaves out, and whatever else the configuration says that the model returns."""
+    folder = shutil.copytree(checkpoints["stock"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"output_hidden_states": True, "output_attentions": True}))
+    data = prepare(options(model=str(folder), mask=mask))
+    training = TRAINING | {"dataloader_drop_last": True, "per_device_eval_batch_size": 3}
+    run_once(data, {}, training, tmp_path / "run")
+    assert list(read_predictions(tmp_path / "run", "validation")) == data.examples["validation"]["id"][:]
 
 
 def test_a_run_replaces_what_another_left(options, checkpoints, tmp_path):

@@ -158,6 +158,7 @@ BAD_ROWS = {
     "no text": (qa("7", answers=[{"answer_start": 3}]), "answers", "expected a 'text' and an integer 'answer_start'"),
     "no offset": (qa("7", answers=[{"text": "fox", "answer_start": "8"}]), "answers", "an integer 'answer_start'"),
     "impossible": (qa("7", answers=[answer("fox")], is_impossible=True), "is_impossible", "1 answers, but True"),
+    "half of a character": (qa("7", "Who \ud800?", answers=[answer("fox")]), "question", "half of a surrogate pair"),
     "empty question": (qa("7", " ", answers=[answer("fox")]), "question", "'7' has an empty question"),
 }
 

@@ -54,6 +54,7 @@ def test_the_numbers_are_those_of_the_function(name, cache):
     predictions, references = examples(name)
     metric = METRICS[name]()
     expected = metric.score(predictions, references)
+    assert expected.keys() <= set(metric.score_names)
     assert metric.compute(predictions=predictions, references=references) == expected
     if name in FUNCTIONS:
         assert FUNCTIONS[name](predictions, references) == expected

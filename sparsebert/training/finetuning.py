@@ -83,6 +83,9 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     grid = _read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
     arguments = training_arguments(recipe["training"], output)
+    for name in GLUE if options.all else [str(options.task)]:
+        for settings in _cells(grid):
+            training_arguments(recipe["training"] | settings, output, TASKS[name])
     seeds = _read_seeds(options.seeds, arguments.seed)
     several = options.all or bool(grid) or len(seeds) > 1
     resume = resume_from(options.resume, arguments.resume_from_checkpoint)
@@ -185,9 +188,12 @@ def _read_grid(sweep: bool | dict) -> dict[str, list]:
         if not isinstance(values, list) or not values:
             raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
         grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
-        for value in grid[name]:
-            check_training({name: value})
     return grid
+
+
+def _cells(grid: dict[str, list]) -> list[dict[str, Any]]:
+    """The settings of every cell; without a grid there is one, which changes nothing."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def _read_seeds(seeds: int | list, first: int) -> list[int]:
@@ -249,8 +255,7 @@ def _run_grid(
     """Every cell with the first seed, the best cell with all seeds."""
     cells: list[dict[str, Any]] = []
     first_runs = {}
-    for values in itertools.product(*grid.values()):
-        settings = dict(zip(grid, values, strict=True))
+    for settings in _cells(grid):
         folder = output / ",".join(f"{name}={value}" for name, value in settings.items())
         try:
             run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")

@@ -23,7 +23,7 @@ from .pretraining_arguments import PretrainingArguments
 from .pretraining_inputs import make_inputs, make_model
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record
 from .run_cards import add_pretraining, hardware
-from .run_checks import check_pretraining, check_training
+from .run_checks import check_evaluation, check_pretraining, check_schedule, check_training
 from .run_folders import resume_from, run_folder
 from .search_start import check_rows_fill_mask, check_search_start, start_search
 from .stopping import StopOnSignal
@@ -63,6 +63,13 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     data = PretrainingArguments(**recipe["data"])
     check_training(recipe["training"])
     training = TrainingArguments(**recipe["training"])
+    check_schedule(training)
+    check_evaluation(training)
+    if data.nsp and training.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor must be 0 with nsp true, whose two losses only the model can compute, got "
+            f"{training.label_smoothing_factor}: set nsp to false"
+        )
     model = dict(recipe["model"])
     check_pretraining(data, model, training.max_steps)
     check_search_start(data, model)

@@ -9,6 +9,8 @@ from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 from transformers.activations import ACT2FN
 from transformers.integrations import get_available_reporting_integrations
+from transformers.optimization import get_scheduler
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -38,6 +40,8 @@ from .checkpoint_manifests import is_damaged
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from ..data.tasks import Task
+
 _NUMBER = (int, float)
 # Bounds of `TrainingArguments`, which has few itself: low, high and kind.
 _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
@@ -59,6 +63,8 @@ _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
     "logging_steps": (0, None, _NUMBER),
     "dataloader_num_workers": (0, None, int),
 }
+# Fields of `TrainingArguments` with which there would be no predictions of the whole split to compute metrics from.
+_EVALUATION = {"prediction_loss_only": False, "batch_eval_metrics": False, "eval_do_concat_batches": True}
 # Lower bounds of the sizes of a model.
 _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
@@ -102,6 +108,56 @@ def check_training(fields: dict[str, Any]) -> None:
         check_range("max_steps", steps, 1)
     if epochs is not None and not 0 < epochs < math.inf:
         raise ValueError(f"num_train_epochs must be more than 0, got {epochs!r}")
+
+
+def check_schedule(training: TrainingArguments) -> None:
+    """
+    Check that the schedule of the learning rate can be made.
+
+    Raises:
+        ValueError: If `lr_scheduler_kwargs` are not those of the `lr_scheduler_type`.
+    """
+    kwargs, steps = training.lr_scheduler_kwargs, max(training.max_steps, 1)
+    # As many groups as the Trainer makes, since some arguments may be a list of one value per group.
+    groups = [{"params": [torch.zeros(1)]} for _ in ("weight decay", "none")]
+    optimizer = torch.optim.SGD(groups, lr=training.learning_rate)
+    try:
+        get_scheduler(training.lr_scheduler_type, optimizer, training.get_warmup_steps(steps), steps, kwargs)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        kind = SchedulerType(training.lr_scheduler_type).value
+        raise ValueError(f"lr_scheduler_kwargs {kwargs} do not fit lr_scheduler_type {kind!r}: {error}") from error
+
+
+def check_evaluation(training: TrainingArguments) -> None:
+    """
+    Check that metrics can be computed from what the evaluation returns.
+
+    Raises:
+        ValueError: If a field says that the predictions are not kept as a whole.
+    """
+    for name, needed in _EVALUATION.items():
+        if getattr(training, name) != needed:
+            raise ValueError(
+                f"{name} must be {str(needed).lower()}, since metrics are computed from all predictions of a split, "
+                f"got {str(not needed).lower()}"
+            )
+
+
+def check_training_of_task(task: "Task", training: TrainingArguments) -> None:
+    """
+    Check the arguments of fine-tuning on a task.
+
+    Raises:
+        ValueError: If a field has no meaning for the task.
+    """
+    if training.label_smoothing_factor and not task.classifies:
+        raise ValueError(
+            f"label_smoothing_factor must be 0 for task {task.name}, whose labels are not classes, got "
+            f"{training.label_smoothing_factor}"
+        )
+    best = training.metric_for_best_model
+    if best is not None and best.removeprefix("eval_") not in (known := ("loss", *task.metric_names())):
+        raise nearest(f"metric_for_best_model of task {task.name}", best, known)
 
 
 def check_model_fields(fields: dict[str, Any]) -> None:

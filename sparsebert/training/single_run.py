@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
+from ..data.tasks import Task
 from ..data.tasks.glue import SUBMISSIONS
 from ..files import write_metrics
 from ..masks.patterns import PATTERNS
@@ -18,7 +19,7 @@ from ..search.progressive_pruning import ProgressivePruning
 from .engines import check_engine, warn_of_ignored_engine
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_cards import PICTURE, add_finetuning, draw_heads, hardware
-from .run_checks import check_served, check_training
+from .run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
 from .run_folders import resume_from, run_folder
 from .stopping import StopOnSignal
 from .task_data import TaskData
@@ -38,7 +39,7 @@ _WRITTEN = (
 
 
 def training_arguments(
-    fields: dict[str, Any], output_dir: str | os.PathLike, defaults: dict[str, Any] | None = None
+    fields: dict[str, Any], output_dir: str | os.PathLike, task: Task | None = None
 ) -> TrainingArguments:
     """
     The `TrainingArguments` of a run.
@@ -46,12 +47,20 @@ def training_arguments(
     Args:
         fields (`dict`): Section `training` of the recipe.
         output_dir (`str` or `os.PathLike`): Output folder; takes precedence over that of `fields`.
-        defaults (`dict`, *optional*): Values for fields that are not set, such as the settings of a task.
+        task ([`Task`], *optional*): The task to train on, with its settings for fields that are not set.
+
+    Raises:
+        ValueError: If a field is wrong, or has no meaning for the task.
     """
     check_training(fields)
-    given = {"save_strategy": "no"} | (defaults or {}) | fields
+    given = {"save_strategy": "no"} | (task.settings if task else {}) | fields
     # Whatever the recipe says of signals, they save a checkpoint.
-    return TrainingArguments(**given | {"output_dir": os.fspath(output_dir), "enable_jit_checkpoint": False})
+    arguments = TrainingArguments(**given | {"output_dir": os.fspath(output_dir), "enable_jit_checkpoint": False})
+    check_schedule(arguments)
+    check_evaluation(arguments)
+    if task is not None:
+        check_training_of_task(task, arguments)
+    return arguments
 
 
 def run_once(
@@ -87,7 +96,7 @@ def _run(
 ) -> dict[str, Any]:
     start = time.perf_counter()
     task, options, output = data.task, data.options, Path(output_dir)
-    arguments = training_arguments(training, output, task.settings)
+    arguments = training_arguments(training, output, task)
     warn_of_ignored_engine(arguments)
     if arguments.resume_from_checkpoint:
         check_engine(arguments.resume_from_checkpoint, arguments)

@@ -121,6 +121,7 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
     arguments["output_loading_info"] = True
+    arguments |= {"output_hidden_states": False, "output_attentions": False}  # predictions are the logits alone
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
         arguments |= hub_arguments

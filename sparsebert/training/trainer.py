@@ -85,8 +85,8 @@ class SparseBertTrainer(ShardedTrainer):
       is complete;
     - a push to the Hub, at the end or of a checkpoint, contains the mask or the search, and deletes files that
       contradict it;
-    - evaluation keeps the order of the examples, masks the same tokens every time, and does not change the random
-      state of the training.
+    - evaluation sees all examples and keeps their order, masks the same tokens every time, and does not change the
+      random state of the training.
 
     Attributes:
         most_skipped_steps (`int`): Number of successive overflowing steps under fp16 that stops the training. The
@@ -263,14 +263,15 @@ class SparseBertTrainer(ShardedTrainer):
         return (scaler is not None and scaler.is_enabled()) or self.accelerator.mixed_precision == "fp16"
 
     @contextmanager
-    def _evaluation_collator(self) -> Iterator[None]:
-        # Evaluation masks an example in one way, whatever the epoch of the training.
+    def _evaluation_loading(self) -> Iterator[None]:
+        # Evaluation masks an example in one way, whatever the epoch of the training, and leaves no example out.
         collator: Any = self.data_collator
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         self.data_collator = collator.for_evaluation() if hasattr(collator, "for_evaluation") else collator
         try:
             yield
         finally:
-            self.data_collator = collator
+            self.data_collator, self.args.dataloader_drop_last = collator, drop_last
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -299,11 +300,11 @@ class SparseBertTrainer(ShardedTrainer):
         return loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_collator():
+        with self._evaluation_loading():
             return super().get_eval_dataloader(*args, **kwargs)
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_collator():
+        with self._evaluation_loading():
             return super().get_test_dataloader(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -48,6 +48,8 @@ class Task:
             The value of the metric by which models are compared.
         reference (`str`, defaults to `"label"`):
             Column with the correct answers. Splits without it are predicted but not evaluated.
+        classifies (`bool`, defaults to `True`):
+            Whether the labels are classes. Only those can be smoothed.
         max_length (`int`, defaults to 128):
             Number of tokens per input.
         settings (`dict`):
@@ -76,6 +78,7 @@ class Task:
     metric: str
     main_metric: str
     reference: str = "label"
+    classifies: bool = True
     max_length: int = 128
     settings: dict = field(default_factory=dict)
     paper_settings: bool = False
@@ -83,6 +86,12 @@ class Task:
     more_metrics: "Callable[[list[dict], list], dict[str, float]] | None" = None
     baseline: "Callable[[datasets.DatasetDict], dict[str, float]] | None" = None
     write_submission: Callable | None = None
+
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the values that the task may be evaluated by."""
+        from .task_metrics import METRICS
+
+        return METRICS[self.metric].score_names
 
     def load_metric(self) -> "TaskMetric":
         """A new instance of the task's metric."""
@@ -113,6 +122,7 @@ def _glue(name: str, metric: str, main_metric: str) -> Task:
         decode=classification.decode,
         metric=metric,
         main_metric=main_metric,
+        classifies=bool(glue.GLUE[name].names),
         settings=_paper_settings(32, 3),
         paper_settings=True,
         write_submission=partial(glue.write_submission, name),
@@ -131,6 +141,7 @@ def _squad(name: str, batch_size: int, epochs: int) -> Task:
         metric=name,
         main_metric="f1",
         reference="answers",
+        classifies=False,
         max_length=384,
         settings=_paper_settings(batch_size, epochs),
         paper_settings=True,

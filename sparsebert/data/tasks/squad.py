@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers.utils import logging
 
-from ...files import open_text
+from ...files import is_unicode, open_text
 from .task_files import BadRow, check_splits, find_files, load_hub, parse_rows
 
 
@@ -61,9 +61,9 @@ def load(
         question has no answer. Splits without answers, or with empty ones only, lack this column.
 
     Raises:
-        ValueError: If a split is unknown, a file is not in the format of SQuAD, or a question is malformed: the
-            question, context or an answer is empty, an answer is not at its place in the context, `is_impossible`
-            contradicts the answers, or a question of v1.1 has no answer.
+        ValueError: If a split is unknown, a file is not in the format of SQuAD, or a question is malformed: a
+            text is not Unicode, the question, context or an answer is empty, an answer is not at its place in the
+            context, `is_impossible` contradicts the answers, or a question of v1.1 has no answer.
         FileNotFoundError: If the folder does not exist.
         OSError: If the Hub cannot be reached.
     """
@@ -171,6 +171,9 @@ def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
     def parse(row: dict) -> dict:
         example = {field: row[field] for field in ("id", "title", "question", "context")}
         question = f"question {row['id']!r}"
+        for field, text in example.items():
+            if not text.isascii() and not is_unicode(text):
+                raise BadRow(field, f"{question} has half of a surrogate pair, which is no character")
         for field in ("question", "context"):
             if not row[field].strip():
                 raise BadRow(field, f"{question} has an empty {field}")

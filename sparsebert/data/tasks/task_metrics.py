@@ -35,10 +35,12 @@ class TaskMetric(evaluate.Metric):
     Attributes:
         prediction (`Any`): Type of one prediction, as in `datasets.Features`.
         reference (`Any`): Type of one reference.
+        score_names (`tuple[str, ...]`): Names of all values that `score` and the `more_metrics` of a task may return.
     """
 
     prediction: Any = _CLASS
     reference: Any = _CLASS
+    score_names: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, keep_in_memory: bool = True, **kwargs: Any):
         super().__init__(*args, keep_in_memory=keep_in_memory, **kwargs)
@@ -67,24 +69,28 @@ class TaskMetric(evaluate.Metric):
 class Accuracy(TaskMetric):
     """Share of correct predictions."""
 
+    score_names = ("accuracy",)
     score = staticmethod(classification.accuracy)
 
 
 class AccuracyAndF1(TaskMetric):
     """Accuracy, and F1 of class 1 in a binary classification."""
 
+    score_names = ("accuracy", "f1")
     score = staticmethod(classification.accuracy_and_f1)
 
 
 class AccuracyAndMacroF1(TaskMetric):
     """Accuracy, and F1 averaged over the classes."""
 
+    score_names = ("accuracy", "macro_f1")
     score = staticmethod(classification.accuracy_and_macro_f1)
 
 
 class Matthews(TaskMetric):
     """Matthews correlation coefficient, and accuracy."""
 
+    score_names = ("matthews", "accuracy")
     score = staticmethod(classification.matthews)
 
 
@@ -93,6 +99,7 @@ class Correlations(TaskMetric):
 
     prediction = _NUMBER
     reference = _NUMBER
+    score_names = ("spearman", "pearson")
     score = staticmethod(classification.correlations)
 
 
@@ -101,6 +108,7 @@ class Squad(TaskMetric):
 
     prediction = _TEXT
     reference = _ANSWERS
+    score_names: tuple[str, ...] = ("exact_match", "f1")
 
     @staticmethod
     def score(predictions: Any, references: Any) -> dict[str, float]:
@@ -109,6 +117,11 @@ class Squad(TaskMetric):
 
 class SquadV2(Squad):
     """Exact match and F1 of SQuAD v2.0, as the official script computes them."""
+
+    score_names = (
+        *(f"{group}{name}" for group in ("", "has_answer_", "no_answer_", "best_") for name in Squad.score_names),
+        *("best_exact_match_threshold", "best_f1_threshold"),
+    )
 
     @staticmethod
     def score(predictions: Any, references: Any) -> dict[str, float]:
