@@ -161,7 +161,7 @@ def test_finished_runs_of_another_recipe_are_not_mixed_in(recipe, training, data
 
 def test_grid(recipe, tmp_path):
     grid = {"learning_rate": [0.0, 5e-3], "weight_decay": [0.1, 0.01]}
-    folder = finetune(recipe({"max_steps": 12}, sweep=grid, seeds=2))
+    folder = finetune(recipe({"max_steps": 12, "save_strategy": "steps", "save_steps": 12}, sweep=grid, seeds=2))
     metrics = metrics_of(folder)
     cells = metrics["sweep"]["cells"]
     assert [cell["settings"] for cell in cells] == [
@@ -171,8 +171,9 @@ def test_grid(recipe, tmp_path):
     assert metrics["sweep"]["best"] == best["settings"]
     assert [Path(single["folder"]).parent.name for single in metrics["seeds"].values()] == [best["folder"]] * 2
     assert metrics["seeds"]["42"]["score"] == best["score"]
-    # Weights of the best cell only, the metrics and predictions of all.
-    assert {path.parents[1].name for path in folder.rglob("model.safetensors")} == {best["folder"]}
+    # Weights and checkpoints of the best cell only, the metrics and predictions of all.
+    for name in ("model.safetensors", "checkpoint-12"):
+        assert {path.parents[1].name for path in folder.rglob(f"seed-*/{name}")} == {best["folder"]}
     assert len(list(folder.rglob("predictions_validation.jsonl"))) == 5
     table = next(table for table in report_tables(read_metrics([folder])) if table.title.startswith("Grid"))
     assert len(table.rows) == 4 and sum("best" in row for row in table.rows) == 1

@@ -16,7 +16,7 @@ from sparsebert.commands import main
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
-from sparsebert.training.run_folders import ASIDE_NAME, run_folder
+from sparsebert.training.run_folders import ASIDE_NAME, choose_folder, run_folder
 
 
 ROOT = Path(__file__).parents[1]
@@ -311,6 +311,21 @@ def test_resuming_without_a_checkpoint(saved, pretraining_flags, said, tmp_path)
     assert "finished run" in said(pretraining_flags(tmp_path / "new", *SEARCH, "--resume"))
 
 
+@pytest.mark.parametrize("damaged", [False, True], ids=["no checkpoint", "a damaged one"])
+def test_a_run_that_started_over_without_a_checkpoint(saved, damaged):
+    """The checkpoints of the first attempt are still there."""
+    aside = saved / ASIDE_NAME / saved.name
+    aside.mkdir(parents=True)
+    if damaged:
+        shutil.copytree(saved / "checkpoint-2", aside / "checkpoint-2")
+        (aside / "checkpoint-2" / MANIFEST_NAME).unlink()
+    newest = str(saved / "checkpoint-6")
+    assert choose_folder(saved, False, True, False, True) == (saved, newest)
+    with pytest.raises(FileExistsError, match="complete up to checkpoint-6: add --resume"):
+        choose_folder(saved, False, None, False, True)
+    assert choose_folder(saved, True, None, False, True) == (aside, None)
+
+
 def test_several_runs_go_on(finetuning_flags, said, tmp_path):
     words = finetuning_flags(tmp_path, "--seeds", "2", "--save_strategy", "steps", "--save_steps", "1")
     assert main(words) == 0
@@ -318,7 +333,11 @@ def test_several_runs_go_on(finetuning_flags, said, tmp_path):
     for path in (second / "metrics.json", tmp_path / "metrics.json"):
         path.unlink()
     before = (second / "checkpoint-1/model.safetensors").stat().st_mtime_ns
+    assert f"{second} holds an unfinished run, complete up to checkpoint-2: add --resume" in said(words)
+    (second / ASIDE_NAME / "seed-43").mkdir(parents=True)  # of a run that started over, killed before its checkpoint
+    assert f"{second} holds an unfinished run, complete up to checkpoint-2: add --resume" in said(words)
     assert main([*words, "--resume"]) == 0
+    assert not (second / ASIDE_NAME).exists()
     assert (second / "checkpoint-1/model.safetensors").stat().st_mtime_ns == before
     assert json.loads((second / "metrics.json").read_text())["steps"] == 2
 

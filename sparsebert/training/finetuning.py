@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import zipfile
 from dataclasses import fields, replace
 from functools import partial
@@ -18,6 +19,7 @@ import yaml
 from accelerate import PartialState
 from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..analysis.statistics import summarize
@@ -264,12 +266,15 @@ def _run_grid(
             run = {"score": math.nan}
         cells.append({"settings": settings, "folder": folder.name, "score": run["score"]})
         first_runs[folder.name] = run
-        # Only the best cell keeps its weights: those of a whole grid would fill a disk.
+        # Only the best cell keeps its weights and checkpoints: those of a whole grid would fill a disk.
         best = max(cells, key=_score)
         for cell in cells:
             if cell is not best and PartialState().is_main_process:
-                for path in (output / cell["folder"]).glob("seed-*/model*.safetensors"):
-                    path.unlink()
+                for result in (output / cell["folder"]).glob("seed-*/metrics.json"):
+                    for path in result.parent.glob("model*.safetensors"):
+                        path.unlink()
+                    for path in result.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                        shutil.rmtree(path)
         PartialState().wait_for_everyone()
     runs = {}
     for seed in seeds:

@@ -92,8 +92,11 @@ def run_folder(
             raise OSError(f"{folder}: the model could not be saved: {error}") from error
         raise
     state.wait_for_everyone()
-    if folder != output and state.is_main_process:
-        _swap(folder, output, written)
+    if state.is_main_process:
+        if folder == output:
+            _tidy(_aside(output), output)
+        else:
+            _swap(folder, output, written)
     state.wait_for_everyone()
 
 
@@ -101,8 +104,7 @@ def choose_folder(
     output: Path, overwrite: bool, resume: bool | str | None, allow_partial: bool, unfinished: bool
 ) -> tuple[Path, str | None]:
     """What [`run_folder`] would give, with the same arguments and errors; nothing is changed."""
-    aside = output / ASIDE_NAME / output.name
-    finished = (output / _RESULT_NAME).is_file()
+    aside, finished = _aside(output), (output / _RESULT_NAME).is_file()
     if resume is True:
         home = aside if aside.is_dir() else output
         if home == output and finished:
@@ -112,9 +114,18 @@ def choose_folder(
                     "--overwrite to replace it"
                 )
             return aside, None
-        checkpoint = newest_whole(home, allow_partial)
-        if checkpoint is not None:
-            return home, str(checkpoint)
+        problems = []
+        # A run that started over may have been stopped before its first checkpoint.
+        for place in (home,) if finished or overwrite else dict.fromkeys((home, output)):
+            try:
+                checkpoint = newest_whole(place, allow_partial)
+            except ValueError as error:
+                problems.append(error)
+                continue
+            if checkpoint is not None:
+                return place, str(checkpoint)
+        if problems:
+            raise problems[0]
         if home == output and not (unfinished or overwrite):
             check_output_dir(output)
         logger.warning(f"{output} has no checkpoint to resume from: the run starts at the beginning.")
@@ -136,19 +147,32 @@ def choose_folder(
         return output, None
     if overwrite:
         return aside, None
-    home = aside if aside.is_dir() else output
-    if home == aside or not finished:
+    check_unfinished(output)
+    check_output_dir(output)
+    raise AssertionError  # it is not empty
+
+
+def check_unfinished(output: Path) -> None:
+    """
+    Check that a run which starts over leaves no checkpoint behind.
+
+    Raises:
+        FileExistsError: If the folder holds a run that can be resumed.
+    """
+    for home in (_aside(output),) if (output / _RESULT_NAME).is_file() else (_aside(output), output):
         try:
             checkpoint = newest_whole(home)
         except ValueError:
-            checkpoint = None
+            continue
         if checkpoint is not None:
             raise FileExistsError(
                 f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to "
                 "continue it, or --overwrite to start over"
             )
-    check_output_dir(output)
-    raise AssertionError  # it is not empty
+
+
+def _aside(output):
+    return output / ASIDE_NAME / output.name
 
 
 def _keep_older(aside):

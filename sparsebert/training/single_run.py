@@ -20,7 +20,7 @@ from .engines import check_engine, warn_of_ignored_engine
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_cards import PICTURE, add_finetuning, draw_heads, hardware
 from .run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
-from .run_folders import resume_from, run_folder
+from .run_folders import check_unfinished, resume_from, run_folder
 from .stopping import StopOnSignal
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
@@ -84,10 +84,14 @@ def run_once(
     Raises:
         ValueError: If model, mask and data do not fit together (see [`load_model`]), a field of `training` is wrong,
             or the checkpoint to resume from has another recipe. Nothing has been written by then.
+        FileExistsError: If the folder holds a run that can be resumed, and neither this nor `overwrite` is asked for.
     """
-    options = data.options
+    options, output = data.options, Path(output_dir)
     resume = resume_from(options.resume, training.get("resume_from_checkpoint"))
-    with run_folder(output_dir, True, resume, options.allow_partial_resume, True, _WRITTEN) as (folder, checkpoint):
+    if not (resume or options.overwrite):
+        check_unfinished(output)
+    overwrite = options.overwrite or not resume or (output / "metrics.json").is_file()
+    with run_folder(output, overwrite, resume, options.allow_partial_resume, True, _WRITTEN) as (folder, checkpoint):
         return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder)
 
 
