@@ -84,10 +84,11 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     check_arguments(options, recipe["model"])
     grid = _read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
-    arguments = training_arguments(recipe["training"], output)
-    for name in GLUE if options.all else [str(options.task)]:
-        for settings in _cells(grid):
-            training_arguments(recipe["training"] | settings, output, TASKS[name])
+    arguments, *_ = [
+        training_arguments(recipe["training"] | settings, output, TASKS[name])
+        for name in (GLUE if options.all else [str(options.task)])
+        for settings in _cells(grid)
+    ]
     seeds = _read_seeds(options.seeds, arguments.seed)
     several = options.all or bool(grid) or len(seeds) > 1
     resume = resume_from(options.resume, arguments.resume_from_checkpoint)

@@ -38,28 +38,25 @@ _WRITTEN = (
 )
 
 
-def training_arguments(
-    fields: dict[str, Any], output_dir: str | os.PathLike, task: Task | None = None
-) -> TrainingArguments:
+def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:
     """
     The `TrainingArguments` of a run.
 
     Args:
         fields (`dict`): Section `training` of the recipe.
         output_dir (`str` or `os.PathLike`): Output folder; takes precedence over that of `fields`.
-        task ([`Task`], *optional*): The task to train on, with its settings for fields that are not set.
+        task ([`Task`]): The task to train on, with its settings for fields that are not set.
 
     Raises:
         ValueError: If a field is wrong, or has no meaning for the task.
     """
     check_training(fields)
-    given = {"save_strategy": "no"} | (task.settings if task else {}) | fields
+    given = {"save_strategy": "no"} | task.settings | fields
     # Whatever the recipe says of signals, they save a checkpoint.
     arguments = TrainingArguments(**given | {"output_dir": os.fspath(output_dir), "enable_jit_checkpoint": False})
     check_schedule(arguments)
     check_evaluation(arguments)
-    if task is not None:
-        check_training_of_task(task, arguments)
+    check_training_of_task(task, arguments)
     return arguments
 
 
