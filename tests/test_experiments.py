@@ -179,6 +179,13 @@ def test_grid(recipe, tmp_path):
     assert len(table.rows) == 4 and sum("best" in row for row in table.rows) == 1
 
 
+def test_settings_need_only_fit_in_the_cells(recipe):
+    fields = {"max_steps": 1, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    kinds = ["cosine_with_min_lr", "cosine_warmup_with_min_lr"]
+    cells = metrics_of(finetune(recipe(fields, sweep={"lr_scheduler_type": kinds})))["sweep"]["cells"]
+    assert [cell["settings"]["lr_scheduler_type"] for cell in cells] == kinds
+
+
 def test_grid_goes_on_cell_by_cell(recipe, tmp_path):
     finetune(recipe(sweep={"learning_rate": ["1e-4", 1e-3]}))  # YAML takes 1e-4 for a text
     done = tmp_path / "run/learning_rate=0.001/seed-42/metrics.json"

@@ -117,7 +117,8 @@ def check_schedule(training: TrainingArguments) -> None:
     Raises:
         ValueError: If `lr_scheduler_kwargs` are not those of the `lr_scheduler_type`.
     """
-    kwargs, steps = training.lr_scheduler_kwargs, max(training.max_steps, 1)
+    kwargs: Any = training.lr_scheduler_kwargs  # a text has been read as JSON by now
+    steps = max(training.max_steps, 1)
     # As many groups as the Trainer makes, since some arguments may be a list of one value per group.
     groups = [{"params": [torch.zeros(1)]} for _ in ("weight decay", "none")]
     optimizer = torch.optim.SGD(groups, lr=training.learning_rate)

@@ -173,7 +173,7 @@ def _with_mask(
         arguments["allow_empty_rows"] = fields.pop("allow_empty_rows", False)
         if "skip_padding" in fields:
             arguments["skip_padding"] = fields.pop("skip_padding")
-    model = _fitting(model_class.from_pretrained(options.model, **arguments), options)
+    model: Any = _fitting(model_class.from_pretrained(options.model, **arguments), options)
     if isinstance(model, AttachedModel):
         detach(model)
     try:
