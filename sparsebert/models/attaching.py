@@ -209,8 +209,9 @@ def _own_configs(model: PreTrainedModel) -> None:
     """Give a model copies of its configurations, of which other models may have been made too."""
     copies: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
-            module.config = copy.deepcopy(config, copies)
+        attributes = vars(module)
+        if isinstance(config := attributes.get("config"), PreTrainedConfig):
+            attributes["config"] = copy.deepcopy(config, copies)
 
 
 def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
