@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ..analysis.charts import plot_lines
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
@@ -30,6 +31,8 @@ from .experiment import Experiment
 
 # Tokens of a batch of inference, padding included.
 BATCH_TOKENS = 8192
+# What the name of a system ends with if it reads the beginning of a text alone.
+TRUNCATED = ", truncated"
 # The task of GLUE whose files are of texts with a label, 0 or 1.
 TASK = "sst2"
 
@@ -229,20 +232,8 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`: One table, the fastest system first.
     """
-    accuracy: dict[str, dict[int, float]] = {}
-    times: dict[str, list[float]] = {}
-    removed: dict[str, float] = {}
-    baseline = ""
-    for cell in finished.values():
-        settings, metrics = cell["settings"], cell["metrics"]
-        ways = [(settings["system"], "")]
-        if settings["split"]:
-            baseline = f"{settings['system']}, truncated"
-            ways = [(baseline, ""), (f"{settings['system']}, split", "split_")]
-        for name, prefix in ways:
-            accuracy.setdefault(name, {})[settings["seed"]] = 100 * metrics[f"{prefix}accuracy"]
-            times.setdefault(name, []).append(metrics[f"{prefix}ms_per_text"])
-            removed[name] = metrics["input_sparsity"]
+    accuracy, times, removed = _by_system(finished)
+    baseline = next((name for name in accuracy if name.endswith(TRUNCATED)), "")
     pairs = {name: (ours, accuracy.get(baseline, {})) for name, ours in accuracy.items() if name != baseline}
     compared = compare_seeds(pairs, 1)
     rows = []
@@ -258,6 +249,40 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         f"not the texts, the mask and its recovery; {COMPARED}",
     )
     return [Table.of("Long texts", rows, notes)]
+
+
+def _by_system(finished):
+    """Accuracy in percent by seed, milliseconds per text, and the share that a mask removes, by system."""
+    accuracy: dict[str, dict[int, float]] = {}
+    times: dict[str, list[float]] = {}
+    removed: dict[str, float] = {}
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        ways = {"": settings["system"]}
+        if settings["split"]:
+            ways = {"": settings["system"] + TRUNCATED, "split_": f"{settings['system']}, split"}
+        for prefix, name in ways.items():
+            accuracy.setdefault(name, {})[settings["seed"]] = 100 * metrics[f"{prefix}accuracy"]
+            times.setdefault(name, []).append(metrics[f"{prefix}ms_per_text"])
+            removed[name] = metrics["input_sparsity"]
+    return accuracy, times, removed
+
+
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot accuracy against time, a point per system.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    accuracy, times, _ = _by_system(finished)
+    lines = {
+        name: [(statistics.fmean(times[name]), statistics.fmean(values.values()), None)]
+        for name, values in accuracy.items()
+    }
+    plot_lines(lines, path, title, "ms of CPU per text", "accuracy, %")
 
 
 EXPERIMENT = Experiment(
@@ -276,5 +301,6 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s", "{:.0f}"),
     },
     plot=("ms_per_text", "accuracy", "system"),
+    draw=draw,
     summary=summary,
 )
