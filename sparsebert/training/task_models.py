@@ -1,5 +1,6 @@
 """The model of a fine-tuning run, with its mask and the head of its task."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,17 +121,16 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
     arguments |= _labels(data.examples[data.train_split].features.get("label"))
     arguments["trust_remote_code"] = False  # a head that transformers lacks is not taken from the repository
     arguments["ignore_mismatched_sizes"] = True  # a model fine-tuned on another task has another head
-    arguments["output_loading_info"] = True
     arguments |= {"output_hidden_states": False, "output_attentions": False}  # predictions are the logits alone
     backend = options.attn_implementation or "sparse_auto"
     if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
         arguments |= hub_arguments
         arguments["attn_implementation"] = options.attn_implementation
-        model = _fitting(model_class.from_pretrained(options.model, **arguments), options)
+        model = _fitting(options, model_class.from_pretrained, **arguments)
     else:
         if options.mask is None:
             arguments |= hub_arguments | {"attn_implementation": backend}
-            model = _fitting(load(str(options.model), model_class, **arguments, **fields), options)
+            model = _fitting(options, load, model_class, **arguments, **fields)
         else:
             model = _with_mask(options, model_class, arguments, backend, fields)
         mask = get_sparse_attention(model).mask
@@ -167,13 +167,13 @@ def _with_mask(
     arguments |= hub_arguments
     if sparse and pattern:
         arguments |= {"pattern": name, "attn_implementation": backend}
-        return _fitting(model_class.from_pretrained(options.model, **arguments, **fields), options)
+        return _fitting(options, model_class.from_pretrained, **arguments, **fields)
     if sparse:
         arguments |= {"pattern": "dense", "attn_implementation": backend}  # until the mask is set
         arguments["allow_empty_rows"] = fields.pop("allow_empty_rows", False)
         if "skip_padding" in fields:
             arguments["skip_padding"] = fields.pop("skip_padding")
-    model: Any = _fitting(model_class.from_pretrained(options.model, **arguments), options)
+    model: Any = _fitting(options, model_class.from_pretrained, **arguments)
     if isinstance(model, AttachedModel):
         detach(model)
     try:
@@ -185,9 +185,11 @@ def _with_mask(
         raise ValueError(f"mask {name} does not fit {options.model}: {error}") from error
 
 
-def _fitting(loaded: Any, options: FinetuningArguments) -> "PreTrainedModel":
-    """The model of what `from_pretrained` returned with loading information; only its head may have other sizes."""
-    model, info = loaded
+def _fitting(
+    options: FinetuningArguments, from_source: Callable[..., Any], *arguments: Any, **more_arguments: Any
+) -> "PreTrainedModel":
+    """Load the model with a function such as `from_pretrained`. Only its head may differ in size from the weights."""
+    model, info = from_source(str(options.model), *arguments, output_loading_info=True, **more_arguments)
     prefix = f"{model.base_model_prefix}."
     for name, stored, expected in sorted(info["mismatched_keys"]):
         if name.startswith(prefix):
