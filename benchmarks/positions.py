@@ -32,7 +32,7 @@ from sparsebert.training.sentence_similarity import embed, similarity
 from ._report import RESULTS, commit
 
 
-# Tokens of the end of a document, and between the parts of it that are compared, at least.
+# Tokens of the end of a document, and the least number of tokens between it and the beginning.
 QUERY, GAP = 126, 100
 TRUNCATED = "truncated"
 
@@ -60,7 +60,7 @@ def measured(source, documents, pairs, options):
     known = num_positions(read_config(source))
     texts = list(islice(parts(documents, tokenizer, known), options.documents))
     if len(texts) < 2:
-        raise ValueError(f"the text has {len(texts)} documents of more than {2 * known + GAP + QUERY} tokens")
+        raise ValueError(f"the text has {len(texts)} documents of {2 * (known - 2) + GAP + QUERY} tokens or more")
     whole, first, second, ends = (list(column) for column in zip(*texts, strict=True))
     ends, _ = embed(model, tokenizer, ends, known)
     first, _ = embed(model, tokenizer, first, known)

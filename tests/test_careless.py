@@ -238,7 +238,10 @@ def test_verbs(refused, checkpoints, words, said):
         ("--report_to neptune", "report_to must be all, none or what is installed"),
         ("--prediction_loss_only true", "prediction_loss_only must be false, since metrics are computed from all"),
         ("--nsp true --label_smoothing_factor 0.1", "label_smoothing_factor must be 0 with nsp true"),
-        ('--lr_scheduler_kwargs {"a":1}', "lr_scheduler_kwargs {'a': 1} do not fit lr_scheduler_type 'linear': "),
+        (
+            '--lr_scheduler_kwargs {"a":1}',
+            "lr_scheduler_type 'linear' with lr_scheduler_kwargs {'a': 1} cannot be used: ",
+        ),
         ("--deepspeed ds.json", "deepspeed"),
         ("--output_dir file", "output_dir file cannot be made: file is a file"),
         ("--output_dir file/run", "output_dir file/run cannot be made: file is a file"),
@@ -330,7 +333,10 @@ def test_files_that_are_meant(content):
         ("--prediction_loss_only true", "prediction_loss_only must be false, since metrics are computed from all"),
         ("--batch_eval_metrics true", "batch_eval_metrics must be false"),
         ("--eval_do_concat_batches false", "eval_do_concat_batches must be true"),
-        ('--lr_scheduler_kwargs {"a":1}', "lr_scheduler_kwargs {'a': 1} do not fit lr_scheduler_type 'linear': "),
+        (
+            '--lr_scheduler_kwargs {"a":1}',
+            "lr_scheduler_type 'linear' with lr_scheduler_kwargs {'a': 1} cannot be used: ",
+        ),
         ("--task stsb --label_smoothing_factor 0.1", "label_smoothing_factor must be 0 for task stsb, whose labels"),
         (
             "--task squad --max_length 40 --label_smoothing_factor 0.1",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
-from transformers import AutoConfig, BertConfig
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.models.configuration_sparsebert import mask_search
@@ -229,10 +229,24 @@ def test_a_new_search_takes_nothing_from_that_of_the_checkpoint(tiny_config, tmp
             assert made.config.target_sparsity is None and made.sparse_attention.search.sparsity_scope == "head"
             assert made.sparse_attention.mask_logits.abs().max() < 0.01
             assert torch.equal(made.bert.embeddings.word_embeddings.weight, words)
+    for search in ("dam_s", "dam_u"):
+        auto = AutoModelForMaskedLM.from_pretrained(searching, search=search)
+        assert auto.sparse_attention.mask_logits.abs().max() < 0.01
+        assert not any("new" in name for name in auto.config.to_dict())
     again = SparseBertForMaskedLM.from_pretrained(searching)
     assert again.sparse_attention.mask_logits.abs().max() > 0.5
     with pytest.raises(RuntimeError, match="word_embeddings.weight.* have other sizes"):
         SparseBertForMaskedLM.from_pretrained(searching, search="dam_u", vocab_size=99)
+
+
+def test_fields_of_a_derived_configuration_stay(tiny_config, tmp_path):
+    class OwnConfig(SparseBertConfig):
+        own_field: int = 3
+
+    for fields in ({"search": "dam_s"}, {"frozen": True}):
+        OwnConfig(**tiny_config(**fields).to_dict() | {"own_field": 7}).save_pretrained(tmp_path)
+        assert OwnConfig.from_pretrained(tmp_path, search="dam_u").own_field == 7
+        assert OwnConfig.from_pretrained(tmp_path, own_field=8).own_field == 8
 
 
 @pytest.mark.parametrize("fields", [{"target_sparsity": 0.9}, {"mask_length": 16}, {"special_tokens": "none"}])

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, SparseMask, attach, build_pattern
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
-from sparsebert.search.learned_mask import MASK_PROBS_NAME
+from sparsebert.search.learned_mask import MASK_PROBS_NAME, save_probs
 from sparsebert.training.two_stage_pruning import (
     PruningArguments,
     fixed_entries,
@@ -118,6 +118,19 @@ def test_the_order_where_p_is_0_or_1(form, frozen, tmp_path):
         if form != "vertical_slash":  # whose search keeps whole lines
             assert torch.equal(found, mask.to_table())
         assert found.float().mean() == pytest.approx(1 - sparsity, abs=0.3 if form == "dam_b" else 0.05)
+
+
+@pytest.mark.parametrize("form", ["dam_s", "dam_u", "vertical_slash"])
+def test_what_a_run_has_pruned_does_not_come_back(form, tmp_path):
+    model = SparseBertForMaskedLM(SparseBertConfig(**TINY, search=form, mask_length=40, allow_empty_rows=True))
+    learned = model.sparse_attention.learned
+    learned.prune(torch.randn(learned.logits.shape), 0.6)
+    model.sparse_attention.start_pruning()
+    save_probs(tmp_path, model.sparse_attention.mask_probs(), learned.log_odds())
+    model.freeze()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="sparsities must be at least that of the run"):
+        prune_by_probs(read_run(tmp_path), 0.3)
 
 
 def test_random_control_removes_as_many(tmp_path):

@@ -190,6 +190,8 @@ model.save_pretrained({str(folder)!r})
     (tmp_path / "here" / "old.txt").write_text("of the folder that is replaced")
     client.done("pull", "user/run", "--output_dir", tmp_path / "link", "--overwrite")
     assert {path.name for path in (tmp_path / "here").iterdir()} == pushed and not list(tmp_path.glob(".*"))
+    code, _, err = client(["pull", "user/run", "--output_dir", "."])
+    assert code == 2 and "is the current folder, which cannot be replaced" in err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("mine")
     code, _, err = client(["pull", "user/run", "--output_dir", tmp_path / "other", "--overwrite"])

@@ -122,7 +122,7 @@ def head_groups(
 
 
 def analysed_special_tokens(mask: SparseMask) -> str:
-    """The tokens that count as special: `"first"` if a mask keeps that one alone, as in a decoder; `"first_last"`."""
+    """Which tokens count as special: the first if a mask keeps that one alone, as in a decoder, or first and last."""
     return "first" if mask.special_tokens == "first" else "first_last"
 
 

@@ -16,7 +16,7 @@ from ..training.run_folders import run_folder
 from ._command import Command, Results, needed, without_token
 
 
-# What is removed with `--overwrite` if it is not written anew: a mask of the model before is not that of this one.
+# What is removed with `--overwrite` if it is not written anew, besides checkpoints: another model's mask, for example.
 _WRITTEN = ("model*.safetensors*", "mask*.safetensors", "mask_config.json", "search_config.json")
 
 
@@ -30,7 +30,7 @@ class LengtheningArguments(HubArguments):
         length (`int`): Tokens of the longest input.
         method (`str`): How the new embeddings are made, see [`extend_positions`].
         output_dir (`str`): Folder to write, created if missing.
-        overwrite (`bool`): Accept an output folder that is not empty.
+        overwrite (`bool`): Replace the model in an output folder that is not empty, and remove its checkpoints.
     """
 
     model: str | None = None

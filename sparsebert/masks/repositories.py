@@ -235,19 +235,6 @@ def _collection(api, repo_id, revision, folder, subfolder):
     return signed(collection_card(repo_id, [masks[name] for name in sorted(masks)]))
 
 
-def _replace_contents(folder, new, old):
-    """
-    Move what is in a folder to `old`, and what is in `new` into the folder, which may be the current one. The files by
-    which a model or mask is found go first and come last.
-    """
-    named = (CONFIG_NAME, MASK_CONFIG_NAME)
-    old.mkdir(exist_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name not in named):
-        os.replace(path, old / path.name)
-    for path in sorted(new.iterdir(), key=lambda path: path.name in named):
-        os.replace(path, folder / path.name)
-
-
 def pull_folder(
     repo_id: str,
     output_dir: str | os.PathLike,
@@ -272,9 +259,12 @@ def pull_folder(
         `list[str]`: Names of the files.
     Raises:
         FileExistsError: If the folder is not empty and `overwrite` is not set.
+        ValueError: If it is the current folder.
         OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
     """
     output = Path(output_dir).resolve()
+    if output == Path.cwd():
+        raise ValueError(f"output_dir {output} is the current folder, which cannot be replaced: choose another")
     check_output_dir(output, overwrite)
     if not is_empty(output) and not any((output / name).is_file() for name in (CONFIG_NAME, MASK_CONFIG_NAME)):
         raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
@@ -307,8 +297,7 @@ def pull_folder(
         )
     shutil.rmtree(place / ".cache", ignore_errors=True)
     if output.exists():
-        _replace_contents(output, place / within, aside / "replaced")
-    else:
-        os.replace(place / within, output)
+        os.replace(output, aside / "replaced")
+    os.replace(place / within, output)
     shutil.rmtree(aside)
     return [name.removeprefix(within) for name in wanted]

@@ -27,6 +27,8 @@ MASK_FORMS = ("additive", "log", "multiplicative")
 
 # Fields that say how a mask is used. `None` leaves it to the pattern, the search or the frozen mask.
 REQUESTS = ("length_policy", "last_token", "diagonal")
+# Attribute of a configuration, which is not saved: whether its search replaces what the checkpoint says of one.
+NEW_SEARCH = "_new_search"
 # Fields that are not about the mask itself, and its length.
 _OF_MODEL = ("allow_empty_rows", "skip_padding", "probability_map", "probability_map_kwargs", "token_mixers")
 _KEPT = {*_OF_MODEL, "mask_length"}
@@ -235,13 +237,13 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         # Transformers sets keyword arguments after construction, when defaults that depend on them are already chosen.
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
+        of_mask = SparseBertConfig.__dataclass_fields__.keys() - BertConfig.__dataclass_fields__.keys()
         if own.get("search") or own.get("pattern"):
             # A new search or pattern replaces all that the checkpoint says about its mask.
-            replaced = cls.__dataclass_fields__.keys() - BertConfig.__dataclass_fields__.keys() - _KEPT
-            config_dict = {name: value for name, value in config_dict.items() if name not in replaced}
+            config_dict = {name: value for name, value in config_dict.items() if name not in of_mask - _KEPT}
         elif config_dict.get("frozen") is True:
             allowed = {*_OF_MODEL, *REQUESTS, "frozen", "pruned", "search_progress"}
-            for name in own.keys() - BertConfig.__dataclass_fields__.keys() - allowed:
+            for name in own.keys() & of_mask - allowed:
                 if own[name] not in (None, config_dict.get(name, own[name])):
                     raise ValueError(
                         f"{name} {own[name]!r} has no meaning for a frozen mask: give a search or a pattern as well, "
@@ -249,7 +251,13 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
                     )
         if own.get("probability_map"):
             own = {"probability_map_kwargs": None} | own
-        return super().from_dict({**config_dict, **own}, **kwargs)
+        made = super().from_dict({**config_dict, **own}, **kwargs)
+        vars(made[0] if isinstance(made, tuple) else made)[NEW_SEARCH] = bool(own.get("search"))
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are saved."""
+        return {name: value for name, value in super().to_dict().items() if name != NEW_SEARCH}
 
     def validate_sparse_attention(self) -> None:
         """Check fields that exclude each other. Transformers calls this after construction and before saving."""

@@ -22,7 +22,7 @@ from ..hub import check_available
 from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder
 from ..masks.sparse_mask import SparseMask
 from .attaching import make_sparse_attention, register
-from .configuration_sparsebert import SparseBertConfig
+from .configuration_sparsebert import NEW_SEARCH, SparseBertConfig
 from .masked_predictions import with_skip_logits
 from .remote_code import saved_with_code
 from .saving import SparseModelMixin
@@ -73,7 +73,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         check_subfolder(hub_arguments.get("subfolder"))
         if pretrained_model_name_or_path is not None:
             check_available(pretrained_model_name_or_path, CONFIG_NAME, **hub_arguments)
-        if kwargs.get("search") is not None and kwargs.get("config") is None:
+        if kwargs.get("search") is not None or getattr(kwargs.get("config"), NEW_SEARCH, False):
             return cls._with_new_search(pretrained_model_name_or_path, *args, **kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

@@ -43,7 +43,7 @@ def first_position(model: PreTrainedModel) -> int:
 def extend_positions(model: Model, length: int, method: str = "tile") -> Model:
     """
     Extend the position embeddings of a model for longer inputs, starting from those that it has. To be as good at the
-    new length as before, the model needs some training at that length.
+    new length as at the old one, the model needs some training at the new length.
 
     Args:
         model (`PreTrainedModel`): A base model or head with learned absolute positions, with or without a mask. The

@@ -233,7 +233,8 @@ class VerticalSlash:
     def log_odds(self, noisy: torch.Tensor, length: int, index: torch.Tensor | None = None) -> torch.Tensor:
         """log(P / (1 - P)) of the entries `(L, H, m, m)`, from that of the parameters `(L, H, K)`."""
         hazard = self.entries(softplus(noisy), length, torch.add, 0.0, index).clamp(min=_LEAST_HAZARD)
-        return hazard + torch.log(-torch.expm1(-hazard))
+        pruned = self.entries(noisy == -torch.inf, length, torch.logical_and, True, index)
+        return (hazard + torch.log(-torch.expm1(-hazard))).masked_fill(pruned, -torch.inf)
 
     def sums(self, table: torch.Tensor) -> torch.Tensor:
         """The sum of the values `(L, H, n, n)` of the entries that each parameter can keep: `(L, H, K)`."""

@@ -54,7 +54,7 @@ def save_probs(
         folder (`Path`): Where to, created if missing.
         probs (`torch.Tensor` of shape `(L, H, n, n)`): P before freezing, see [`LearnedMask.entry_probs`]. The file
             has it as float32 `(L * H, n, n)` under the key `"probs"`.
-        log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, also without L.
+        log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, with L and H joined, too.
         outcome (`dict`, *optional*): See [`LearnedMask.freeze`].
     """
     folder.mkdir(parents=True, exist_ok=True)

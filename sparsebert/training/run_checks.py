@@ -115,7 +115,7 @@ def check_schedule(training: TrainingArguments) -> None:
     Check that the schedule of the learning rate can be made.
 
     Raises:
-        ValueError: If `lr_scheduler_kwargs` are not those of the `lr_scheduler_type`.
+        ValueError: If it cannot, for example because `lr_scheduler_kwargs` are not those of the `lr_scheduler_type`.
     """
     kwargs: Any = training.lr_scheduler_kwargs  # a text has been read as JSON by now
     steps = max(training.max_steps, 1)
@@ -126,7 +126,8 @@ def check_schedule(training: TrainingArguments) -> None:
         get_scheduler(training.lr_scheduler_type, optimizer, training.get_warmup_steps(steps), steps, kwargs)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         kind = SchedulerType(training.lr_scheduler_type).value
-        raise ValueError(f"lr_scheduler_kwargs {kwargs} do not fit lr_scheduler_type {kind!r}: {error}") from error
+        given = f" with lr_scheduler_kwargs {kwargs}" if kwargs else ""
+        raise ValueError(f"lr_scheduler_type {kind!r}{given} cannot be used: {error}") from error
 
 
 def check_evaluation(training: TrainingArguments) -> None:
