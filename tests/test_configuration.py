@@ -233,6 +233,12 @@ def test_a_new_search_takes_nothing_from_that_of_the_checkpoint(tiny_config, tmp
         auto = AutoModelForMaskedLM.from_pretrained(searching, search=search)
         assert auto.sparse_attention.mask_logits.abs().max() < 0.01
         assert not any("new" in name for name in auto.config.to_dict())
+        torch.nn.init.ones_(auto.sparse_attention.mask_logits)
+        auto.save_pretrained(tmp_path / "later")
+        config = AutoConfig.from_pretrained(searching, search=search)
+        for given in (config, auto.config):
+            later = SparseBertForMaskedLM.from_pretrained(tmp_path / "later", config=given)
+            assert torch.equal(later.sparse_attention.mask_logits, auto.sparse_attention.mask_logits)
     again = SparseBertForMaskedLM.from_pretrained(searching)
     assert again.sparse_attention.mask_logits.abs().max() > 0.5
     with pytest.raises(RuntimeError, match="word_embeddings.weight.* have other sizes"):

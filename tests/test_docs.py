@@ -129,6 +129,7 @@ def named(checkpoints, tmp_path):
     def settings(arguments, given):
         places = {"text": "text.txt", "validation": "text.txt", "train": "pairs.tsv", "test": "pairs.tsv"}
         places |= {"data": "glue", "stsb": "glue", "reviews": "reviews"}
+        given = {name: value for name, value in given.items() if name != "masked"}  # the reader's models
         places |= dict.fromkeys(("squad", "squad2", "swag"), "examples")
         found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
         models = {name: checkpoints["stock"] for name in ("model", "base_model", "original")}

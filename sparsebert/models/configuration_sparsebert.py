@@ -252,7 +252,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         if own.get("probability_map"):
             own = {"probability_map_kwargs": None} | own
         made = super().from_dict({**config_dict, **own}, **kwargs)
-        vars(made[0] if isinstance(made, tuple) else made)[NEW_SEARCH] = bool(own.get("search"))
+        if own.get("search"):
+            vars(made[0] if isinstance(made, tuple) else made)[NEW_SEARCH] = True
         return made
 
     def to_dict(self) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
 
     def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
         # A state of the mask is written into it, which is not that of other models made from the same configuration.
-        super().__init__(copy.deepcopy(config), *args, **kwargs)
+        config = copy.deepcopy(config)
+        vars(config).pop(NEW_SEARCH, None)
+        super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
         # Heads are built around a stock base model. Either way the mask is attached once, before initialization.
@@ -73,7 +75,10 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         check_subfolder(hub_arguments.get("subfolder"))
         if pretrained_model_name_or_path is not None:
             check_available(pretrained_model_name_or_path, CONFIG_NAME, **hub_arguments)
-        if kwargs.get("search") is not None or getattr(kwargs.get("config"), NEW_SEARCH, False):
+        config: Any = kwargs.get("config")
+        # Another checkpoint that is loaded with the same configuration may hold the new search itself.
+        replaced = getattr(config, NEW_SEARCH, False) and str(pretrained_model_name_or_path) == config.name_or_path
+        if kwargs.get("search") is not None or replaced:
             return cls._with_new_search(pretrained_model_name_or_path, *args, **kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
