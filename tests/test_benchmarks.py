@@ -12,14 +12,26 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, TrainingArguments
 
-from benchmarks import attention, encoders, layer, long_inputs, model, offsets, positions, pretrain, search, separators
+from benchmarks import (
+    attention,
+    encoders,
+    layer,
+    long_documents,
+    long_inputs,
+    model,
+    offsets,
+    positions,
+    pretrain,
+    search,
+    separators,
+)
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
 from benchmarks._training_steps import OPTIONS, make_step
 from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
-from sparsebert import SparseBertConfig, SparseMask, attach
+from sparsebert import SparseBertConfig, SparseMask, attach, extend_positions
 from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.masks.matched import matched_pattern
@@ -320,6 +332,31 @@ def test_positions(tmp_path, tiny_config, word_tokenizer, glue_folder):
     # The end of the first is nearer to the second, that of the second to itself.
     ends, beginnings = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     assert positions.reciprocal_ranks(ends, beginnings) == [0.5, 1.0]
+
+
+def test_long_documents(tmp_path, tiny_config, word_tokenizer):
+    torch.manual_seed(0)
+    stock = BertModel(tiny_config(BertConfig, max_position_embeddings=64))
+    stock.save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    attach(extend_positions(stock, 128), "window", mask_length=128).save_pretrained(tmp_path / "masked")
+    documents = [" ".join(f"w{(i * i + d) % 90}" for i in range(400)) for d in range(5)]
+    (tmp_path / "text.txt").write_text("\n\n".join([*documents, "w1 w2"]))
+    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text.txt")]
+    arguments += ["--masked", str(tmp_path / "masked"), "--precisions", "float32", "int8"]
+    arguments += ["--output", str(tmp_path / "report.json"), "--documents", "4"]
+    with pytest.raises(ValueError, match="must be multiples of the 64 tokens"):
+        long_documents.main([*arguments, "--lengths", "100"])
+    with pytest.raises(ValueError, match="has a mask for 128 tokens, which --lengths lacks"):
+        long_documents.main([*arguments, "--lengths", "256"])
+    long_documents.main([*arguments, "--lengths", "128"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    cells = report["cells"]
+    names = ["dense, truncated", "dense, whole", "dense, split", cells[-1]["system"]]
+    assert [cell["system"] for cell in cells] == [name for name in names for _ in range(2)]
+    assert names[-1].endswith("% removed, whole") and report["documents"] == 4
+    assert all(len(cell["reciprocal_ranks"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
+    assert len(long_documents.table(report).rows) == 8 and (tmp_path / "report.png").is_file()
 
 
 @pytest.mark.parametrize("name", separators.PATTERNS)

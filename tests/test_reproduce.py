@@ -841,6 +841,7 @@ def test_mixers_are_the_tables_and_the_figures():
         ("translation", {"train": ["a", "b"]}, "there is no file 'a'"),
         ("language_modelling", {"max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
         ("minilm", {"sparsity_scope": "layer"}, "sparsity_scope must be one of 'head', 'global', got 'layer'"),
+        ("minilm", {"sparsities": [0.999]}, "target_sparsity must be"),
         ("minilm", {"recover_from": 0.95}, "recover_from must be a number from 0 to 0.9, got 0.95"),
         ("mixers", {"table_max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
         ("mixers", {"task": "mnl"}, "unknown task 'mnl'; did you mean 'mnli'"),

@@ -20,6 +20,7 @@ from ..data.tasks import glue
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
 from ..models.architectures import num_positions
+from ..models.configuration_sparsebert import SparseBertConfig, mask_search
 from ..models.loading import load
 from ..models.positions import extend_positions
 from ..search.searches import SCOPES
@@ -149,7 +150,11 @@ def check(cell: dict[str, Any]) -> None:
     check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
     if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
-    read_config(located(cell["model"]))
+    config = read_config(located(cell["model"]))
+    if cell["mask"] in LEARNED_MASKS:
+        sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
+        sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
+        mask_search(SparseBertConfig(**sizes, **_search_fields(cell)))  # rejects a sparsity out of reach
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
             load_documents(source, "all")
@@ -176,17 +181,13 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
     data |= {name: cell[name] for name in ("shortest", "recover_learning_rate", "recover_objective")}
-    model: dict[str, Any] = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
     if learned:
-        given = {name: cell[name] for name in LEARNED_FIELDS if name in cell}
-        data |= {name: value for name, value in given.items() if name not in MODEL_FIELDS}
-        model |= {name: value for name, value in given.items() if name in MODEL_FIELDS}
+        model = _search_fields(cell)
+        data |= {name: cell[name] for name in LEARNED_FIELDS if name in cell and name not in MODEL_FIELDS}
         if cell["mask"] == "attention":
             data |= {"steps": 0}
-            model |= {"search": "dam_s", "sparsity_scope": "head"}
-        else:
-            model |= {"search": cell["mask"]}
     else:
+        model = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})
     name = LEARNED if learned else GIVEN
@@ -213,6 +214,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     seconds = found["inference_seconds"]
     metrics |= {"dense_inference": seconds["dense"], "inference": seconds["masked"]}
     return metrics | {"speed_up": seconds["dense"] / seconds["masked"]}
+
+
+def _search_fields(cell):
+    """The fields of a configuration that say what the learned mask of a cell is."""
+    model = {name: cell[name] for name in MODEL_FIELDS if name in cell} | {"target_sparsity": cell["sparsity"]}
+    if cell["mask"] == "attention":
+        return model | {"search": "dam_s", "sparsity_scope": "head"}
+    return model | {"search": cell["mask"]}
 
 
 def _long_enough(cell, folder):

