@@ -59,7 +59,8 @@ class MiniLMStudy:
             short inputs too, such as those of STS-B. `None` keeps all batches whole.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
-        learning_rate, recover_learning_rate, objective, recover_objective, recover_from: See [`PostHocArguments`].
+        learning_rate, recover_learning_rate, objective, recover_objective, recover_from, bf16: See
+            [`PostHocArguments`].
         share_layers, sparsity_scope, hard: See [`SparseBertConfig`].
     """
 
@@ -84,6 +85,7 @@ class MiniLMStudy:
     objective: str = "pooled"
     recover_objective: str = "pooled"
     recover_from: float | None = None
+    bf16: bool = False
     share_layers: bool = False
     sparsity_scope: str = "global"
     hard: bool = True
@@ -180,7 +182,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
-    data |= {name: cell[name] for name in ("shortest", "recover_learning_rate", "recover_objective")}
+    data |= {name: cell[name] for name in ("shortest", "recover_learning_rate", "recover_objective", "bf16")}
     if learned:
         model = _search_fields(cell)
         data |= {name: cell[name] for name in LEARNED_FIELDS if name in cell and name not in MODEL_FIELDS}

@@ -25,6 +25,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "rate_0.02": {"learning_rate": 0.02},
     "rate_0.15": {"learning_rate": 0.15},
     "objective_layers": {"objective": "layers"},
+    "objective_layers_pooled": {"objective": "layers_pooled"},
     "objective_last": {"objective": "last"},
     "objective_attention": {"objective": "attention"},
     "objective_relations": {"objective": "relations"},
@@ -33,6 +34,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "soft": {"hard": False},
     "soft_budget_per_head": {"hard": False, "sparsity_scope": "head"},
     "whole_batches": {"shortest": None},
+    "bf16": {"bf16": True},
     "shared_by_layers": {"share_layers": True},
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
@@ -41,6 +43,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
 # Settings of the recovery.
 RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_layers": {"recover_objective": "layers"},
+    "recover_layers_pooled": {"recover_objective": "layers_pooled"},
     "recover_last": {"recover_objective": "last"},
     "recover_attention": {"recover_objective": "attention"},
     "recover_relations": {"recover_objective": "relations"},
@@ -49,6 +52,7 @@ RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_rate_3e-4": {"recover_learning_rate": 3e-4},
     "recover_rate_1e-3": {"recover_learning_rate": 1e-3},
     "recover_600": {"recover": 600},
+    "recover_bf16": {"bf16": True},
 }
 # What the mask is worth without a recovery is seen in a fraction of the time.
 CHANGES: dict[str, dict[str, Any]] = (

@@ -135,6 +135,7 @@ def learn_mask(
     train_norms: bool = False,
     log: Callable[[int, float], None] | None = None,
     objective: str = "pooled",
+    bf16: bool = False,
 ) -> None:
     """
     Learn the mask so that the masked model computes the same as the dense model on the same text. The weights do not
@@ -150,11 +151,12 @@ def learn_mask(
             the learning rate.
         log (`Callable`, *optional*): Called with step and loss.
         objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
+        bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast).
 
     Raises:
         ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
     """
-    compared = _objective(objective, model)
+    record, loss_of = _objective(objective, model, bf16)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
     if not sparse_attention.searching:
         raise ValueError("the mask of this model is frozen: there is nothing to learn")
@@ -178,8 +180,8 @@ def learn_mask(
     for step, ids in enumerate(_progress(batches, steps, "Searching")):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
-            targets = compared.record(model, ids)
-        loss = compared.loss(compared.record(model, ids), targets)
+            targets = record(model, ids)
+        loss = loss_of(record(model, ids), targets)
         model.zero_grad()
         loss.backward()
         if parts is not None:
@@ -245,6 +247,7 @@ def recover(
     log: Callable[[int, float], None] | None = None,
     objective: str = "pooled",
     masks: "Mapping[int, SparseMask] | None" = None,
+    bf16: bool = False,
 ) -> None:
     """
     Train the weights through the frozen mask, without dropout, to compute the same as the dense model.
@@ -259,11 +262,13 @@ def recover(
         log (`Callable`, *optional*): Called with step and loss.
         objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
         masks (`Mapping[int, SparseMask]`, *optional*): Masks to continue with, by the step at which each begins.
+        bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast). The weights stay in
+            their own dtype.
 
     Raises:
         ValueError: If the model has nothing of what the objective compares.
     """
-    compared, sparse_attention = _objective(objective, model), get_sparse_attention(model)
+    (record, loss_of), sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
     model.eval().requires_grad_(True)
     trained = model if objective == "tokens" else model.base_model
     # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
@@ -276,8 +281,8 @@ def recover(
         if masks is not None and step in masks:
             sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
         with torch.no_grad():
-            targets = compared.record(teacher, ids)
-        loss = compared.loss(compared.record(model, ids), targets)
+            targets = record(teacher, ids)
+        loss = loss_of(record(model, ids), targets)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -287,11 +292,18 @@ def recover(
             log(step, loss.item())
 
 
-def _objective(name, model):
+def _objective(name, model, bf16):
+    """What records and what compares, see [`Objective`]."""
     check_choice("objective", name, tuple(OBJECTIVES))
-    if reason := OBJECTIVES[name].refuse(model):
+    objective = OBJECTIVES[name]
+    if reason := objective.refuse(model):
         raise ValueError(f"objective {name!r} has no meaning here: {reason}")
-    return OBJECTIVES[name]
+
+    def record(model, ids):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+            return objective.record(model, ids)
+
+    return record, objective.loss
 
 
 def _progress(batches: Iterable, total: int, description: str) -> Iterable:

@@ -93,8 +93,7 @@ def _last_state(model, ids):
 
 
 def _pooled_loss(ours, theirs):
-    (state,), (target,) = ours, theirs
-    cosine = cosine_similarity(state.float().mean(1), target.float().mean(1))
+    cosine = cosine_similarity(ours[-1].float().mean(1), theirs[-1].float().mean(1))
     return _mean_error(ours, theirs) + POOLED_WEIGHT * (1 - cosine).mean()
 
 
@@ -169,6 +168,7 @@ OBJECTIVES = {
     "layers": Objective(hidden_states, _mean_error),
     "last": Objective(_last_state, _mean_error),
     "pooled": Objective(_last_state, _pooled_loss),
+    "layers_pooled": Objective(hidden_states, _pooled_loss),
     "attention": Objective(_attention_outputs, _mean_error),
     "relations": Objective(_relations, _divergence, _no_relations),
     "tokens": Objective(_token_probs, _divergence, _no_tokens),

@@ -120,7 +120,7 @@ def _search(
             growing = _growing_masks(learned, mask, options.recover_from, options.recover)
         recover(
             model, teacher, batches, options.recover, options.recover_learning_rate, log, options.recover_objective,
-            growing,
+            growing, options.bf16,
         )  # fmt: skip
         seconds["recover"] = time.perf_counter() - begin
         recovered = RECOVERED.format(LEARNED if given is None else GIVEN)
@@ -175,8 +175,9 @@ def _learn(
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
     batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
     learn_mask(
-        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log, options.objective
-    )
+        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log, options.objective,
+        options.bf16,
+    )  # fmt: skip
     return started_from, sparse_attention.outcome(), sparse_attention.learned
 
 
