@@ -136,13 +136,15 @@ def positional(name):
     return model
 
 
-@pytest.mark.parametrize(("name", "shared"), [("bert", False), ("roberta", False), ("distilbert", True)])
-def test_search_beats_random(name, shared):
+@pytest.mark.parametrize(
+    ("name", "shared", "bf16"), [("bert", False, False), ("roberta", False, True), ("distilbert", True, False)]
+)
+def test_search_beats_random(name, shared, bf16):
     stock = positional(name)
     model = searching(name, copy.deepcopy(stock), search="dam_u", share_layers=shared)
     dense = carrier(model)
     start_from_attention(model, dense, random_batches(ROWS, 8, 2))
-    learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense)
+    learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense, bf16=bf16)
     mask = model.freeze()
     assert mask.num_layers == (1 if shared else 3) and abs(mask.sparsity - 0.6) < 0.005
     masks = {"learned": None} | {
@@ -177,11 +179,17 @@ def test_agreement():
     torch.testing.assert_close(torch.tensor(errors), squared_errors(states, targets).sqrt())
 
 
-def test_recovery():
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recovery(bf16):
     stock = base_model("bert")
     model = masked(stock, build_pattern("window", LENGTH, HEADS, window_size=1))
     before = agreement(model, {"own": None}, ROWS, stock)["own"]
-    recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3)
+    computed = set()
+    for layer in model.encoder.layer:
+        layer.attention.self.query.register_forward_hook(lambda module, args, output: computed.add(output.dtype))
+    recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3, bf16=bf16)
+    assert computed == {torch.bfloat16 if bf16 else torch.float32}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     after = agreement(model, {"own": None}, ROWS, stock)["own"]
     assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1]
 
@@ -232,7 +240,7 @@ def search(model, text, output, **fields):
 
 
 def test_run(model_folder, text, tmp_path, capsys):
-    metrics = search(model_folder, text, tmp_path / "out", recover=2, search="dam_b", block_size=16)
+    metrics = search(model_folder, text, tmp_path / "out", recover=2, bf16=True, search="dam_b", block_size=16)
     assert metrics == json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
     assert metrics["inference_seconds"].keys() == {"dense", "masked"}

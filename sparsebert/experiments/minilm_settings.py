@@ -34,13 +34,12 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "soft": {"hard": False},
     "soft_budget_per_head": {"hard": False, "sparsity_scope": "head"},
     "whole_batches": {"shortest": None},
-    "bf16": {"bf16": True},
     "shared_by_layers": {"share_layers": True},
     "dam_u": {"mask": "dam_u"},
     "dam_b": {"mask": "dam_b"},
     "vertical_slash": {"mask": "vertical_slash"},
 }
-# Settings of the recovery.
+# Settings of the recovery; `bf16` is one of the search, too.
 RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_layers": {"recover_objective": "layers"},
     "recover_layers_pooled": {"recover_objective": "layers_pooled"},
@@ -52,7 +51,7 @@ RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_rate_3e-4": {"recover_learning_rate": 3e-4},
     "recover_rate_1e-3": {"recover_learning_rate": 1e-3},
     "recover_600": {"recover": 600},
-    "recover_bf16": {"bf16": True},
+    "bf16": {"bf16": True},
 }
 # What the mask is worth without a recovery is seen in a fraction of the time.
 CHANGES: dict[str, dict[str, Any]] = (
