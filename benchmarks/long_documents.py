@@ -40,7 +40,7 @@ TRUNCATED, SPLIT, WHOLE = "truncated", "split", "whole"
 
 
 def long_documents(documents, tokenizer, longest):
-    """Token ids of the beginning, of `longest` tokens with the special ones, and of the end, of the longer documents."""
+    """Token ids of beginning, of `longest` tokens with the special ones, and end, of every document that is longer."""
     for document in documents:
         ids = tokenizer("\n".join(document), add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= longest - 2 + GAP + QUERY:
@@ -71,7 +71,8 @@ def make_systems(options, known, lengths):
 def embedded(model, tokenizer, beginnings, length, part):
     """Embeddings `(N, D)` of the first `length` tokens of documents, in parts of `part`, and CPU seconds of one."""
     number, inner = length // part, part - 2
-    texts = [tokenizer.decode(ids[place * inner : (place + 1) * inner]) for ids in beginnings for place in range(number)]
+    starts = range(0, number * inner, inner)
+    texts = [tokenizer.decode(ids[start : start + inner]) for ids in beginnings for start in starts]
     start = time.process_time()
     vectors, _ = embed(model, tokenizer, texts, part, max(1, BATCH_TOKENS // part))
     seconds = time.process_time() - start
@@ -116,23 +117,35 @@ def mean(values):
 
 
 def table(report):
-    """Time and score of every system, with the difference over the documents to the truncated ones."""
+    """Time and score of every system, with its differences, over the documents, to those truncated and split."""
     cells = report["cells"]
-    baseline = {cell["precision"]: cell for cell in cells if cell["system"].endswith(TRUNCATED)}
-    others = [cell for cell in cells if cell is not baseline[cell["precision"]]]
-    tests = [
-        paired_difference(cell["reciprocal_ranks"], baseline[cell["precision"]]["reciprocal_ranks"]) for cell in others
-    ]
-    corrected = iter(zip(tests, holm([test["p"] for test in tests]), strict=True))
+
+    def compared(cell, name):
+        """The cell that another one is compared with: in the same precision, and at its length if it is split."""
+        for other in cells:
+            same = other["precision"] == cell["precision"] and other["system"].endswith(name)
+            if same and (name == TRUNCATED or other["length"] == cell["length"]) and other is not cell:
+                return other
+        return None
+
+    pairs = {
+        (index, name): (cell["reciprocal_ranks"], other["reciprocal_ranks"])
+        for index, cell in enumerate(cells)
+        for name in (TRUNCATED, SPLIT)
+        if not cell["system"].endswith(TRUNCATED) and (other := compared(cell, name))
+    }
+    tests = {key: paired_difference(*pair) for key, pair in pairs.items()}
+    corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
     rows = []
-    for cell in cells:
+    for index, cell in enumerate(cells):
         row = {"system": cell["system"], "tokens": str(cell["length"]), "precision": cell["precision"]}
         row["ms of CPU"] = f"{cell['cpu_ms']:.0f}"
         row["MRR"] = f"{mean(cell['reciprocal_ranks']):.3f}"
-        if cell in others:
-            test, p = next(corrected)
-            row["minus truncated"] = "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**test)
-            row["p (Holm)"] = f"{p:.2g}"
+        for name in (TRUNCATED, SPLIT):
+            key = (index, name)
+            if key in tests:
+                row[f"minus {name}"] = "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**tests[key])
+                row[f"p, {name}"] = f"{corrected[key]:.2g}"
         rows.append(row)
     return Table.of("Long documents", rows)
 
@@ -144,7 +157,7 @@ def plot(report, path):
         return
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=150)
+    figure = Figure(figsize=(6, 5), layout="constrained", dpi=150)
     axis = figure.subplots()
     names = list(dict.fromkeys(f"{cell['system']}, {cell['length']} tokens" for cell in report["cells"]))
     for name, (color, _) in zip(names, STYLES, strict=False):
@@ -159,7 +172,7 @@ def plot(report, path):
     axis.set_ylabel("mean reciprocal rank")
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(f"The end of a document finds its beginning among {report['documents']}", fontsize=10)
     figure.savefig(path)
 

@@ -411,7 +411,7 @@ SMALLEST = {
     "train_size": 200, "test_size": 20, "max_steps": 2, "batch_size": 8, "stride": 4, "window_size": 2,
     "strides": [4], "windows": [2], "sparsities": [0.5], "depths": [1], "masks": ["dam_s", "window"], "lengths": [16],
     "steps": 2, "recover": 2, "batch_tokens": 64, "checkpoint_steps": 2, "targets": [0.5], "max_train_examples": 8,
-    "max_validation_examples": 4, "num_train_epochs": 1.0, "search_steps": 2,
+    "max_validation_examples": 4, "num_train_epochs": 1.0, "search_steps": 2, "bf16": True,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", EXPERIMENTS)
 
@@ -643,7 +643,7 @@ def test_only_long_texts_are_used(inputs, tmp_path):
     cell = next(iter(cells_of("long_reviews", **settings).values()))
     with pytest.raises(ValueError, match="no text of train has more than 39 tokens"):
         EXPERIMENTS["long_reviews"].run(cell | {"longer_than": 39}, tmp_path)
-    metrics = EXPERIMENTS["long_reviews"].run(cell | {"test_examples": 100}, tmp_path)
+    metrics = EXPERIMENTS["long_reviews"].run(cell | {"test_examples": 100, "bf16": True}, tmp_path)
     assert metrics["test_examples"] == 8  # of 12
 
 

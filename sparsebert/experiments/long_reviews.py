@@ -27,6 +27,7 @@ from ..models.positions import extend_positions
 from ..training.finetuning import finetune
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
+from .recipe_sections import precision
 
 
 # Tokens of a batch of inference, padding included.
@@ -55,6 +56,7 @@ class LongReviews:
         train_examples, test_examples (`int`): Texts to train on and to classify, drawn with a fixed seed.
         seeds (`list[int]`): Seeds of the head, the order of the texts and dropout.
         learning_rate, num_train_epochs, batch_size: See `TrainingArguments`.
+        bf16 (`bool`): Train in bfloat16 (autocast), and classify with weights in bfloat16.
     """
 
     model: str = PACKAGE
@@ -68,13 +70,14 @@ class LongReviews:
     learning_rate: float = 1e-4
     num_train_epochs: float = 2.0
     batch_size: int = 16
+    bf16: bool = False
 
 
 def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     names = (
         *("reviews", "longer_than", "train_examples", "test_examples"),
-        *("learning_rate", "num_train_epochs", "batch_size"),
+        *("learning_rate", "num_train_epochs", "batch_size", "bf16"),
     )
     common = {name: getattr(settings, name) for name in names}
     models = {"dense": settings.model}
@@ -148,11 +151,13 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     training = {"output_dir": str(folder / "run"), "seed": cell["seed"], "learning_rate": cell["learning_rate"]}
     training |= {"num_train_epochs": cell["num_train_epochs"], "per_device_train_batch_size": cell["batch_size"]}
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
-    training |= {"disable_tqdm": True, "report_to": "none"}
+    training |= {"disable_tqdm": True, "report_to": "none"} | precision(cell["bf16"])
     output = finetune({"data": data, "model": {}, "training": training})
     found = json.loads((output / "metrics.json").read_text())
     model: Any = load(output, AutoModelForSequenceClassification) if carries_mask(str(output)) else None
     model = (model or AutoModelForSequenceClassification.from_pretrained(output)).eval()
+    if cell["bf16"]:
+        model.to(torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(output)
     rows = [json.loads(line) for line in (folder / "data" / "dev.jsonl").read_text().splitlines()]
     metrics = {name: found[name] for name in ("train_seconds", "input_sparsity", "train_examples")}

@@ -19,7 +19,7 @@ from .continued_pretraining import (
     located,
 )
 from .experiment import Experiment, seeded
-from .recipe_sections import check_task
+from .recipe_sections import check_task, precision
 
 
 @dataclass
@@ -96,7 +96,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
             "disable_tqdm": True,
         }
         training |= {"learning_rate": cell["task_learning_rate"], "num_train_epochs": cell["task_epochs"]}
-        training |= {"save_strategy": "no", "dataloader_pin_memory": False}
+        training |= {"save_strategy": "no", "dataloader_pin_memory": False} | precision(cell["bf16"])
         own = {"simple_baseline": False, "skip_bad": True}
         output = finetune({"data": data | own, "model": {}, "training": training})
         metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]

@@ -14,7 +14,7 @@ from ..models.loading import check_folder
 from ..training.finetuning import finetune
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
-from .recipe_sections import check_task
+from .recipe_sections import check_task, precision
 
 
 # The system that is no cell: the model as it was, without a mask and without recovery.
@@ -35,6 +35,7 @@ class MiniLMTasks:
         data (`str`, *optional*): Folder of the tasks' files, such as GLUE; by default the Hub.
         seeds (`list[int]`): Seeds of the head, the order of the examples and dropout.
         learning_rate, num_train_epochs: See `TrainingArguments`.
+        bf16 (`bool`): Fine-tune in bfloat16 (autocast).
         max_train_examples (`int`): Maximum number of examples to train on.
         max_length (`int`, *optional*): Maximum number of tokens per input; by default the task's.
     """
@@ -49,13 +50,14 @@ class MiniLMTasks:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
     learning_rate: float = 5e-5
     num_train_epochs: float = 3.0
+    bf16: bool = False
     max_train_examples: int = 10_000
     max_length: int | None = None
 
 
 def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = ("data", "learning_rate", "num_train_epochs", "max_train_examples", "max_length")
+    names = ("data", "learning_rate", "num_train_epochs", "bf16", "max_train_examples", "max_length")
     common = {name: getattr(settings, name) for name in names}
     return {
         f"{task}_{system}_seed_{seed}": common
@@ -106,6 +108,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data["model"] = located(cell["model"])
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "seed")}
     training |= {"output_dir": str(folder / "run"), "disable_tqdm": True, "report_to": "none"}
+    training |= precision(cell["bf16"])
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
     own = {"test_split": [], "simple_baseline": False, "skip_bad": True}
     output = finetune({"data": data | own, "model": {}, "training": training})

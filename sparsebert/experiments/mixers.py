@@ -11,7 +11,7 @@ from typing import Any
 from ..data.tasks import TASKS
 from ..training.finetuning import finetune
 from .experiment import Experiment, seeded
-from .recipe_sections import check_task
+from .recipe_sections import check_task, precision
 from .text_pretraining import TextSettings, check_text, run_text, text_fields
 
 
@@ -100,7 +100,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     if cell["task"] is not None:
         data = {"task": cell["task"], "data": cell["data"], "model": str(folder)}
         data["max_length"] = min(TASKS[cell["task"]].max_length, cell["max_length"])
-        training = {"output_dir": str(folder / "finetuned"), "seed": cell["seed"], "bf16": cell["bf16"]}
+        training = {"output_dir": str(folder / "finetuned"), "seed": cell["seed"]} | precision(cell["bf16"])
         output = finetune({"data": data, "model": {}, "training": training})
         metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
     return metrics

@@ -19,7 +19,6 @@ _TRAINING = (
     "weight_decay",
     "label_smoothing_factor",
     "optim",
-    "bf16",
     "seed",
 )
 
@@ -62,15 +61,29 @@ def training_section(cell: dict[str, Any], folder: str | Path) -> dict[str, Any]
     Returns:
         `dict`: Fields of the section.
     """
-    return {name: cell[name] for name in _TRAINING if name in cell} | {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": cell["batch_size"],
-        "per_device_eval_batch_size": cell["batch_size"],
-        "logging_steps": max(cell["max_steps"] // 20, 1),
-        "save_strategy": "no",
-        "dataloader_pin_memory": torch.cuda.is_available(),
-        "disable_tqdm": True,
-    }
+    return (
+        {name: cell[name] for name in _TRAINING if name in cell}
+        | precision(cell["bf16"])
+        | {
+            "output_dir": str(folder),
+            "per_device_train_batch_size": cell["batch_size"],
+            "per_device_eval_batch_size": cell["batch_size"],
+            "logging_steps": max(cell["max_steps"] // 20, 1),
+            "save_strategy": "no",
+            "dataloader_pin_memory": torch.cuda.is_available(),
+            "disable_tqdm": True,
+        }
+    )
+
+
+def precision(bf16: bool) -> dict[str, bool]:
+    """
+    The fields of `TrainingArguments` for a precision. Without a GPU they accept bfloat16 only with `use_cpu`.
+
+    Args:
+        bf16 (`bool`): Whether to train in bfloat16 (autocast).
+    """
+    return {"bf16": True, "use_cpu": not torch.cuda.is_available()} if bf16 else {}
 
 
 def check_training(cell: dict[str, Any]) -> None:

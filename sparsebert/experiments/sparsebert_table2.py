@@ -23,6 +23,7 @@ from ..training.run_checks import check_training
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields
 from .experiment import Experiment
 from .kept_files import FINISHED_NAME
+from .recipe_sections import precision
 from .sparsebert_table1 import without_positions
 from .task_parts import find_splits, write_parts
 
@@ -138,7 +139,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data |= {"doc_stride": quarter, "max_question_length": quarter, "test_split": [], "simple_baseline": False}
     training = {field: cell[name] for name, field in _TRAINING.items() if cell[name] is not None}
     training |= {"seed": cell["seed"], "output_dir": str(folder / "run"), "save_strategy": "no", "report_to": "none"}
-    training |= {"disable_tqdm": True, "dataloader_pin_memory": torch.cuda.is_available()}
+    training |= {"disable_tqdm": True, "dataloader_pin_memory": torch.cuda.is_available()} | precision(cell["bf16"])
     output = finetune({"data": data, "model": {}, "training": training})
     found = json.loads((output / "metrics.json").read_text())
     pretrained = json.loads((model / "metrics.json").read_text())

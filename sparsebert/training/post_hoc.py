@@ -150,6 +150,7 @@ def _search(
         "steps": options.steps,
         "recover": options.recover,
         "objectives": [options.objective, options.recover_objective],
+        "bf16": options.bf16,
         "search_outcome": outcome,
         "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
         "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
