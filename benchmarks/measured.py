@@ -87,7 +87,7 @@ TABLES = {
         f"encoders.{kind}": lambda kind=kind: [encoders.tables(_read("encoders_cpu")["cells"])[kind]]
         for kind in ("rates", "ratios", "cosines")
     },
-    "encoders_avx2.ratios": lambda: [encoders.tables(_read("encoders_avx2_cpu")["cells"])["ratios"]],
+    "encoders_zen3.ratios": lambda: [encoders.tables(_read("encoders_zen3_cpu")["cells"])["ratios"]],
     "long_inputs": lambda: [long_inputs.table(_read("long_inputs_cpu")["cells"])],
     "long_inputs.offsets": lambda: [
         long_inputs.table(_read("long_inputs_cpu")["cells"], ("dense", "same offsets"), with_memory=False)

@@ -352,11 +352,42 @@ def test_long_documents(tmp_path, tiny_config, word_tokenizer):
     long_documents.main([*arguments, "--lengths", "128"])
     report = json.loads((tmp_path / "report.json").read_text())
     cells = report["cells"]
-    names = ["dense, truncated", "dense, whole", "dense, split", cells[-1]["system"]]
+    names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole"]
     assert [cell["system"] for cell in cells] == [name for name in names for _ in range(2)]
-    assert names[-1].endswith("% removed, whole") and report["documents"] == 4
+    assert report["documents"] == 4
     assert all(len(cell["reciprocal_ranks"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
     assert len(long_documents.table(report).rows) == 8 and (tmp_path / "report.png").is_file()
+    with pytest.raises(ValueError, match="second system with the name 'masked'"):
+        long_documents.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
+
+
+def test_parts_of_documents(tiny_config, word_tokenizer):
+    torch.manual_seed(0)
+    model = BertModel(tiny_config(BertConfig, max_position_embeddings=64)).eval()
+    words = [[f"w{(7 * i + d) % 90}" for i in range(124)] for d in range(3)]
+    ids = [word_tokenizer.convert_tokens_to_ids(document) for document in words]
+    found, seconds = long_documents.embedded(model, word_tokenizer, ids, 128, 64)
+    halves = [
+        long_documents.embedded(model, word_tokenizer, [part[at : at + 62] for part in ids], 64, 64)[0]
+        for at in (0, 62)
+    ]
+    torch.testing.assert_close(found, torch.nn.functional.normalize(sum(halves), dim=-1))
+    assert seconds > 0 and (halves[0] - halves[1]).abs().max() > 1e-3
+
+
+def test_what_long_documents_are_compared_with():
+    ranks = {"dense, truncated": [0.1, 0.2, 0.3], "dense, split": [0.3, 0.5, 0.4], "a, whole": [0.6, 0.6, 0.9]}
+    cells = [
+        {"system": name, "length": 1024 if "truncated" not in name else 512, "precision": precision, "cpu_ms": 1.0}
+        | {"reciprocal_ranks": [rank + shift for rank in own]}
+        for precision, shift in (("float32", 0.0), ("int8", 0.05))
+        for name, own in ranks.items()
+    ]
+    rows = long_documents.table({"cells": cells}).as_json()["rows"]
+    for truncated, split, whole in (rows[:3], rows[3:]):
+        assert not truncated.get("minus truncated") and not truncated.get("minus split")
+        assert split["minus truncated"].startswith("+0.200 [") and not split.get("minus split")
+        assert whole["minus truncated"].startswith("+0.500 [") and whole["minus split"].startswith("+0.300 [")
 
 
 @pytest.mark.parametrize("name", separators.PATTERNS)

@@ -88,6 +88,7 @@ def test_assignment_is_checked_too(tiny_config):
 @pytest.mark.parametrize(
     "fields, said",
     [
+        ({"search": "soft", "hard": True}, ["hard", "'soft'"]),
         ({"pattern": "window", "search": "soft"}, ["'window'", "'soft'", "exclude"]),
         ({"pattern_kwargs": {"window_size": 3}}, ["pattern_kwargs", "pattern"]),
         ({"head_configuration": "union", "search": "dam_s"}, ["head_configuration", "pattern"]),

@@ -68,6 +68,17 @@ def test_tokens_is_the_divergence_of_the_predictions():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_in_bfloat16(name):
+    stock, model, objective = head_model("bert"), masked(head_model("bert")), OBJECTIVES[name]
+    exact = objective.loss(objective.record(model, ROWS[:8]), objective.record(stock, ROWS[:8]))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (objective.record(each, ROWS[:8]) for each in (model, stock))
+    found = objective.loss(ours, theirs)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_recovery_with_each(name):
     stock, model = head_model("bert"), masked(head_model("bert"))
     losses = []

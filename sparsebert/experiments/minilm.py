@@ -26,6 +26,7 @@ from ..models.positions import extend_positions
 from ..search.searches import SCOPES
 from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
+from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from ..training.sentence_similarity import similarity
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment, seeded
@@ -153,10 +154,12 @@ def check(cell: dict[str, Any]) -> None:
     if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
     config = read_config(located(cell["model"]))
+    check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
     if cell["mask"] in LEARNED_MASKS:
         sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
         sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
-        mask_search(SparseBertConfig(**sizes, **_search_fields(cell)))  # rejects a sparsity out of reach
+        # Rejects a sparsity out of reach.
+        mask_search(SparseBertConfig(**{**POST_HOC_FIELDS, **sizes, **_search_fields(cell)}))
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
             load_documents(source, "all")

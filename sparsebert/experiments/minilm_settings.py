@@ -39,7 +39,7 @@ SEARCH_CHANGES: dict[str, dict[str, Any]] = {
     "dam_b": {"mask": "dam_b"},
     "vertical_slash": {"mask": "vertical_slash"},
 }
-# Settings of the recovery; `bf16` is one of the search, too.
+# Settings of the recovery; `bf16` applies to the search as well.
 RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
     "recover_layers": {"recover_objective": "layers"},
     "recover_layers_pooled": {"recover_objective": "layers_pooled"},

@@ -17,14 +17,7 @@ from ..analysis.runs import read_run
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..training.two_stage_pruning import prune_by_probs, random_control
-from .continued_pretraining import (
-    HARD,
-    ContinuedSettings,
-    check_continued,
-    continue_training,
-    continued_fields,
-    loss_table,
-)
+from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
 
 
@@ -60,12 +53,8 @@ class StagesStudy(ContinuedSettings):
 
 # Settings of the search of the one stage, and all that the soft search of a seed has nothing to do with.
 _OF_ONE_STAGE = (
-    "search_end",
-    "target_logit_scale",
-    "start_from_attention",
-    "initial_decay",
-    "initial_sparsity",
-    "hard",
+    *("search_end", "target_logit_scale", "start_from_attention"),
+    *("initial_decay", "initial_sparsity", "hard"),
 )
 _OF_STAGES = ("stage", "target", "system", *_OF_ONE_STAGE)
 
@@ -102,7 +91,7 @@ def _one_stage(cell):
     """The fields of the search of the one stage."""
     start = {name: cell[name] for name in ("initial_decay", "initial_sparsity") if cell[name] is not None}
     model = {"search": "dam_u", "target_sparsity": cell["target"], "mask_logit_scale": cell["target_logit_scale"]}
-    return model | start | (HARD if cell["hard"] else {})
+    return model | start | ({"hard": True} if cell["hard"] else {})
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -184,8 +173,8 @@ EXPERIMENT = Experiment(
     notes=(
         "two_stage: the entries of lowest P of a soft search are removed in every head, and training goes on from the "
         "checkpoint through the mask; random: as many entries at random; one_stage: dam_u with this sparsity as its "
-        "target, which starts with near positions likelier and counts among its steps. The soft search of two_stage "
-        "has as many steps again, which are not counted: its weights are not used",
+        "target, whose steps count, and which by default starts from what the checkpoint attends to. The soft search "
+        "of two_stage has as many steps again, which are not counted: its weights are not used",
     ),
     summary=summary,
 )

@@ -14,14 +14,7 @@ from ..analysis.pictures import plot_heads
 from ..analysis.tables import Table
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.sparse_mask import SparseMask
-from .continued_pretraining import (
-    HARD,
-    ContinuedSettings,
-    check_continued,
-    continue_training,
-    continued_fields,
-    loss_table,
-)
+from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
 
 
@@ -83,7 +76,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
     start["mask_logit_scale"] = settings.target_logit_scale
     start = {name: value for name, value in start.items() if value is not None}
-    start |= HARD if settings.hard else {}
+    start |= {"hard": True} if settings.hard else {}
     for search in settings.searches:
         common = {"search": search, "mask_logit_scale": settings.mask_logit_scale}
         for penalty in settings.penalties:
@@ -99,7 +92,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     for target in settings.targets:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
     common = continued_fields(settings) | {"search_end": settings.search_end}
-    common |= {"start_from_attention": settings.start_from_attention}
+    common |= {"start_from_attention": settings.start_from_attention, "hard": settings.hard}
     result = {}
     for seed in settings.seeds:
         for system, (series, model) in systems.items():
@@ -220,7 +213,8 @@ EXPERIMENT = Experiment(
         "Its dam_s with the diagonal are the same masks and the diagonal, 90.4 and 92.7 % removed; ours are searched "
         "with the diagonal kept, for the same target",
         "With lambda a search is the paper's: samples, and a start at which all positions are alike. With a target it "
-        "is this library's: P itself, and by default a start from what the checkpoint attends to. Its steps count: "
+        "is this library's: P itself, or with hard the mask that freezing would give, and by default a start from "
+        "what the checkpoint attends to. Its steps count: "
         "manual masks have all of theirs for training",
         "Always global: the first and last token in dam_s and bigbird, the first in star, none in the other systems "
         "but for four random tokens in longformer",

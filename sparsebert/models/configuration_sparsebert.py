@@ -273,6 +273,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
                 "special_tokens 'first_last' is undefined in a decoder, whose last token changes as it generates: "
                 "use 'first' or 'none'"
             )
+        if self.hard and self.search and not SEARCHES[self.search].stochastic:
+            raise ValueError(f"hard true has no meaning with search {self.search!r}, which draws no samples")
         if self.length_policy == "extend" and self.search and SEARCHES[self.search].frozen_form == "table":
             raise ValueError(
                 f"length_policy 'extend' needs a Toeplitz search (dam_s, dam_b), got search {self.search!r}"

@@ -10,6 +10,7 @@ parameters per head.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,7 +157,7 @@ def learn_mask(
     Raises:
         ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
     """
-    record, loss_of = _objective(objective, model, bf16)
+    compared = _objective(objective, model, bf16)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
     if not sparse_attention.searching:
         raise ValueError("the mask of this model is frozen: there is nothing to learn")
@@ -180,8 +181,8 @@ def learn_mask(
     for step, ids in enumerate(_progress(batches, steps, "Searching")):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
-            targets = record(model, ids)
-        loss = loss_of(record(model, ids), targets)
+            targets = compared.record(model, ids)
+        loss = compared.loss(compared.record(model, ids), targets)
         model.zero_grad()
         loss.backward()
         if parts is not None:
@@ -268,7 +269,7 @@ def recover(
     Raises:
         ValueError: If the model has nothing of what the objective compares.
     """
-    (record, loss_of), sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
+    compared, sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
     model.eval().requires_grad_(True)
     trained = model if objective == "tokens" else model.base_model
     # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
@@ -281,8 +282,8 @@ def recover(
         if masks is not None and step in masks:
             sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
         with torch.no_grad():
-            targets = record(teacher, ids)
-        loss = loss_of(record(model, ids), targets)
+            targets = compared.record(teacher, ids)
+        loss = compared.loss(compared.record(model, ids), targets)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -293,7 +294,6 @@ def recover(
 
 
 def _objective(name, model, bf16):
-    """What records and what compares, see [`Objective`]."""
     check_choice("objective", name, tuple(OBJECTIVES))
     objective = OBJECTIVES[name]
     if reason := objective.refuse(model):
@@ -303,7 +303,7 @@ def _objective(name, model, bf16):
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
             return objective.record(model, ids)
 
-    return record, objective.loss
+    return replace(objective, record=record)
 
 
 def _progress(batches: Iterable, total: int, description: str) -> Iterable:

@@ -19,7 +19,7 @@ from ..models.architectures import attention_modules
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Weight of the cosine in "pooled", against the relative error of the last layer.
+# Weight of the cosine in "pooled" and "layers_pooled", against the relative error.
 POOLED_WEIGHT = 4.0
 # What the projections of self-attention are called.
 _PROJECTIONS = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
@@ -120,9 +120,12 @@ def _relations(model, ids):
     with recorded(_projections(model), outputs):
         model.base_model(input_ids=ids)
     relations = []
-    for output in outputs:
-        heads = output.float().unflatten(-1, (model.config.num_attention_heads, -1)).transpose(1, 2)  # (B, H, n, d)
-        relations.append((heads @ heads.mT * heads.shape[-1] ** -0.5).log_softmax(-1))
+    with torch.autocast(ids.device.type, enabled=False):
+        for output in outputs:
+            heads = (
+                output.float().unflatten(-1, (model.config.num_attention_heads, -1)).transpose(1, 2)
+            )  # (B, H, n, d)
+            relations.append((heads @ heads.mT * heads.shape[-1] ** -0.5).log_softmax(-1))
     return relations
 
 

@@ -70,8 +70,8 @@ class PostHocArguments(HubArguments):
         recover_objective (`str`): What the recovery compares, a key of `OBJECTIVES`.
         recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
             first half of it. By default the recovery begins with the final mask.
-        bf16 (`bool`): Compute search and recovery in bfloat16 (autocast), which halves their time on a CPU that has
-            instructions for it, or a GPU. The weights stay in float32.
+        bf16 (`bool`): Compute search and recovery in bfloat16 (autocast); the weights keep their dtype. Faster on a
+            GPU, or on a CPU with instructions for it.
         patterns (`bool`): Compare with random and manual masks.
         timed (`bool`): Time inference with the mask and without it.
         seed (`int`): Random seed.
@@ -136,7 +136,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if options.mask is None:
         fields = FIELDS | given
         check_choice("search", fields["search"], tuple(SEARCHES))
-        if not (fields["hard"] and SEARCHES[fields["search"]].stochastic):
+        if not SEARCHES[fields["search"]].stochastic:
+            fields = FIELDS | SOFT_FIELDS | {"hard": False} | given
+        elif not fields["hard"]:
             fields = FIELDS | SOFT_FIELDS | given
     for name in ("model", "data", "output_dir"):
         if getattr(options, name) is None:
