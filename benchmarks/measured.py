@@ -52,20 +52,21 @@ def _pretrain(kind):
     return [make(group)[kind] for (of_options, *_), group in groups.items() if of_options == (make != pretrain.tables)]
 
 
-def reproduced(name, folder=REPRODUCED):
+def reproduced(name, folder=REPRODUCED, scale="tiny"):
     """
-    The tables of an experiment at the tiny scale: its summary, or one laid out like the paper's, or all cells.
+    The tables of an experiment: its summary, or one laid out like the paper's, or all cells.
 
     Args:
         name (`str`): A key of `EXPERIMENTS`.
         folder (`Path`): Folder of the results.
+        scale (`str`): Scale of the experiment.
 
     Returns:
         `list[Table]`: None if it was not run.
     """
-    if not (folder / f"{name}_tiny.json").is_file():
+    if not (folder / f"{name}_{scale}.json").is_file():
         return []
-    found = experiment_tables(EXPERIMENTS[name], "tiny", _read(f"{name}_tiny", folder)["cells"])
+    found = experiment_tables(EXPERIMENTS[name], scale, _read(f"{name}_{scale}", folder)["cells"])
     return found[:-1] or found
 
 
@@ -109,6 +110,7 @@ TABLES = {
     },
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
     **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},
+    "reproduce.minilm.paper": lambda: reproduced("minilm", scale="paper"),
     "claims": lambda: [claims.table()],
 }
 
