@@ -298,23 +298,27 @@ def _summary_table(length, sparsity, masks):
 
 def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
     """
-    Plot quality against time: a line per mask and length, a point per sparsity, mean over the seeds.
+    Plot quality against time: a line per mask and sparsity, a point per length, mean over the seeds.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
         path (`Path`): Image to write.
         title (`str`): Title of the figure.
     """
-    groups: dict[str, dict[float, dict[int, dict[str, Any]]]] = {}
+    groups: dict[str, dict[int, dict[int, dict[str, Any]]]] = {}
+    lengths = set()
     for cell in finished.values():
         settings = cell["settings"]
-        points = groups.setdefault(f"{settings['mask']}, {settings['length']} tokens", {})
-        points.setdefault(settings["sparsity"], {})[settings["seed"]] = cell["metrics"]
+        points = groups.setdefault(f"{settings['mask']}, {settings['sparsity']:.0%}", {})
+        points.setdefault(settings["length"], {})[settings["seed"]] = cell["metrics"]
+        lengths.add(settings["length"])
     lines = {
         name: [(_mean(by_seed, "speed_up"), _mean(by_seed, "cosine"), None) for _, by_seed in sorted(points.items())]
         for name, points in groups.items()
     }
-    plot_lines(lines, path, title, "inference, dense / masked", "cosine to the dense model, after recovery")
+    along = ", ".join(map(str, sorted(lengths)))
+    x = f"inference, dense / masked; along a line: {along} tokens"
+    plot_lines(lines, path, title, x, "cosine to the dense model, after recovery")
 
 
 def _mean(by_seed, metric):
