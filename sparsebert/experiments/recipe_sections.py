@@ -76,7 +76,7 @@ def training_section(cell: dict[str, Any], folder: str | Path) -> dict[str, Any]
     )
 
 
-def precision(bf16: bool) -> dict[str, bool]:
+def precision(bf16: bool) -> dict[str, Any]:
     """
     The fields of `TrainingArguments` for a precision. Without a GPU they accept bfloat16 only with `use_cpu`.
 
