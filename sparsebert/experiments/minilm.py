@@ -146,6 +146,7 @@ def check(cell: dict[str, Any]) -> None:
     """
     check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
     check_range("lengths", cell["length"], 8)
+    check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
     check_range("batch_tokens", cell["batch_tokens"], cell["length"])
     check_range("recover", cell["recover"], 0)
     if cell["shortest"] is not None:
@@ -154,7 +155,6 @@ def check(cell: dict[str, Any]) -> None:
     if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
     config = read_config(located(cell["model"]))
-    check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
     if cell["mask"] in LEARNED_MASKS:
         sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
         sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
