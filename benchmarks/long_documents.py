@@ -17,6 +17,7 @@ import time
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
+from statistics import fmean
 
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
@@ -26,6 +27,7 @@ from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.experiments.continued_pretraining import located
+from sparsebert.experiments.long_reviews import named_models
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.training.sentence_similarity import embed
@@ -60,18 +62,12 @@ def make_systems(options, known, lengths):
         yield (f"dense, {WHOLE if length > known else TRUNCATED}", length, length), lambda length=length: dense(length)
         if length > known:
             yield (f"dense, {SPLIT}", length, known), lambda: dense(known)
-    seen = set()
-    for folder in options.masked:
+    masked = named_models(options.weights, options.masked)
+    del masked["dense"]
+    for name, folder in masked.items():
         mask = SparseMask.from_pretrained(folder)
         if mask.length not in lengths:
             raise ValueError(f"--masked: {folder} has a mask for {mask.length} tokens, which --lengths lacks")
-        path = Path(folder)
-        name = path.parent.name if path.name == "model" else path.name
-        if name in seen:
-            raise ValueError(
-                f"--masked: {folder} would be the second system with the name {name!r}: rename its folder"
-            )
-        seen.add(name)
         system = f"{name}, {WHOLE if mask.length > known else TRUNCATED}"
         yield (system, mask.length, mask.length), lambda folder=folder: load(folder, AutoModel).eval()
 
@@ -118,12 +114,8 @@ def measured(options):
             ranks = reciprocal_ranks(queries, vectors)
             cells.append({"system": name, "length": length, "precision": precision})
             cells[-1] |= {"cpu_ms": 1000 * seconds, "reciprocal_ranks": ranks}
-            print(f"{name}, {length} tokens, {precision}: {mean(ranks):.3f}, {1000 * seconds:.0f} ms", flush=True)
+            print(f"{name}, {length} tokens, {precision}: {fmean(ranks):.3f}, {1000 * seconds:.0f} ms", flush=True)
     return {"weights": options.weights, "known": known, "documents": len(documents), "cells": cells}
-
-
-def mean(values):
-    return sum(values) / len(values)
 
 
 def table(report):
@@ -150,7 +142,7 @@ def table(report):
     for index, cell in enumerate(cells):
         row = {"system": cell["system"], "tokens": str(cell["length"]), "precision": cell["precision"]}
         row["ms of CPU"] = f"{cell['cpu_ms']:.0f}"
-        row["MRR"] = f"{mean(cell['reciprocal_ranks']):.3f}"
+        row["MRR"] = f"{fmean(cell['reciprocal_ranks']):.3f}"
         for name in (TRUNCATED, SPLIT):
             key = (index, name)
             if key in tests:
@@ -172,7 +164,7 @@ def plot(report, path):
     names = list(dict.fromkeys(f"{cell['system']}, {cell['length']} tokens" for cell in report["cells"]))
     for name, (color, _) in zip(names, cycle(STYLES), strict=False):
         cells = [cell for cell in report["cells"] if f"{cell['system']}, {cell['length']} tokens" == name]
-        points = sorted((cell["cpu_ms"], mean(cell["reciprocal_ranks"]), cell["precision"]) for cell in cells)
+        points = sorted((cell["cpu_ms"], fmean(cell["reciprocal_ranks"]), cell["precision"]) for cell in cells)
         axis.plot([point[0] for point in points], [point[1] for point in points], color=color, lw=1, label=name)
         for milliseconds, score, precision in points:
             axis.plot(milliseconds, score, color=color, marker="os^"[PRECISIONS.index(precision)], ms=7)

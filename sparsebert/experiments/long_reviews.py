@@ -81,13 +81,7 @@ def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
         *("learning_rate", "num_train_epochs", "batch_size", "bf16"),
     )
     common = {name: getattr(settings, name) for name in names}
-    models = {"dense": settings.model}
-    for source in settings.masked:
-        path = Path(source)
-        name = path.parent.name if path.name == "model" else path.name
-        if name in models:
-            raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
-        models[name] = source
+    models = named_models(settings.model, settings.masked)
     return {
         f"{name}_{length}_seed_{seed}": common
         | {"system": f"{name}, {length} tokens", "model": model, "max_length": length, "seed": seed}
@@ -96,6 +90,27 @@ def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
         for length in settings.lengths
         for name, model in models.items()
     }
+
+
+def named_models(model: str, masked: list[str]) -> dict[str, str]:
+    """
+    The systems of a comparison: `"dense"`, and every model with a mask by the name of its folder or its cell.
+
+    Args:
+        model (`str`): The dense model.
+        masked (`list[str]`): Folders of models with a mask.
+
+    Raises:
+        ValueError: If two have the same name.
+    """
+    models = {"dense": model}
+    for source in masked:
+        path = Path(source)
+        name = path.parent.name if path.name == "model" else path.name
+        if name in models:
+            raise ValueError(f"masked: {source} would be the second system with the name {name!r}: rename its folder")
+        models[name] = source
+    return models
 
 
 def check(cell: dict[str, Any]) -> None:

@@ -159,7 +159,7 @@ def check(cell: dict[str, Any]) -> None:
         sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
         sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
         # Rejects a sparsity out of reach.
-        mask_search(SparseBertConfig(**{**POST_HOC_FIELDS, **sizes, **_search_fields(cell)}))
+        mask_search(SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell))))
     for source in (cell["text"], cell["validation"]):
         if source not in (None, "builtin") and not str(source).startswith("hub:"):
             load_documents(source, "all")
