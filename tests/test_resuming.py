@@ -134,9 +134,14 @@ def assert_same_run(folder, other):
 def test_killed_and_resumed_equals_the_uninterrupted_run(text, tmp_path):
     recipe = recipe_of(text, tmp_path / "killed", FORMS["dam_s"])
     run_and_kill(recipe, 9, "on_pre_optimizer_step")
-    pretrain(resumed(recipe, tmp_path / "killed"))
-    pretrain(recipe_of(text, tmp_path / "whole", FORMS["dam_s"]))
+    state = Path(newest(tmp_path / "killed")["resume_from_checkpoint"], "trainer_state.json")
+    clock = json.loads(state.read_text())["stateful_callbacks"]["TrainingClock"]["attributes"]
+    metrics = pretrain(resumed(recipe, tmp_path / "killed"))
+    assert metrics["train_seconds"] > clock["elapsed"] > 0
+    whole = pretrain(recipe_of(text, tmp_path / "whole", FORMS["dam_s"]))
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    tokens = [run["tokens_per_second"] * run["train_seconds"] for run in (metrics, whole)]
+    assert tokens[0] == pytest.approx(tokens[1], rel=1e-3) and tokens[0] > 0.9 * STEPS * 16 * 32  # rounded
 
 
 def test_what_the_search_found_survives_a_kill_after_its_end(text, tmp_path):

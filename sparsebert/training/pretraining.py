@@ -1,6 +1,7 @@
 """Pre-training: data, model, mask and Trainer of one recipe."""
 
 import time
+from collections.abc import Sized
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if data.start_from_attention and not checkpoint:
         start_search(model, inputs.train_set, training)
     with StopOnSignal(trainer):
-        trained = trainer.train(resume_from_checkpoint=checkpoint).metrics
+        trainer.train(resume_from_checkpoint=checkpoint)
 
     output.mkdir(parents=True, exist_ok=True)
     probs, outcome = _end_search(trainer, schedule)
@@ -154,14 +155,9 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     metrics = _measurements(trainer, probs, causal) | outcome
     if pruning is not None:
         metrics["pruning"] = pruning.settings
-    metrics["tokens_per_second"] = trained["train_samples_per_second"] * data.max_length
-    metrics["train_seconds"] = trained["train_runtime"]
+    metrics["train_seconds"] = trainer.train_seconds
+    metrics["tokens_per_second"] = _rows_seen(trainer) * data.max_length / trainer.train_seconds
     if budget is not None:
-        # The Trainer counts the steps that it was allowed.
-        examples = (
-            budget.steps * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-        )
-        metrics["tokens_per_second"] = examples * data.max_length / trained["train_runtime"]
         metrics["minutes"] = budget.elapsed / 60
     metrics["seconds"] = time.perf_counter() - start
     metrics["hardware"] = hardware()
@@ -193,6 +189,14 @@ def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["
         return probs, {}
     # The mask was frozen before the run was interrupted.
     return load_file(output / MASK_PROBS_NAME)["probs"].view_as(probs), {"search_outcome": outcome}
+
+
+def _rows_seen(trainer: SparseBertTrainer) -> float:
+    """Number of rows that the training has read, repetitions included; the last batch of an epoch may be small."""
+    rows, state, training = trainer.train_dataset, trainer.state, trainer.args
+    if isinstance(rows, Sized):
+        return len(rows) * (state.epoch or 0)
+    return state.global_step * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
 
 
 def _measurements(trainer: SparseBertTrainer, probs: "torch.Tensor", causal: bool) -> dict[str, Any]:

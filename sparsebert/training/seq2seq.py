@@ -365,7 +365,7 @@ def _train_translation(
         "train_pairs": len(train),
         "test_pairs": len(test),
         "steps": trained.global_step,
-        "train_seconds": trained.metrics["train_runtime"],
+        "train_seconds": trainer.train_seconds,
         "seconds": time.perf_counter() - start,
     }
     return write_metrics(output / "metrics.json", metrics)

@@ -161,7 +161,7 @@ def _run(
     metrics["score"] = metrics["splits"][first][task.main_metric]
     if options.simple_baseline and task.baseline is not None:
         metrics["simple_baseline"] = task.baseline(data.examples)
-    metrics |= {"train_seconds": trained.metrics["train_runtime"], "seconds": time.perf_counter() - start}
+    metrics |= {"train_seconds": trainer.train_seconds, "seconds": time.perf_counter() - start}
     metrics["hardware"] = hardware()
     if main_process:
         draw_heads(output, network)

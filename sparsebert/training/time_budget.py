@@ -1,15 +1,13 @@
 """Training for a given time instead of a given number of steps."""
 
-import time
 from typing import Any
 
-import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from ..checks import check_choice, check_range
+from .training_clock import TrainingClock
 
 
 # Schedules of the learning rate that depend on nothing but how much of the training is done.
@@ -22,18 +20,13 @@ POSITIONS = 1_000_000
 ENDLESS = 10**9
 
 
-class TimeBudget(TrainerCallback, ExportableState):
+class TimeBudget(TrainingClock):
     """
-    Ends a training after a number of minutes: the step is finished, and a checkpoint saved if the run saves any. What
-    is measured is the time in `train`, with evaluations and checkpoints. Checkpoints hold how much of it is used up: a
-    run that is resumed has what was left then. Processes follow the clock of the first.
+    Ends a training after a number of minutes: the step is finished, and a checkpoint saved if the run saves any. A run
+    that is resumed has the minutes that were left.
 
     Args:
         minutes (`float`): The budget, more than 0.
-
-    Attributes:
-        elapsed (`float`): Seconds of the budget that are used up, as of the last step.
-        steps (`int`): Number of steps that this process has trained.
 
     Raises:
         ValueError: If `minutes` is out of its range.
@@ -43,12 +36,11 @@ class TimeBudget(TrainerCallback, ExportableState):
         check_range("max_minutes", minutes, 0, None, (int, float))
         if not 0 < minutes < float("inf"):
             raise ValueError(f"max_minutes must be more than 0 and finite, got {minutes!r}")
+        super().__init__()
         self.minutes = minutes
-        self.elapsed, self.steps = 0.0, 0
-        self._began: float | None = None
 
     def state(self) -> dict[str, Any]:
-        return {"args": {"minutes": self.minutes}, "attributes": {"elapsed": self.elapsed}}
+        return super().state() | {"args": {"minutes": self.minutes}}
 
     def position(self, state: TrainerState) -> tuple[float, int]:
         """How far a training is on the scale of its schedules, and the end of that scale: `POSITIONS`."""
@@ -73,34 +65,15 @@ class TimeBudget(TrainerCallback, ExportableState):
 
         scheduler.lr_lambdas = [paced(schedule) for schedule in scheduler.lr_lambdas]
 
-    def _read_clock(self, device):
-        now = time.perf_counter()
-        assert self._began is not None
-        self.elapsed, self._began = self.elapsed + now - self._began, now
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            seconds = torch.tensor(self.elapsed, device=device)
-            torch.distributed.broadcast(seconds, 0)
-            self.elapsed = seconds.item()
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        stored: Any = state.stateful_callbacks
-        self.elapsed, self.steps = 0.0, 0
-        if state.global_step:  # resumed
-            self.elapsed = stored.get(type(self).__name__, self.state())["attributes"]["elapsed"]
-        self._began = time.perf_counter()
+        super().on_train_begin(args, state, control, **kwargs)
         self._stop(state, control)
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._read_clock(args.device)  # before the schedule of the learning rate goes on
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.steps += 1
         if self._stop(state, control) and args.save_strategy == SaveStrategy.STEPS:
             control.should_save = True  # as at `max_steps`
 

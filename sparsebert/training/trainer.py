@@ -28,6 +28,7 @@ from .resuming import check_checkpoint
 from .sharded_trainer import ShardedTrainer
 from .stream_loading import StreamLoader
 from .time_budget import POSITIONS, TimeBudget
+from .training_clock import TrainingClock
 
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class SparseBertTrainer(ShardedTrainer):
         self.model_accepts_loss_kwargs = False
         if self._callback(SearchSchedule) is None:
             self.add_callback(SearchSchedule())
+        if self._callback(TrainingClock) is None:
+            self.add_callback(TrainingClock())
         self.worker_seeds = torch.Generator()
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
@@ -118,6 +121,11 @@ class SparseBertTrainer(ShardedTrainer):
 
     def _callback(self, kind):
         return next((callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)), None)
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds of training, including those before the run was resumed."""
+        return self._callback(TrainingClock).elapsed
 
     def _restore_mask(self, resume_from_checkpoint):
         # The stock Trainer only loads the weights: the search they belong to must be the same, and its mask loaded.
