@@ -1,6 +1,9 @@
 """Patterns at a given sparsity, to compare with a learned mask at equal cost."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from ..checks import check_choice, check_range
@@ -8,34 +11,38 @@ from .patterns import build_pattern
 from .sparse_mask import SparseMask
 
 
-def _strides(length, _):
-    return [{"stride": stride} for stride in range(2, length + 1)]
+def _strides(first):
+    """All strides from the one that keeps the least: below it, each step changes far more."""
+    return lambda length, _: [[{"stride": stride} for stride in range(first(length), length + 1)]]
 
 
 def _windows(length, _):
-    return [{"window_size": size} for size in range(1, length // 2)]
+    return [[{"window_size": size} for size in range(1, length // 2)]]
 
 
 def _windows_and(name, extra):
     return lambda length, _: [
-        {"window_size": size, name: min(size + more, length)} for size in range(length // 2) for more in extra
+        [{"window_size": size, name: min(size + more, length)} for size in range(length // 2)] for more in extra
     ]
 
 
-# The parameters to try for each sparse pattern, given the length and the sparsity; others keep their defaults.
-VARIED: dict[str, Callable[[int, float], list[dict[str, Any]]]] = {
-    "strided": _strides,
-    "fixed": _strides,
-    "logsparse": lambda length, _: [{}],
+# The parameters to try for each sparse pattern, given the length and the sparsity; others keep their defaults. In a
+# series, each entry keeps more than the one before it, except for dips of about 1 / length.
+VARIED: dict[str, Callable[[int, float], list[list[dict[str, Any]]]]] = {
+    "strided": _strides(lambda length: math.isqrt(length // 2)),
+    "fixed": _strides(math.isqrt),
+    "logsparse": lambda length, _: [[{}]],
     "star": _windows,
     "bigbird": _windows_and("num_random_keys", (0, 1, 2)),
     "longformer": _windows_and("num_global_tokens", (0, 1, 2)),
-    "window": lambda length, _: [{"window_size": size, "num_global_tokens": 2} for size in range(length)],
-    "random": lambda length, sparsity: [{"sparsity": sparsity}],
-    "strided_cycle": _strides,
-    "fixed_cycle": _strides,
+    "window": lambda length, _: [[{"window_size": size, "num_global_tokens": 2} for size in range(length)]],
+    "random": lambda length, sparsity: [[{"sparsity": sparsity}]],
+    "strided_cycle": _strides(math.isqrt),
+    "fixed_cycle": _strides(math.isqrt),
     "star_cycle": _windows,
 }
+# How many neighbours in a series are tried too, because of the dips.
+_NEIGHBOURS = 3
 
 
 # Note of tables that show them.
@@ -80,10 +87,16 @@ def matched_pattern(
     check_choice("pattern", name, tuple(VARIED))
     check_range("sparsity", sparsity, 0, 1, kinds=(int, float))
     check_range("length", length, 8)
-    varied = VARIED[name](length, sparsity)
     # One head is enough to choose by: the heads of a random pattern differ only a little.
-    distances = [
-        (abs(build_pattern(name, length, 1, num_layers, seed=seed, **parameters).sparsity - sparsity), index)
-        for index, parameters in enumerate(varied)
-    ]
-    return build_pattern(name, length, num_heads, num_layers, seed=seed, **varied[min(distances)[1]])
+    found: list[tuple[float, dict[str, Any]]] = []
+    for series in VARIED[name](length, sparsity):
+
+        @cache
+        def density(index, series=series):
+            return build_pattern(name, length, 1, num_layers, seed=seed, **series[index]).density
+
+        middle = bisect_left(range(len(series)), 1 - sparsity, key=density)
+        near = range(max(middle - _NEIGHBOURS, 0), min(middle + _NEIGHBOURS, len(series)))
+        found += [(abs(density(index) - (1 - sparsity)), series[index]) for index in near]
+    nearest = min(found, key=lambda pair: pair[0])[1]
+    return build_pattern(name, length, num_heads, num_layers, seed=seed, **nearest)

@@ -32,6 +32,11 @@ def _rows_and_columns(length):
     return index[:, None], index[None, :]
 
 
+def _diagonals(length, keep):
+    """Table `(n, n)` of what `keep` says about the signed offsets j - i."""
+    return keep(torch.arange(1 - length, length)).unfold(0, length, 1).flip(0)
+
+
 def _draw(shape, count, seed):
     """Bool tensor of `shape` with exactly `count` random entries on along the last dimension."""
     scores = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
@@ -163,8 +168,8 @@ def bigbird(
     check_range("window_size", window_size, 0)
     check_range("num_global_tokens", num_global_tokens, 0, 2)
     check_range("num_random_keys", num_random_keys, 0, length)
-    i, j = _rows_and_columns(length)
-    keep = _draw((num_heads, length, length), num_random_keys, seed) | ((i - j).abs() <= window_size)
+    near = _diagonals(length, lambda offset: offset.abs() <= window_size)
+    keep = _draw((num_heads, length, length), num_random_keys, seed) | near
     return _table(keep, length, special_tokens=SPECIAL_TOKENS[num_global_tokens])
 
 
@@ -180,9 +185,9 @@ def longformer(
     """
     check_range("window_size", window_size, 0)
     check_range("num_global_tokens", num_global_tokens, 0, length)
-    i, j = _rows_and_columns(length)
+    near = _diagonals(length, lambda offset: offset.abs() <= window_size)
     is_global = _draw((num_heads, length), num_global_tokens, seed)
-    return _table(is_global[:, :, None] | is_global[:, None, :] | ((i - j).abs() <= window_size), length)
+    return _table(is_global[:, :, None] | is_global[:, None, :] | near, length)
 
 
 def strided_cycle(length: int, *, stride: int = 16) -> SparseMask:
@@ -193,9 +198,8 @@ def strided_cycle(length: int, *, stride: int = 16) -> SparseMask:
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Eq. 4, w = `stride`.
     """
     check_range("stride", stride, 1)
-    i, j = _rows_and_columns(length)
-    near = (j - i >= -((stride + 1) // 2)) & (j - i <= stride // 2)
-    return _cycle([near, (j - i) % stride == 0], length)
+    near = _diagonals(length, lambda offset: (offset >= -((stride + 1) // 2)) & (offset <= stride // 2))
+    return _cycle([near, _diagonals(length, lambda offset: offset % stride == 0)], length)
 
 
 def fixed_cycle(length: int, *, stride: int = 16) -> SparseMask:
@@ -218,8 +222,9 @@ def star_cycle(length: int, *, window_size: int = 16) -> SparseMask:
     """
     check_range("window_size", window_size, 1)
     i, j = _rows_and_columns(length)
-    offset = (i - j).abs()
-    ring = (offset <= window_size) | (offset >= length - 1 - window_size)
+    ring = _diagonals(
+        length, lambda offset: (offset.abs() <= window_size) | (offset.abs() >= length - 1 - window_size)
+    )
     return _cycle([ring | (i == length - 1) | (j == length - 1)], length)
 
 
