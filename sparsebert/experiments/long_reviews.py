@@ -56,7 +56,7 @@ class LongReviews:
             truncating them costs nothing.
         train_examples, test_examples (`int`): Texts to train on and to classify, drawn with a fixed seed.
         seeds (`list[int]`): Seeds of the head, the order of the texts and dropout.
-        learning_rate, num_train_epochs, batch_size: See `TrainingArguments`.
+        learning_rate, num_train_epochs, warmup_steps, batch_size: See `TrainingArguments`.
         bf16 (`bool`): Train in bfloat16 (autocast), and classify with weights in bfloat16.
     """
 
@@ -70,6 +70,7 @@ class LongReviews:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
     learning_rate: float = 1e-4
     num_train_epochs: float = 2.0
+    warmup_steps: float = 0.1
     batch_size: int = 16
     bf16: bool = False
 
@@ -78,7 +79,7 @@ def cells(settings: LongReviews) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     names = (
         *("reviews", "longer_than", "train_examples", "test_examples"),
-        *("learning_rate", "num_train_epochs", "batch_size", "bf16"),
+        *("learning_rate", "num_train_epochs", "warmup_steps", "batch_size", "bf16"),
     )
     common = {name: getattr(settings, name) for name in names}
     models = named_models(settings.model, settings.masked)
@@ -164,8 +165,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"task": TASK, "data": str(folder / "data"), "model": _long_enough(cell, folder)}
     data |= {"max_length": cell["max_length"], "test_split": [], "simple_baseline": False, "skip_bad": True}
-    training = {"output_dir": str(folder / "run"), "seed": cell["seed"], "learning_rate": cell["learning_rate"]}
-    training |= {"num_train_epochs": cell["num_train_epochs"], "per_device_train_batch_size": cell["batch_size"]}
+    training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
+    training |= {"output_dir": str(folder / "run"), "per_device_train_batch_size": cell["batch_size"]}
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
     training |= {"disable_tqdm": True, "report_to": "none"} | precision(cell["bf16"])
     output = finetune({"data": data, "model": {}, "training": training})

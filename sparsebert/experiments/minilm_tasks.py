@@ -34,7 +34,7 @@ class MiniLMTasks:
         tasks (`list[str]`): Keys of `TASKS`.
         data (`str`, *optional*): Folder of the tasks' files, such as GLUE; by default the Hub.
         seeds (`list[int]`): Seeds of the head, the order of the examples and dropout.
-        learning_rate, num_train_epochs: See `TrainingArguments`.
+        learning_rate, num_train_epochs, warmup_steps: See `TrainingArguments`.
         bf16 (`bool`): Fine-tune in bfloat16 (autocast).
         max_train_examples (`int`): Maximum number of examples to train on.
         max_length (`int`, *optional*): Maximum number of tokens per input; by default the task's.
@@ -50,6 +50,7 @@ class MiniLMTasks:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
     learning_rate: float = 5e-5
     num_train_epochs: float = 3.0
+    warmup_steps: float = 0.1
     bf16: bool = False
     max_train_examples: int = 10_000
     max_length: int | None = None
@@ -57,7 +58,10 @@ class MiniLMTasks:
 
 def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = ("data", "learning_rate", "num_train_epochs", "bf16", "max_train_examples", "max_length")
+    names = (
+        *("data", "learning_rate", "num_train_epochs", "warmup_steps"),
+        *("bf16", "max_train_examples", "max_length"),
+    )
     common = {name: getattr(settings, name) for name in names}
     return {
         f"{task}_{system}_seed_{seed}": common
@@ -106,7 +110,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     data = {name: cell[name] for name in ("task", "data", "max_train_examples", "max_length")}
     data["model"] = located(cell["model"])
-    training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "seed")}
+    training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
     training |= {"output_dir": str(folder / "run"), "disable_tqdm": True, "report_to": "none"}
     training |= precision(cell["bf16"])
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
