@@ -11,7 +11,7 @@ from test_training import LENGTH, history, make_trainer, rows, weights
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.masks.expansion import parameter_index
 from sparsebert.masks.sparse_mask import special_entries
-from sparsebert.search.learned_mask import MASK_PROBS_NAME
+from sparsebert.search.learned_mask import MASK_PROBS_NAME, expand_probs
 from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
 from sparsebert.search.searches import best_of_rows, prune
 from sparsebert.training.finetuning import finetune
@@ -201,8 +201,9 @@ def test_run(finished):
     assert sparse_attention.mask.metadata["pruning"] == SETTINGS | settings | {"scope": "head"}
     assert sparse_attention.mask.num_layers == (1 if model.config.share_layers else 2)
     if settings["score"] == "probs":
-        probs = load_file(folder / MASK_PROBS_NAME)["probs"]
-        assert torch.equal(probs > 0, sparse_attention.mask.to_table().flatten(0, 1))
+        mask, probs = sparse_attention.mask, load_file(folder / MASK_PROBS_NAME)["probs"]
+        probs = expand_probs(probs.unflatten(0, (mask.num_layers, mask.num_heads)), mask)
+        assert torch.equal(probs > 0, mask.to_table())
     # Sparsity by step: nothing up to step 2, all from step 7 on.
     found = {}
     for step in range(1, 11):

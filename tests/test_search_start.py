@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from sparsebert import SparseBertForMaskedLM
+from sparsebert.analysis.runs import read_run
 from sparsebert.training.matching import random_batches
 from sparsebert.training.pretraining import pretrain
 from sparsebert.training.search_start import START_ROWS
@@ -67,13 +68,13 @@ def attention_by_offset(base, text, words):
 
 def test_the_search_starts_from_the_attention_of_the_base_model(recipe, base, tmp_path, word_tokenizer):
     pretrain(recipe("run", training={"save_steps": 1}))
-    started = load_file(tmp_path / "run/mask_probs.safetensors")["probs"].view(2, -1, LENGTH, LENGTH)
+    started = read_run(tmp_path / "run").probs
     found = torch.stack([started[..., 1, 1 + k] for k in range(LENGTH - 2)], -1).flatten(0, 1)
     expected = attention_by_offset(base, tmp_path / "text.txt", word_tokenizer).flatten(0, 1)
     for ours, theirs in zip(found, expected, strict=True):
         assert spearmanr(ours, theirs).statistic > 0.9
     pretrain(recipe("local", data={"start_from_attention": False}))
-    local = load_file(tmp_path / "local/mask_probs.safetensors")["probs"].view(started.shape)
+    local = read_run(tmp_path / "local").probs
     near = torch.stack([local[..., 1, 1 + k] for k in range(LENGTH - 2)], -1)
     assert (near.diff(dim=-1) < 1e-3).all() and (found.diff(dim=-1) > 0.02).any(-1).all()
     assert SparseBertForMaskedLM.from_pretrained(tmp_path / "run").sparse_attention.mask.sparsity == pytest.approx(

@@ -33,7 +33,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
-from ..search.learned_mask import MASK_PROBS_NAME
+from ..search.learned_mask import MASK_PROBS_NAME, expand_probs
 from .pictures import KEPT
 
 
@@ -155,22 +155,23 @@ def _read_probs(path, mask):
         found = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from error
-    probs, log_odds = found.get("probs"), found.get("log_odds")
-    shape = (mask.num_layers, mask.num_heads, mask.length, mask.length)
-    expected = (shape[0] * shape[1], *shape[2:])
-    if probs is None or tuple(probs.shape) != expected:
+    probs, log_odds, n = found.get("probs"), found.get("log_odds"), mask.length
+    heads = (mask.num_layers, mask.num_heads)
+    expected = [(n, n)] if mask.form == "table" else [(n, n), (mask.keep.shape[-1],)]
+    expected = [(heads[0] * heads[1], *size) for size in expected]
+    if probs is None or tuple(probs.shape) not in expected:
         got = "nothing" if probs is None else str(tuple(probs.shape))
-        raise ValueError(f"{path}: probs must have shape {expected}, as the mask beside it, got {got}")
+        shapes = " or ".join(map(str, expected))
+        raise ValueError(f"{path}: probs must have shape {shapes}, as the mask beside it, got {got}")
     probs = probs.float()
     if not ((probs >= 0) & (probs <= 1)).all():
         raise ValueError(f"{path}: probs must be in [0, 1], got {probs.min().item()} to {probs.max().item()}")
     if log_odds is not None:
-        n = mask.length
         sizes = [(n, n), *([(n**2,), (n * (n + 1) // 2,)] if mask.form == "table" else [(mask.keep.shape[-1],)])]
-        if log_odds.shape not in [(expected[0], *size) for size in sizes] or log_odds.isnan().any():
+        if log_odds.shape not in [(heads[0] * heads[1], *size) for size in sizes] or log_odds.isnan().any():
             raise ValueError(f"{path}: log_odds of shape {tuple(log_odds.shape)} are not those of the mask beside it")
-        log_odds = log_odds.float().unflatten(0, shape[:2])
-    return probs.view(shape), log_odds
+        log_odds = log_odds.float().unflatten(0, heads)
+    return expand_probs(probs.unflatten(0, heads), mask), log_odds
 
 
 def _check_source(source, hub_arguments):

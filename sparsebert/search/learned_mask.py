@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging
 
 from ..files import replace_files
+from ..masks.expansion import expand, special_entries
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
@@ -52,8 +53,8 @@ def save_probs(
 
     Args:
         folder (`Path`): Where to, created if missing.
-        probs (`torch.Tensor` of shape `(L, H, n, n)`): P before freezing, see [`LearnedMask.entry_probs`]. The file
-            has it as float32 `(L * H, n, n)` under the key `"probs"`.
+        probs (`torch.Tensor`): P before freezing, see [`LearnedMask.found_probs`]; in the file under the key
+            `"probs"`, with L and H joined.
         log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, with L and H joined, too.
         outcome (`dict`, *optional*): See [`LearnedMask.freeze`].
     """
@@ -61,6 +62,26 @@ def save_probs(
     tensors = {"probs": probs.flatten(0, 1).contiguous(), "log_odds": log_odds.flatten(0, 1).contiguous()}
     metadata = None if outcome is None else {_OUTCOME: json.dumps(outcome)}
     replace_files({folder / MASK_PROBS_NAME: safetensors.torch.save(tensors, metadata)})
+
+
+def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
+    """
+    P of every entry, special tokens and a fixed diagonal included.
+
+    Args:
+        probs (`torch.Tensor` of shape `(L, H, K)` or `(L, H, n, n)`): See [`LearnedMask.found_probs`].
+        mask ([`SparseMask`]): The mask that the search was frozen to.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, n, n)`.
+    """
+    if probs.ndim == 4:
+        return probs
+    table = expand(probs, mask.form, mask.length, mask.length, mask.block_size, mask.length_policy, off=0.0, on=1.0)
+    table[..., special_entries(mask.length, mask.special_tokens)] = 1.0
+    if mask.diagonal is not None:
+        table.diagonal(dim1=-2, dim2=-1).fill_(float(mask.diagonal))
+    return table
 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
@@ -172,6 +193,14 @@ class LearnedMask:
         search = self.search
         probs = search.expand(self.probs().cpu(), search.length, off=0.0, on=1.0)
         return torch.where(search.fixed >= 0, search.fixed.float(), probs)
+
+    @torch.no_grad()
+    def found_probs(self) -> torch.Tensor:
+        """
+        P in the smallest form: of the parameters `(L, H, K)` if each decides the entries of a distance, otherwise of
+        the entries `(L, H, n, n)`; float32, on the CPU. [`expand_probs`] turns the first into the second.
+        """
+        return self.probs().cpu() if self.search.by_distance(self.search.length) else self.entry_probs()
 
     @torch.no_grad()
     def log_odds(self) -> torch.Tensor:

@@ -308,8 +308,8 @@ class ProgressivePruning(TrainerCallback):
 
     def _freeze(self, sparse_attention, optimizer, output):
         if sparse_attention.searching:
-            probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
-            log_odds = sparse_attention.learned.log_odds()
+            learned, logits = sparse_attention.learned, sparse_attention.mask_logits
+            probs, log_odds = learned.found_probs(), learned.log_odds()
             sparse_attention.freeze(metadata={"pruning": self.settings})
             if optimizer is not None:
                 forget(optimizer, logits)

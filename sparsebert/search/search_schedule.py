@@ -37,7 +37,7 @@ class SearchSchedule(TrainerCallback):
     since a run that resumes after that point cannot find them again.
 
     Attributes:
-        probs (`torch.Tensor` of shape `(L, H, n, n)`): P when the mask was frozen, `None` before.
+        probs (`torch.Tensor`): P when the mask was frozen, see [`LearnedMask.found_probs`]; `None` before.
         log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`], likewise.
         outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
@@ -136,8 +136,8 @@ class SearchSchedule(TrainerCallback):
             ValueError: If the mask cannot be frozen, see [`SparseAttention.freeze`].
             MaskMismatchError: If the processes of a distributed training would freeze different masks.
         """
-        probs, logits = sparse_attention.mask_probs(), sparse_attention.mask_logits
-        log_odds = sparse_attention.learned.log_odds()
+        learned, logits = sparse_attention.learned, sparse_attention.mask_logits
+        probs, log_odds = learned.found_probs(), learned.log_odds()
         try:
             _, outcome = sparse_attention.end_search(*self._freezing)
         except (ValueError, FloatingPointError) as error:

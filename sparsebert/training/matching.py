@@ -99,22 +99,26 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     sparse_attention = get_sparse_attention(model)
     config, implementation = sparse_attention.config, model.config._attn_implementation
     search, logits = _searched(sparse_attention)
-    length = search.length
-    total = torch.zeros((), device=model.device)
+    length, num_batches = search.length, 0
+    totals = torch.zeros((), device=model.device)
     model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
     with torch.no_grad(), running_through(model, dense):
         for ids in batches:
             if ids.shape[1] == length:
-                means: list[torch.Tensor] = []
-                with recorded(attention_modules(model), means, lambda output: output[1].float().mean(0)):
+                sums: list[torch.Tensor] = []
+                # The probabilities of one layer at a time: those of all would take L * H * n * n numbers.
+                with recorded(
+                    attention_modules(model), sums, lambda output: search.sums(output[1].float().mean(0)[None])
+                ):
                     model.base_model(input_ids=ids)
-                total = total + torch.stack(means)  # (L, H, n, n)
+                totals = totals + torch.cat(sums)  # (L, H, K)
+                num_batches += 1
     model.set_attn_implementation(implementation)
-    total = total.to(logits.device)  # under DeepSpeed and FSDP they are on the accelerator before the weights are
+    totals = totals.to(logits.device)  # under DeepSpeed and FSDP they are on the accelerator before the weights are
     if config.share_layers:
-        total = total.mean(0, keepdim=True)
+        totals = totals.mean(0, keepdim=True)
     counts = search.counts_on(logits.device)
-    density = search.sums(total) / counts.clamp(min=1) / total.sum((-2, -1))[..., None] * length
+    density = totals / counts.clamp(min=1) / num_batches  # each of the n rows of probabilities sums to 1
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
         logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)

@@ -24,7 +24,7 @@ from ..masks.matched import MATCHED, matched_patterns
 from ..masks.sparse_mask import SparseMask
 from ..models.loading import model_class_of
 from ..search.budget import scheduled
-from ..search.learned_mask import LearnedMask, save_probs
+from ..search.learned_mask import LearnedMask, expand_probs, save_probs
 from .matching import agreement, carrier, inference_seconds, learn_mask, random_batches, recover, start_from_attention
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
@@ -93,11 +93,10 @@ def _search(
     begin = time.perf_counter()
     given = given_mask(options, fields, config)
     attach_mask(model, options, fields, given)
-    outcome, probs, log_odds, learned = None, None, None, None
+    outcome, learned = None, None
     masks = {} if given is None else {GIVEN: given}
     if given is None:
         started_from, outcome, learned = _learn(model, options, fields, rows, log)
-        probs, log_odds = learned.entry_probs(), learned.log_odds()
         masks = {LEARNED: model.freeze(metadata={"run": output.name}), STARTED_FROM: started_from}
         seconds["search"] = time.perf_counter() - begin
     mask = model.sparse_attention.mask
@@ -108,12 +107,12 @@ def _search(
             mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
         )
     begin = time.perf_counter()
+    model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
     compared = {"dense": carrier(model).mask} | masks
     report = agreement(model, compared, held_out, teacher, mlm_tokenizer, seed=options.seed)
     seconds["report"] = time.perf_counter() - begin
     if options.recover and teacher is not None:
         begin = time.perf_counter()
-        model.set_attn_implementation("sparse_auto")
         batches = random_batches(rows, options.batch_size, options.recover, options.seed + 1, options.shortest)
         growing = None
         if options.recover_from is not None and learned is not None:
@@ -128,16 +127,17 @@ def _search(
         masks[recovered] = mask
     inference = None
     if options.timed:
-        model.set_attn_implementation("sparse_auto")
         stock: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
         inference = inference_seconds({"dense": stock.to(device), "masked": model}, held_out)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     if find_spec("matplotlib"):
         plot_heads(mask, output / "heads.png")
-    if probs is not None and log_odds is not None:
-        save_probs(output, probs, log_odds, outcome)
+    if learned is not None:
+        probs = learned.found_probs()
+        save_probs(output, probs, learned.log_odds(), outcome)
         if find_spec("matplotlib"):
+            probs = expand_probs(probs, mask)
             plot_mean_probs(probs, output / "mean_probs.png")
             plot_offset_profile(probs, output / "offset_profile.png", mask.special_tokens)
     parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}

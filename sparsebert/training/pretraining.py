@@ -14,7 +14,7 @@ from ..analysis.importance import analysed_special_tokens, position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..files import locked_output, write_metrics
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..search.learned_mask import MASK_PROBS_NAME, read_outcome
+from ..search.learned_mask import MASK_PROBS_NAME, expand_probs, read_outcome
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .batch_ramp import BatchRamp, check_batch_ramp
@@ -181,14 +181,15 @@ def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["
         schedule.freeze(sparse_attention)
         if trainer.is_world_process_zero():
             schedule.save(output)  # not before the search is saved, which removes the P of another run
+    mask = sparse_attention.mask
     if schedule.probs is not None:
-        return schedule.probs, {"search_outcome": schedule.outcome}
-    probs = sparse_attention.mask_probs()
+        return expand_probs(schedule.probs, mask), {"search_outcome": schedule.outcome}
     outcome = None if model.config.search is None else read_outcome(output)
     if outcome is None:
-        return probs, {}
+        return sparse_attention.mask_probs(), {}
     # The mask was frozen before the run was interrupted.
-    return load_file(output / MASK_PROBS_NAME)["probs"].view_as(probs), {"search_outcome": outcome}
+    probs = load_file(output / MASK_PROBS_NAME)["probs"].unflatten(0, (mask.num_layers, mask.num_heads))
+    return expand_probs(probs, mask), {"search_outcome": outcome}
 
 
 def _rows_seen(trainer: SparseBertTrainer) -> float:
