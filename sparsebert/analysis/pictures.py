@@ -128,11 +128,11 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
     for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
         _draw_mask(axis, head, panel)
         place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
-        axis.set_title(f"{place}\n{1 - head.float().mean():.1%} removed", fontsize=7 if num_layers > 1 else 8)
+        axis.set_title(f"{place}\n{1 - head.count_nonzero() / head.numel():.1%} removed", fontsize=7 if num_layers > 1 else 8)
     partly = "" if _interpolation(length, panel) == "nearest" else ", gray: a pixel with both"
     figure.suptitle(
         f"Attention masks{f' of {name}' if name else ''}\n{_size(table[None])}, "
-        f"{1 - table.float().mean():.1%} removed\n({WHITE_ATTENDS}{partly})",
+        f"{1 - table.count_nonzero() / table.numel():.1%} removed\n({WHITE_ATTENDS}{partly})",
         fontsize=10,
     )
     figure.supxlabel("key position j", fontsize=9)

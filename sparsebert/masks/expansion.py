@@ -210,7 +210,8 @@ def num_kept(
     if form == "table":
         square = keep[..., start:end, start:end]
         on_diagonal = int(square.diagonal(dim1=-2, dim2=-1).sum())
-        off_diagonal = int((square.tril(-1) if causal else square).sum()) - (0 if causal else on_diagonal)
+        # A sum would first turn the entries into integers of 8 bytes.
+        off_diagonal = int((square.tril(-1) if causal else square).count_nonzero()) - (0 if causal else on_diagonal)
     else:
         pairs = token_pairs(start, end, block_size or 1, keep.shape[-1])
         off_diagonal = round((keep.double() @ pairs).sum().item()) // (2 if causal else 1)
