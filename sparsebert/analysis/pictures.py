@@ -30,6 +30,9 @@ _GALLERY_PARAMETERS: dict[str, dict[str, Any]] = {
     "star_cycle": {"window_size": 1},
 }
 
+# More rows than a panel has pixels.
+_MOST_CELLS = 1024
+
 # Markers tell the groups apart in print.
 _GROUP_STYLES = {
     "diagonal": (BLACK, "o"),
@@ -92,10 +95,19 @@ def _interpolation(length, inches):
     return "nearest" if length <= 0.85 * inches * DPI else "antialiased"
 
 
+def _draw_table(axis, table, inches, **style):
+    """Draw values `(n, n)`, those of a large table averaged over small squares: a figure holds what it shows."""
+    length = len(table)
+    if (size := math.ceil(length / _MOST_CELLS)) > 1:
+        table = torch.nn.functional.avg_pool2d(table.float()[None], size, ceil_mode=True)[0]
+    extent = (-0.5, length - 0.5, length - 0.5, -0.5)
+    interpolation = _interpolation(len(table), inches)
+    return axis.imshow(table.float().numpy(), extent=extent, interpolation=interpolation, **style)
+
+
 def _draw_mask(axis, table, inches):
     """Draw one mask `(n, n)`, white where a query may attend."""
-    interpolation = _interpolation(len(table), inches)
-    axis.imshow(table.float().numpy(), cmap="gray", vmin=0, vmax=1, interpolation=interpolation)
+    _draw_table(axis, table, inches, cmap="gray", vmin=0, vmax=1)
     axis.set_xticks([])
     axis.set_yticks([])
 
@@ -128,7 +140,8 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
     for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
         _draw_mask(axis, head, panel)
         place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
-        axis.set_title(f"{place}\n{1 - head.count_nonzero() / head.numel():.1%} removed", fontsize=7 if num_layers > 1 else 8)
+        removed = 1 - head.count_nonzero() / head.numel()
+        axis.set_title(f"{place}\n{removed:.1%} removed", fontsize=7 if num_layers > 1 else 8)
     partly = "" if _interpolation(length, panel) == "nearest" else ", gray: a pixel with both"
     figure.suptitle(
         f"Attention masks{f' of {name}' if name else ''}\n{_size(table[None])}, "
@@ -143,13 +156,12 @@ def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike
 def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     """Draw the mean P of every panel on one color scale, from the lowest mean to the highest."""
     figure, axes, parts = _panels(probs, 5.8, 4.9)
-    means = [part.mean((0, 1, 2)).numpy() for part in parts]
+    means = [part.mean((0, 1, 2)) for part in parts]
     low, high = float(min(mean.min() for mean in means)), float(max(mean.max() for mean in means))
     # A constant, such as a dense mask, would get a scale from below to beyond it.
     low, high = (0, 1) if low == high else (low, high)
-    interpolation = _interpolation(len(means[0]), 4.3 if len(parts) == 1 else 2.4)
     for axis, mean in zip(axes, means, strict=True):
-        image = axis.imshow(mean, cmap="cividis", vmin=low, vmax=high, interpolation=interpolation)
+        image = _draw_table(axis, mean, 4.3 if len(parts) == 1 else 2.4, cmap="cividis", vmin=low, vmax=high)
         if ticks is not None:
             axis.set_xticks(*ticks)
             axis.set_yticks(*ticks)
@@ -237,7 +249,7 @@ def plot_importance(probs: torch.Tensor, path: str | os.PathLike, special_tokens
     figure = new_figure(5.6 * len(panels), 5.2)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (panel, title, ticks) in zip(axes, panels, strict=True):
-        image = axis.imshow(panel.numpy(), cmap="cividis", interpolation=_interpolation(len(panel), 4.3))
+        image = _draw_table(axis, panel, 4.3, cmap="cividis")
         axis.set_title(title, fontsize=10)
         if ticks is not None:
             axis.set_xticks(*ticks)
