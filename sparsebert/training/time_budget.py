@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
@@ -23,7 +24,7 @@ ENDLESS = 10**9
 class TimeBudget(TrainingClock):
     """
     Ends a training after a number of minutes: the step is finished, and a checkpoint saved if the run saves any. A run
-    that is resumed has the minutes that were left.
+    that is resumed has the minutes that were left. Processes follow the clock of the first.
 
     Args:
         minutes (`float`): The budget, more than 0.
@@ -70,6 +71,15 @@ class TimeBudget(TrainingClock):
     ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self._stop(state, control)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_optimizer_step(args, state, control, **kwargs)  # before the schedule of the learning rate goes on
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            seconds = torch.tensor(self.elapsed, device=args.device)
+            torch.distributed.broadcast(seconds, 0)
+            self.elapsed = seconds.item()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -11,7 +10,7 @@ from transformers.trainer_callback import ExportableState
 class TrainingClock(TrainerCallback, ExportableState):
     """
     Counts the seconds in `train`, with evaluations and checkpoints. Checkpoints hold the count, and a run that is
-    resumed continues it. Processes follow the clock of the first.
+    resumed continues it.
 
     Attributes:
         elapsed (`float`): Seconds of training as of the last step.
@@ -24,14 +23,10 @@ class TrainingClock(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"elapsed": self.elapsed}}
 
-    def _read_clock(self, device):
+    def _read_clock(self):
         now = time.perf_counter()
         assert self._began is not None
         self.elapsed, self._began = self.elapsed + now - self._began, now
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            seconds = torch.tensor(self.elapsed, device=device)
-            torch.distributed.broadcast(seconds, 0)
-            self.elapsed = seconds.item()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -45,9 +40,9 @@ class TrainingClock(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._read_clock(args.device)  # before the schedule of the learning rate goes on
+        self._read_clock()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._read_clock(args.device)
+        self._read_clock()
