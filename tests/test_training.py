@@ -133,7 +133,7 @@ def test_search_that_ends_within_the_training(tiny_config, tmp_path, step):
     model, schedule, trainer = run()
     assert not model.sparse_attention.searching and schedule.outcome["asked"] == 0.6
     assert model.sparse_attention.mask.sparsity == pytest.approx(schedule.outcome["got"])
-    assert schedule.probs.shape == (1, 4, 16, 16)
+    assert schedule.probs.shape == (1, 4, 14)  # of each distance between tokens that are not special
     groups = trainer.optimizer.param_groups
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
     resumed, _, second = run(str(tmp_path / f"checkpoint-{step}"))
