@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from sparsebert import SparseMask, build_pattern
-from sparsebert.masks.sparse_mask import special_entries
+from sparsebert.masks.expansion import special_entries
 
 
 FOLDER = Path(__file__).parent / "masks"

@@ -119,11 +119,11 @@ def measured(options):
 
 
 def table(report):
-    """Time and score of every system, with its differences, over the documents, to those truncated and split."""
+    """Time and score of every system, with its differences over the documents to the dense ones."""
     cells = report["cells"]
 
     def compared(cell, name):
-        """The cell that another one is compared with: in the same precision, and at its length if it is split."""
+        """The cell that another one is compared with: in the same precision, and at its length if it reads as much."""
         for other in cells:
             same = other["precision"] == cell["precision"] and other["system"] == f"dense, {name}"
             if same and (name == TRUNCATED or other["length"] == cell["length"]) and other is not cell:
@@ -133,8 +133,9 @@ def table(report):
     pairs = {
         (index, name): (cell["reciprocal_ranks"], other["reciprocal_ranks"])
         for index, cell in enumerate(cells)
-        for name in (TRUNCATED, SPLIT)
-        if (other := compared(cell, name))
+        for name in (TRUNCATED, WHOLE, SPLIT)
+        # whole and split are compared once
+        if (other := compared(cell, name)) and (name, cell["system"]) != (SPLIT, f"dense, {WHOLE}")
     }
     tests = {key: paired_difference(*pair) for key, pair in pairs.items()}
     corrected = dict(zip(tests, holm([test["p"] for test in tests.values()]), strict=True))
@@ -143,7 +144,7 @@ def table(report):
         row = {"system": cell["system"], "tokens": str(cell["length"]), "precision": cell["precision"]}
         row["ms of CPU"] = f"{cell['cpu_ms']:.0f}"
         row["MRR"] = f"{fmean(cell['reciprocal_ranks']):.3f}"
-        for name in (TRUNCATED, SPLIT):
+        for name in (TRUNCATED, WHOLE, SPLIT):
             key = (index, name)
             if key in tests:
                 row[f"minus {name}"] = "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**tests[key])

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from test_training import LENGTH, history, make_trainer, rows, weights
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
-from sparsebert.masks.expansion import parameter_index
-from sparsebert.masks.sparse_mask import special_entries
+from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.search.learned_mask import MASK_PROBS_NAME, expand_probs
 from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
 from sparsebert.search.searches import best_of_rows, prune

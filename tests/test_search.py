@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from sparsebert import SEARCHES, SparseAttention, SparseBertModel
-from sparsebert.masks.expansion import parameter_index
-from sparsebert.masks.sparse_mask import special_entries
+from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.search.decided_entries import TiedEntries
 from sparsebert.search.searches import (
     gumbel_noise,

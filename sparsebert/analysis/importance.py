@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from scipy import stats
 
-from ..masks.expansion import toeplitz_index
-from ..masks.sparse_mask import SparseMask, special_entries
+from ..masks.expansion import special_entries, toeplitz_index
+from ..masks.sparse_mask import SparseMask
 
 
 CONFIDENCE = 0.95

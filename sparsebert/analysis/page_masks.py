@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..masks.compiled import base_table
-from ..masks.sparse_mask import SparseMask, special_entries
+from ..masks.expansion import special_entries
+from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import live_tiles
 
 

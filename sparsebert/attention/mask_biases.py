@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..masks.compiled import compiled
+from ..masks.expansion import special_entries
 from ..masks.exported import exported_structure, exporting
-from ..masks.sparse_mask import SparseMask, special_entries
+from ..masks.sparse_mask import SparseMask
 from .bias_entries import REMOVED, additive, first_real, kept_entries, last_real, set_entries
 from .mask_inputs import MaskInputs
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from .sparse_mask import SparseMask, special_entries
+from .expansion import fill_fixed_entries
+from .sparse_mask import SparseMask
 
 
 # Bytes of cached forms per mask; beyond this the least recently used are dropped. Padded batches vary in length.
@@ -36,11 +37,9 @@ def base_table(mask: SparseMask, length: int, causal: bool = False, special: str
     Raises:
         ValueError: See [`SparseMask.structure`].
     """
-    table = mask.structure(length)
-    if special != "none" and mask.special_tokens != "none":
-        table = table | special_entries(length, "first" if special == "first" else mask.special_tokens)
-    if mask.diagonal is not None:
-        table.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)
+    if special == "all" or mask.special_tokens == "none":
+        special = mask.special_tokens
+    table = fill_fixed_entries(mask.structure(length), special, mask.diagonal)
     return table.tril() if causal else table
 
 

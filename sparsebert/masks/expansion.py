@@ -96,6 +96,26 @@ def special_entries(
     return special[..., :, None] | special[..., None, :]
 
 
+def fill_fixed_entries(table: torch.Tensor, special_tokens: str, diagonal: bool | None) -> torch.Tensor:
+    """
+    Set, in place, the entries that no parameter decides.
+
+    Args:
+        table (`torch.Tensor` of shape `(..., n, n)`): The entries of a mask, of any dtype.
+        special_tokens (`str`): Tokens whose rows and columns become 1, see [`special_entries`].
+        diagonal (`bool`, *optional*): What all n diagonal entries become, those of special tokens included. `None`
+            leaves them unchanged.
+
+    Returns:
+        `torch.Tensor`: `table`.
+    """
+    if special_tokens != "none":
+        table.masked_fill_(special_entries(table.shape[-1], special_tokens, device=table.device), 1)
+    if diagonal is not None:
+        table.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
+    return table
+
+
 def check_length(length: int, mask_length: int, form: str) -> None:
     """
     Check an input of a mask whose length policy is `"error"`.

@@ -29,9 +29,9 @@ from .expansion import (
     check_length,
     default_length_policy,
     expand,
+    fill_fixed_entries,
     num_empty_rows,
     num_kept,
-    special_entries,
 )
 from .mask_cards import bare_mask_card, save_card
 from .mask_files import (
@@ -213,11 +213,7 @@ class SparseMask:
         Raises:
             ValueError: See [`SparseMask.structure`].
         """
-        table = self.structure(length)
-        table = table | special_entries(table.shape[-1], self.special_tokens)
-        if self.diagonal is not None:
-            table.diagonal(dim1=-2, dim2=-1).fill_(self.diagonal)
-        return table
+        return fill_fixed_entries(self.structure(length), self.special_tokens, self.diagonal)
 
     def mask_mod(
         self, layer: int = 0, length: int | None = None, device: torch.device | str | None = None

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging
 
 from ..files import replace_files
-from ..masks.expansion import expand, special_entries
+from ..masks.expansion import expand, fill_fixed_entries
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
@@ -78,10 +78,7 @@ def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     if probs.ndim == 4:
         return probs
     table = expand(probs, mask.form, mask.length, mask.length, mask.block_size, mask.length_policy, off=0.0, on=1.0)
-    table[..., special_entries(mask.length, mask.special_tokens)] = 1.0
-    if mask.diagonal is not None:
-        table.diagonal(dim1=-2, dim2=-1).fill_(float(mask.diagonal))
-    return table
+    return fill_fixed_entries(table, mask.special_tokens, mask.diagonal)
 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
@@ -192,7 +189,7 @@ class LearnedMask:
         """P of every entry, fixed ones included: `(L, H, n, n)`, float32, on the CPU."""
         search = self.search
         probs = search.expand(self.probs().cpu(), search.length, off=0.0, on=1.0)
-        return torch.where(search.fixed >= 0, search.fixed.float(), probs)
+        return fill_fixed_entries(probs, search.special_tokens, search.diagonal)
 
     @torch.no_grad()
     def found_probs(self) -> torch.Tensor:

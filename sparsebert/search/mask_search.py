@@ -17,10 +17,10 @@ from ..masks.expansion import (
     SPECIAL_TOKENS,
     check_length,
     expand,
+    fill_fixed_entries,
     num_empty_rows,
     num_kept,
     parameter_index,
-    special_entries,
     token_pairs,
 )
 from ..masks.mask_files import check_sizes
@@ -169,10 +169,8 @@ class MaskSearch:
     @functools.cached_property
     def fixed(self) -> torch.Tensor:
         """Which entries are learned, int8 `(n, n)`: 1 always on, 0 always off, -1 learned."""
-        with torch.device("cpu"):
-            fixed = torch.full((self.length, self.length), -1, dtype=torch.int8)
-            fixed[special_entries(self.length, self.special_tokens)] = 1
-            return fixed if self.diagonal is None else fixed.fill_diagonal_(int(self.diagonal))
+        fixed = torch.full((self.length, self.length), -1, dtype=torch.int8, device="cpu")
+        return fill_fixed_entries(fixed, self.special_tokens, self.diagonal)
 
     # Copies and pickles make their own cache.
     def __getstate__(self) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from ..analysis.tables import Table
 from ..checks import check_range
 from ..files import check_output_dir, write_metrics
 from ..hub import HubArguments
-from ..masks.expansion import parameter_index
+from ..masks.expansion import fill_fixed_entries, parameter_index
 from ..masks.mask_files import MASK_CONFIG_NAME
-from ..masks.sparse_mask import SparseMask, special_entries
+from ..masks.sparse_mask import SparseMask
 from ..search.budget import head_budgets
 from ..search.decided_entries import TiedEntries
 from ..search.searches import keep_shares, prune, to_sparse_mask
@@ -143,10 +143,7 @@ def pruning_table(result: dict[str, Any]) -> Table:
 def fixed_entries(mask: SparseMask) -> torch.Tensor:
     """Which entries a search did not learn: int8 `(n, n)`, 1 always kept, 0 always removed, -1 learned."""
     fixed = torch.full((mask.length, mask.length), -1, dtype=torch.int8)
-    fixed[special_entries(mask.length, mask.special_tokens)] = 1
-    if mask.diagonal is not None:
-        fixed.fill_diagonal_(int(mask.diagonal))
-    return fixed
+    return fill_fixed_entries(fixed, mask.special_tokens, mask.diagonal)
 
 
 def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
