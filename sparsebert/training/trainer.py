@@ -1,22 +1,19 @@
 """The Trainer of pre-training and fine-tuning."""
 
 import math
-import shutil
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import HfApi
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
 from ..data.streams import RowStream
-from ..masks.mask_cards import CARD_NAME, own_card, save_card
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.masked_predictions import skips_logits
 from ..models.saving import without_adapters
@@ -24,6 +21,7 @@ from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
 from .divergence import check_weights, diverged, first_bad_weight
+from .hub_trainer import HubTrainer
 from .resuming import check_checkpoint
 from .sharded_trainer import ShardedTrainer
 from .stream_loading import StreamLoader
@@ -63,7 +61,7 @@ class MaskingEpoch(TrainerCallback):
             state.epoch = state.global_step / state.max_steps
 
 
-class SparseBertTrainer(ShardedTrainer):
+class SparseBertTrainer(HubTrainer, ShardedTrainer):
     """
     A [`~transformers.Trainer`] for models with a mask. It differs from the stock Trainer in that
 
@@ -157,19 +155,6 @@ class SparseBertTrainer(ShardedTrainer):
     def _check_weights(self, what: str) -> None:
         model: Any = self.model
         check_weights(model, what)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        # `save_model` has written the card of a model with a mask, or found one of the user.
-        path = Path(str(self.args.output_dir), CARD_NAME)
-        if self._sparse_attention() is None or not path.exists():
-            super().create_model_card(*args, **kwargs)
-        elif self.is_world_process_zero() and (card := own_card(path)) is not None:
-            names = {"language": "language", "license": "license", "tags": "tags", "dataset_tags": "datasets"}
-            for name, field in names.items():
-                if kwargs.get(name):
-                    given = kwargs[name] if isinstance(kwargs[name], list) or field == "license" else [kwargs[name]]
-                    card.data[field] = [*(card.data.get(field) or ()), *given] if field == "tags" else given
-            save_card(path.parent, card)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -339,53 +324,6 @@ class SparseBertTrainer(ShardedTrainer):
             self.args.save_total_limit = limit
         if self.args.should_save:
             rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
-
-    def _contradicting_files(self) -> Sequence[str]:
-        names = getattr(self.accelerator.unwrap_model(self.model), "_contradicting_files", None)
-        return () if names is None else names()
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        token = self.args.hub_token if token is None else token
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        self._delete_contradicting(token, revision)
-        return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
-        pushes = self.args.hub_strategy != HubStrategy.END and (self.args.hub_always_push or not busy)
-        if pushes and self.is_world_process_zero():
-            # The stock Trainer copies only the files that it knows to the folder that is pushed.
-            source, folder = Path(checkpoint_folder), Path(str(self.args.output_dir))
-            for name in self._contradicting_files():
-                (folder / name).unlink(missing_ok=True)
-            for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME):
-                if (source / name).is_file():
-                    shutil.copy(source / name, folder / name)
-            try:
-                self._delete_contradicting(self.args.hub_token, None)
-            except Exception as error:  # whatever it is, a training does not end for it
-                logger.warning(f"{self.hub_model_id}: the files of the previous mask could not be deleted: {error}")
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _delete_contradicting(self, token, revision):
-        """
-        Delete from the repository what belongs to another state of the mask, before the push: in between there is no
-        mask, and not that of another model.
-        """
-        if not self.is_world_process_zero() or not (names := self._contradicting_files()):
-            return
-        api, revision = HfApi(token=token), revision or self.args.hub_revision
-        if stale := sorted(set(names) & set(api.list_repo_files(self.hub_model_id, revision=revision))):
-            api.delete_files(self.hub_model_id, stale, commit_message="Delete the former mask", revision=revision)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)

@@ -1,0 +1,88 @@
+"""What a Trainer of models with a mask pushes to the Hub."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import logging
+
+from ..masks.mask_cards import CARD_NAME, own_card, save_card
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+
+
+logger = logging.get_logger(__name__)
+
+
+class HubTrainer(Trainer):
+    """
+    The part of [`SparseBertTrainer`] that is about the Hub.
+
+    - A push, at the end or of a checkpoint, contains the mask or the search, and deletes files that contradict it.
+    - The card of a model with a mask is kept, and completed with what the Trainer knows.
+    """
+
+    _sparse_attention: Callable[[], Any]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        # `save_model` has written the card of a model with a mask, or found one of the user.
+        path = Path(str(self.args.output_dir), CARD_NAME)
+        if self._sparse_attention() is None or not path.exists():
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero() and (card := own_card(path)) is not None:
+            names = {"language": "language", "license": "license", "tags": "tags", "dataset_tags": "datasets"}
+            for name, field in names.items():
+                if kwargs.get(name):
+                    given = kwargs[name] if isinstance(kwargs[name], list) or field == "license" else [kwargs[name]]
+                    card.data[field] = [*(card.data.get(field) or ()), *given] if field == "tags" else given
+            save_card(path.parent, card)
+
+    def _contradicting_files(self) -> Sequence[str]:
+        names = getattr(self.accelerator.unwrap_model(self.model), "_contradicting_files", None)
+        return () if names is None else names()
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self._delete_contradicting(token, revision)
+        return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        pushes = self.args.hub_strategy != HubStrategy.END and (self.args.hub_always_push or not busy)
+        if pushes and self.is_world_process_zero():
+            # The stock Trainer copies only the files that it knows to the folder that is pushed.
+            source, folder = Path(checkpoint_folder), Path(str(self.args.output_dir))
+            for name in self._contradicting_files():
+                (folder / name).unlink(missing_ok=True)
+            for name in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME):
+                if (source / name).is_file():
+                    shutil.copy(source / name, folder / name)
+            try:
+                self._delete_contradicting(self.args.hub_token, None)
+            except Exception as error:  # whatever it is, a training does not end for it
+                logger.warning(f"{self.hub_model_id}: the files of the previous mask could not be deleted: {error}")
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _delete_contradicting(self, token, revision):
+        """
+        Delete from the repository what belongs to another state of the mask, before the push: in between there is no
+        mask, and not that of another model.
+        """
+        if not self.is_world_process_zero() or not (names := self._contradicting_files()):
+            return
+        api, revision = HfApi(token=token), revision or self.args.hub_revision
+        if stale := sorted(set(names) & set(api.list_repo_files(self.hub_model_id, revision=revision))):
+            api.delete_files(self.hub_model_id, stale, commit_message="Delete the former mask", revision=revision)
