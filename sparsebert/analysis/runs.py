@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,10 @@ class Run(SavedMask):
 
     Attributes:
         quantity (`str`):
-            What `probs` holds: P, or the frozen mask where P was not saved.
-        probs (`torch.Tensor`):
-            P or mask, `(L, H, n, n)`, float32.
+            What `found_probs` holds: P, or the frozen mask where P was not saved.
+        found_probs (`torch.Tensor`):
+            P or mask, float32, of the entries `(L, H, n, n)` or the parameters `(L, H, K)`, see
+            [`LearnedMask.found_probs`].
         setup (`dict`):
             Settings that all seeds of one search share.
         log_odds (`torch.Tensor`, *optional*):
@@ -97,9 +99,14 @@ class Run(SavedMask):
     """
 
     quantity: str
-    probs: torch.Tensor
+    found_probs: torch.Tensor
     setup: dict[str, Any]
     log_odds: torch.Tensor | None = None
+
+    @cached_property
+    def probs(self) -> torch.Tensor:
+        """P or mask of every entry, `(L, H, n, n)`, float32."""
+        return expand_probs(self.found_probs, self.mask)
 
 
 def _find(source, name, hub_arguments):
@@ -150,7 +157,7 @@ def _read_search(source, config, hub_arguments):
 
 
 def _read_probs(path, mask):
-    """P before freezing `(L, H, n, n)`, checked against the mask that it was frozen to, and the log-odds or `None`."""
+    """P before freezing, checked against the mask that it was frozen to, and the log-odds or `None`."""
     try:
         found = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -171,7 +178,7 @@ def _read_probs(path, mask):
         if log_odds.shape not in [(heads[0] * heads[1], *size) for size in sizes] or log_odds.isnan().any():
             raise ValueError(f"{path}: log_odds of shape {tuple(log_odds.shape)} are not those of the mask beside it")
         log_odds = log_odds.float().unflatten(0, heads)
-    return expand_probs(probs.unflatten(0, heads), mask), log_odds
+    return probs.unflatten(0, heads), log_odds
 
 
 def _check_source(source, hub_arguments):
@@ -235,8 +242,8 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     source, name, config = _check_source(source, hub_arguments)
     if _is_searching(source, config, hub_arguments):
         searching = _read_search(source, config, hub_arguments)
-        probs, mask, config = searching.mask_probs(), searching.thresholded_mask(), searching.config
-        quantity, log_odds = KEPT, searching.learned.log_odds()
+        probs, log_odds = searching.learned.found_probs(), searching.learned.log_odds()
+        quantity, mask, config = KEPT, searching.thresholded_mask(), searching.config
     else:
         mask = _read_frozen(source, hub_arguments)
         # A run with a given mask may lie where a search ended before, whose P is not this mask's.

@@ -206,7 +206,7 @@ def _scores(run, fixed):
     if of_parameters and mask.form == "table":
         symmetric = odds.shape[-1] != length**2
     index = parameter_index(mask.form, length, length, symmetric, mask.block_size)
-    scores = run.probs.new_full((*run.probs.shape[:2], int(index.max()) + 1), -torch.inf)
+    scores = torch.full((mask.num_layers, mask.num_heads, int(index.max()) + 1), -torch.inf)
     if of_parameters:
         scores[..., : odds.shape[-1]] = odds
     else:
@@ -218,7 +218,7 @@ def _scores(run, fixed):
 def _shares(mask, fixed, sparsity):
     """Learned entries that each head keeps at a sparsity, in the proportions of a mask: `(L, H, 1)`."""
     learned = fixed == -1
-    counts = mask.to_table()[..., learned].float().sum(-1, keepdim=True)
+    counts = (mask.to_table() & learned).count_nonzero((-2, -1))[..., None].float()
     budget = (1 - sparsity) * fixed.numel() - int((fixed == 1).sum())
     return head_budgets(counts.clamp(min=1).log(), budget, 0, int(learned.sum()), "global")
 
@@ -236,10 +236,13 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
         [`SparseMask`]: A mask of the form `"table"`.
     """
     learned = fixed_entries(mask) == -1
-    counts = mask.to_table()[..., learned].sum(-1, keepdim=True)  # (L, H, 1)
-    drawn = torch.rand(*counts.shape[:2], int(learned.sum()), generator=torch.Generator().manual_seed(seed))
-    keep = torch.zeros(*counts.shape[:2], mask.length, mask.length, dtype=torch.bool)
-    keep[..., learned] = drawn.argsort(-1).argsort(-1) < counts
+    places = learned.flatten().nonzero()[:, 0]
+    generator = torch.Generator().manual_seed(seed)
+    keep = mask.to_table() & learned
+    for head in keep.view(-1, mask.length**2):
+        count = int(head.count_nonzero())
+        head.zero_()
+        head[places[torch.randperm(len(places), generator=generator)[:count]]] = True
     policy = "error" if mask.length_policy == "extend" else mask.length_policy
     return mask.replace(
         keep=keep,
