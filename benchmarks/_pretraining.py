@@ -25,7 +25,8 @@ def folder_name(name):
 
 def run(folder, flags, options):
     """
-    The metrics of `pretrain.py RECIPE --field value ...`, which is run if they are missing.
+    The metrics of `pretrain.py RECIPE --field value ...`, which is run if they are missing. The flags are kept beside
+    the run.
 
     Args:
         folder (`Path`): Output folder of the run; what it prints goes to a `.log` file beside it.
@@ -36,8 +37,13 @@ def run(folder, flags, options):
         `dict`: Metrics, or `None` if they are missing and `--finished` forbids to run it.
     Raises:
         RuntimeError: If the run fails.
+        ValueError: If the folder holds a run with other flags.
     """
-    metrics = folder / "metrics.json"
+    metrics, kept = folder / "metrics.json", Path(f"{folder}.flags.json")
+    flags = {name: str(value) for name, value in flags.items()}
+    if metrics.is_file() and kept.is_file() and (found := json.loads(kept.read_text())) != flags:
+        name = next(name for name in found | flags if found.get(name) != flags.get(name))
+        raise ValueError(f"{folder} holds a run with {name} {found.get(name)}, not {flags.get(name)}: choose another")
     if not metrics.is_file():
         if options.finished:
             return None
@@ -46,11 +52,12 @@ def run(folder, flags, options):
         command += ["--output_dir", str(folder), "--overwrite", "true"]
         command += ["--validation", options.validation] if options.validation else []
         for name, value in flags.items():
-            command += [f"--{name}", str(value)]
+            command += [f"--{name}", value]
         output = Path(f"{folder}.log")
         with open(output, "w", encoding="utf-8") as log:
             environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
             status = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         if status.returncode:
             raise RuntimeError(f"a run failed, see {output}")
+        kept.write_text(json.dumps(flags, indent=1) + "\n")
     return json.loads(metrics.read_text())

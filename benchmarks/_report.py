@@ -76,6 +76,7 @@ def prepare(parser, arguments):
         options.seconds, options.rounds = 0.0, 2
     if options.output is None:
         tail = f"_{options.instructions.lower()}" if options.instructions else ""
+        tail += "_quick" if options.quick else ""
         options.output = RESULTS / f"{parser.prog.rpartition('.')[2]}_{options.device}{tail}"
     words = parser.prog.split()[1:] + list(sys.argv[1:] if arguments is None else arguments)
     options.command = shlex.join(["python", *words])

@@ -89,11 +89,6 @@ def activation_bytes(config, length, checkpointing=False):
     return layer + config.num_hidden_layers * inputs if checkpointing else config.num_hidden_layers * layer
 
 
-def state_bytes(config, sharded_by=1):
-    """Weights, gradients and both moments of AdamW in float32 on each of the GPUs that share them (ZeRO-3, FSDP)."""
-    return 4 * FLOAT * num_parameters(config) / sharded_by
-
-
 def checkpoint_bytes(config, length, search="dam_s"):
     """Weights and moments of AdamW, with the logits of the search and theirs."""
     return 3 * FLOAT * (num_parameters(config) + num_logits(config, length, search))

@@ -63,9 +63,9 @@ def flags_of(system, start, seed, options):
 
 def held_out_loss(folder, options):
     """Mean MLM loss of a finished run on the held-out text; kept beside the run."""
-    kept = folder / "held_out.json"
-    if kept.exists():
-        return json.loads(kept.read_text())["loss"]
+    kept, asked = folder / "held_out.json", {"most_tokens": options.held_out_tokens}
+    if kept.exists() and (found := json.loads(kept.read_text())).items() >= asked.items():
+        return found["loss"]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), SparseBertForMaskedLM.from_pretrained(folder).eval()
     documents = (
         load_documents(options.validation, "all") if options.validation else load_documents(options.text, "validation")
@@ -80,7 +80,7 @@ def held_out_loss(folder, options):
             predicted = int((batch["labels"] != -100).sum())
             total += model(**batch, skip_logits=True).loss.item() * predicted
             count += predicted
-    kept.write_text(json.dumps({"loss": total / count, "tokens": count, "masked": MASKED}) + "\n")
+    kept.write_text(json.dumps({"loss": total / count, "tokens": count, "masked": MASKED} | asked) + "\n")
     return total / count
 
 

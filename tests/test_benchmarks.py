@@ -296,8 +296,9 @@ def test_distances_at_which_positions_are_alike():
     assert alike[:7].tolist() == pytest.approx([1, 0.5, -0.5, -1, -0.5, 0.5, 1], abs=1e-5)
     kept = [0.0] * 100
     kept[50], kept[52], kept[80] = 0.5, 0.4, 0.3
-    table = offsets.table({"kept": kept, "similarity": [0.1] * 100})
-    assert [row[0] for row in table.rows] == ["50 to 52", "all from 40 on, mean"] and table.rows[0][1] == "50%"
+    table = offsets.table({"kept": kept, "similarity": [0.1] * 100, "correlation": -0.2})
+    assert table.rows[0] == ["50 to 52", "45%", "+0.10"] and table.rows[1][0] == "all from 40 on"
+    assert table.rows[2][-1] == "-0.20"
 
 
 def test_separators(tmp_path, tiny_config, word_tokenizer, monkeypatch):
@@ -352,11 +353,12 @@ def test_long_documents(tmp_path, tiny_config, word_tokenizer):
     long_documents.main([*arguments, "--lengths", "128"])
     report = json.loads((tmp_path / "report.json").read_text())
     cells = report["cells"]
-    names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole"]
+    names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole", "masked, split"]
     assert [cell["system"] for cell in cells] == [name for name in names for _ in range(2)]
     assert report["documents"] == 4
     assert all(len(cell["reciprocal_ranks"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
-    assert len(long_documents.table(report).rows) == 8 and (tmp_path / "report.png").is_file()
+    assert all((cell["removed"] > 0.5) == cell["system"].startswith("masked") for cell in cells)
+    assert len(long_documents.table(report).rows) == 10 and (tmp_path / "report.png").is_file()
     with pytest.raises(ValueError, match="second system with the name 'masked'"):
         long_documents.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
 
@@ -380,6 +382,7 @@ def test_what_long_documents_are_compared_with():
     ranks |= {"dense, split": [0.3, 0.5, 0.4], "a, whole": [0.6, 0.6, 0.9]}
     cells = [
         {"system": name, "length": 1024 if "truncated" not in name else 512, "precision": precision, "cpu_ms": 1.0}
+        | {"removed": 0.0}
         | {"reciprocal_ranks": [rank + shift for rank in own]}
         for precision, shift in (("float32", 0.0), ("int8", 0.05))
         for name, own in ranks.items()

@@ -16,7 +16,8 @@ from transformers import (
 
 import sparsebert
 from sparsebert.commands import main
-from sparsebert.masks.mask_cards import own_card, save_card
+from sparsebert.masks.mask_cards import collection_card, own_card, save_card
+from sparsebert.masks.repositories import list_masks
 from sparsebert.training.run_folders import run_folder
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -67,6 +68,9 @@ def test_names_that_are_none_do_not_reach_a_card(tmp_path, name):
     sparsebert.build_pattern("star", 16, 2).replace(metadata=metadata).save_pretrained(tmp_path)
     card = card_of(tmp_path)
     assert card.data.base_model is None and name not in card.text
+    (found,) = list_masks(tmp_path)
+    assert found["base_model"] is None and found["made_by"] is None
+    assert name not in collection_card("user/masks", [found]).text
 
 
 def test_head_sparsities_are_those_of_the_table():

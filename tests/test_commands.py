@@ -236,7 +236,7 @@ def test_analyze_and_report_of_a_run(tmp_path, capsys):
     sparsebert.build_pattern("window", 32, 2).save_pretrained(run)
     assert main(["analyze", str(run), "--output_dir", str(output)]) == 0
     printed = capsys.readouterr().out
-    assert "diagonal" in printed and f"written: {output / 'importance.json'}" in printed
+    assert "diagonal" in printed and f"written to {output}" in printed
     assert main(["analyze", str(run), "--output_dir", str(output)]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert main(["analyze", str(run), "--output_dir", str(output), "--overwrite", "--json"]) == 0
@@ -260,6 +260,10 @@ def test_analyze_and_report_of_a_run(tmp_path, capsys):
         (["--maps", "--mappings"], "exclude each other"),
         (["window", "--length", "1"], "--length must be at least 2"),
         (["window", "--figure", "x.png"], "--figure needs --mappings"),
+        (["runs/mask", "--without_diagonal"], "--without_diagonal needs the name of a pattern"),
+        (["--maps", "--seed", "1"], "--seed needs the name of a pattern"),
+        (["--maps", "--length", "16"], "--length has no meaning with --maps"),
+        (["--mappings", "--revision", "main"], "revision 'main' has no meaning here"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -90,6 +90,7 @@ class TestReadDocuments:
             ("a.jsonl", '{"text": 1}', r"a\.jsonl:1: "),
             ("a.jsonl", "[1]", r"a\.jsonl:1: .*list"),
             ("a.jsonl", "{text", r"a\.jsonl:1: not a JSON object"),
+            ("a.jsonl", f'{{"text": {"1" * 5000}}}', r"a\.jsonl:1: not a JSON object"),
             ("a.txt", "", "no paragraph of text in .*a.txt"),
             ("a.txt.xz", " \n\0\n", "no paragraph of text"),
             ("a.jsonl", '{"text": ""}', "no paragraph of text"),

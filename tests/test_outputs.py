@@ -414,6 +414,16 @@ def test_a_failed_save_keeps_what_the_limit_would_delete(pretraining_flags, tmp_
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+def test_a_run_that_fails_removes_only_what_it_has_half_written(tmp_path):
+    files = {"rows.json": b'{"a": 1}\n{"b": 2}\n', "corpus.bin": b"\1\2"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(OSError, match="full"), run_folder(tmp_path, resume=True, unfinished=True) as (folder, _):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("full")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
 def test_a_run_aside_that_fails_leaves_nothing_aside(tmp_path):
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(OSError, match="full"), run_folder(tmp_path, overwrite=True) as (folder, _):

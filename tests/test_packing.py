@@ -475,6 +475,10 @@ def test_pretraining_on_packed_documents(pretraining_flags, tmp_path, flags):
     ("flags", "message"),
     [
         (("--nsp", "true"), "pack_documents true has no meaning with nsp true"),
+        (
+            ("--pattern", "dense", "--pruning", '{"final_sparsity": 0.5, "score": "attention"}'),
+            "pruning.score 'attention' has no meaning with pack_documents true",
+        ),
         (("--token_mixers", '["average", "attention"]'), "pack_documents true needs attention in all layers"),
     ],
 )

@@ -28,7 +28,7 @@ from sparsebert.training.matching import (
 )
 from sparsebert.training.objectives import hidden_states, recorded, squared_errors
 from sparsebert.training.post_hoc import agreement_table, search_post_hoc
-from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments
+from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments, given_mask
 
 
 LENGTH, HEADS = 16, 4
@@ -317,6 +317,14 @@ def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_given_random_masks_differ_by_seed(model_folder):
+    config = transformers.AutoConfig.from_pretrained(model_folder)
+    masks = [
+        given_mask(PostHocArguments(mask="random_drop", max_length=32, seed=seed), {}, config) for seed in (0, 0, 1)
+    ]
+    assert masks[0] == masks[1] != masks[2]
+
+
 def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
     base_model("albert").save_pretrained(tmp_path / "model")
     word_tokenizer.save_pretrained(tmp_path / "model")
@@ -362,7 +370,13 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"mask": "window", "recover": 2, "search": "dam_s"}, "model.search has no meaning here: the mask is given"),
         ({"mask": "window", "recover": 2, "recover_from": 0.5}, "recover_from has no meaning with mask"),
         ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),
-        ({"recover_from": 0.7}, "recover_from must be at least 0 and below target_sparsity .0.7., got 0.7"),
+        ({"mask": "window", "recover": 2, "train": "norms"}, "train has no meaning with mask"),
+        ({"mask": "no_diag", "recover": 2}, "target_sparsity has no meaning with mask 'no_diag'"),
+        ({"recover_from": 0.3}, "recover_from has no meaning without recover"),
+        (
+            {"recover": 2, "recover_from": 0.7},
+            "recover_from must be at least 0 and below target_sparsity .0.7., got 0.7",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

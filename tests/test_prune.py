@@ -1,6 +1,7 @@
 """Two-stage pruning: masks from a saved P, their random controls, and fine-tuning through them."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -172,6 +173,18 @@ def test_masks_are_written_once(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     prune(run, output, [0.7], overwrite=True)
     assert (output / "p_0.7").is_dir()
+
+
+def test_masks_that_were_half_written_are_completed(tmp_path):
+    run, output = search(tmp_path / "run"), tmp_path / "masks"
+    prune(run, output, [0.4, 0.8])
+    (output / "pruning.json").unlink()
+    shutil.rmtree(output / "p_0.8")
+    prune(run, output, [0.4, 0.8])
+    assert json.loads((output / "pruning.json").read_text())["masks"].keys() == {"p_0.4", "p_0.8"}
+    (output / "pruning.json").unlink()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        prune(run, output, [0.4])
 
 
 def test_rows_that_keep_nothing_are_counted(tmp_path):

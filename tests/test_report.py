@@ -1,5 +1,7 @@
 """Tables of runs, as texts."""
 
+from pathlib import Path
+
 import pytest
 
 from sparsebert.analysis.reports import read_metrics, report_tables
@@ -119,6 +121,18 @@ def test_tables_are_printed(folders, capsys):
     print_tables(report_tables(read_metrics(folders)))
     printed = capsys.readouterr().out
     assert "Pre-training" in printed and "80.0 ± 2.0" in printed and "difference from runs/dense" in printed
+
+
+def test_tables_are_text(capsys):
+    print_tables([Table("Runs in [exp]", ["run"], [["[lr_1]/x :smile:"], ["[/usr] bad"]], ("from [a]",))])
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("Runs in [exp]", "[lr_1]/x :smile:", "[/usr] bad", "from [a]"))
+
+
+def test_runs_with_the_same_name_are_told_apart(folders):
+    found = next(iter(read_metrics(folders).values()))
+    (table, *_) = report_tables({Path("a/dense"): found, Path("b/dense"): found})
+    assert {row[0] for row in table.rows} == {"a/dense", "b/dense"}
 
 
 def test_a_folder_without_metrics(tmp_path):

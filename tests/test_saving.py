@@ -119,6 +119,19 @@ def test_interrupted_save_does_not_pass_for_the_old_state(tmp_path, monkeypatch,
         load(tmp_path)
 
 
+def test_a_mask_that_is_missing_is_missed(tmp_path, caplog):
+    attached_bert("window").save_pretrained(tmp_path / "model")
+    for name in ("mask_config.json", "mask.safetensors"):
+        (tmp_path / "model" / name).unlink()
+    model = BertModel.from_pretrained(tmp_path / "model")
+    assert "saved with a mask, but there is no mask_config.json" in caplog.text
+    model.save_pretrained(tmp_path / "dense")
+    caplog.clear()
+    BertModel.from_pretrained(tmp_path / "dense")
+    config = (tmp_path / "dense/config.json").read_text()
+    assert not caplog.text and "how_to_load" not in config and "auto_map" not in config
+
+
 # A mask beside a model
 
 

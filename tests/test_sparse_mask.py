@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from sparsebert.masks.expansion import toeplitz_index
-from sparsebert.masks.mask_files import MaskFileError
+from sparsebert.masks.mask_files import MaskFileError, check_subfolder
+from sparsebert.masks.patterns import build_pattern
+from sparsebert.masks.repositories import list_masks
 from sparsebert.masks.sparse_mask import SparseMask
 
 
@@ -362,6 +364,19 @@ def test_bits_of_the_wrong_size(saved, tensors):
     save_file(tensors, saved / WEIGHTS)
     with pytest.raises(MaskFileError, match="expected 46 bytes"):
         SparseMask.from_pretrained(saved)
+
+
+def test_arguments_of_a_push_need_one(tmp_path):
+    with pytest.raises(TypeError, match="subfolder has no meaning without push_to_hub=True"):
+        build_pattern("window", 8, 1).save_pretrained(tmp_path, subfolder="a")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("subfolder", ["a/b", "a/b/", "./a/b", "a//b"])
+def test_spellings_of_a_subfolder(tmp_path, subfolder):
+    build_pattern("window", 8, 1).save_pretrained(tmp_path / "a/b")
+    assert check_subfolder(subfolder) == "a/b" and check_subfolder(".") is check_subfolder("") is None
+    assert [found["name"] for found in list_masks(tmp_path, subfolder=subfolder)] == ["a/b"]
 
 
 def test_unknown_argument(saved):

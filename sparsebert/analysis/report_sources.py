@@ -86,9 +86,3 @@ def _masks(name: str, metrics: dict[str, Any]) -> Iterator[SavedMask]:
         if saved is not None and all(saved.mask != other.mask for other in found):
             found.append(saved)
             yield saved
-
-
-def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
-    """The last part of each path or Hub id, or the whole where several end alike."""
-    short = [Path(source).name for source in sources]
-    return [str(source) if short.count(name) > 1 else name for source, name in zip(sources, short, strict=True)]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,12 @@ def is_search(path: Path) -> bool:
     return isinstance(found, dict) and "agreement" in found
 
 
+def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
+    """The last part of each path or Hub id, or the whole where several end alike."""
+    short = [Path(source).name for source in sources]
+    return [str(source) if short.count(name) > 1 else name for source, name in zip(sources, short, strict=True)]
+
+
 def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     """
     Make the tables of runs: pre-training, fine-tuning, grids of settings and GLUE. Empty ones are left out.
@@ -85,16 +91,16 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     grids: list[Table] = []
     notes: list[str] = []
     glue_notes: list[str] = []
-    for folder, metrics in runs.items():
+    for run, metrics in zip(distinct_names([*runs]), runs.values(), strict=True):
         if "glue" in metrics:
-            tasks = {f"{folder.name}/{task}": values for task, values in metrics["glue"].items()}
-            row, remarks = _glue_row(folder.name, metrics)
+            tasks = {f"{run}/{task}": values for task, values in metrics["glue"].items()}
+            row, remarks = _glue_row(run, metrics)
             glue.append(row)
             glue_notes.extend(remarks)
         elif "task" in metrics:
-            tasks = {folder.name: metrics}
+            tasks = {run: metrics}
         else:
-            pretraining.append(_pretraining_row(folder.name, metrics))
+            pretraining.append(_pretraining_row(run, metrics))
             continue
         for name, values in tasks.items():
             finetuning.extend(_finetuning_rows(name, values))

@@ -72,6 +72,7 @@ class Table:
 
 def print_tables(tables: Iterable[Table]) -> None:
     """Print tables as wide as the terminal, or 200 columns wide if the output is not a terminal."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    # As text: names and paths may look like markup.
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
     for table in tables:
         console.print(table.rich())

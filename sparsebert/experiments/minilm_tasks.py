@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..analysis.charts import plot_values
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
@@ -140,14 +141,14 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         by_system.setdefault(settings["system"], {})[settings["seed"]] = 100 * metrics["score"]
         baseline, examples[settings["task"]] = settings["baseline"], metrics["train_examples"]
         removed[settings["task"], settings["system"]] = metrics["input_sparsity"]
-    everywhere = set.intersection(*(set(by_system) for by_system in scores.values()))
     if len(scores) > 1:  # the mean over the tasks, where a seed has all of them
         means = {}
-        for system in everywhere:
-            seeds = set.intersection(*(set(by_system[system]) for by_system in scores.values()))
-            means[system] = {
-                seed: statistics.fmean(by_system[system][seed] for by_system in scores.values()) for seed in seeds
-            }
+        for system, values in next(iter(scores.values())).items():
+            seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in scores.values())]
+            if seeds:
+                means[system] = {
+                    seed: statistics.fmean(of_task[system][seed] for of_task in scores.values()) for seed in seeds
+                }
         scores = scores | {"mean": means}
     pairs = {
         (task, system): (values, by_system.get(baseline, {}))
@@ -174,6 +175,23 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return [Table.of("Tasks through the masks", rows, notes)]
 
 
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot the scores of every system, a panel per task.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    panels: dict[str, dict[str, list[float]]] = {}
+    for cell in finished.values():
+        settings = cell["settings"]
+        by_system = panels.setdefault(f"{settings['task']}, score", {})
+        by_system.setdefault(settings["system"], []).append(100 * cell["metrics"]["score"])
+    plot_values(panels, path, title, next(iter(finished.values()))["settings"]["baseline"])
+
+
 EXPERIMENT = Experiment(
     title="Tasks through the masks of a trained MiniLM",
     arguments=MiniLMTasks,
@@ -188,5 +206,6 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s", "{:.0f}"),
     },
     plot=("seed", "score", "system"),
+    draw=draw,
     summary=summary,
 )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..checks import check_range, nearest
+from ..data.documents import load_documents
 from ..data.tasks import TASKS
 from ..training.finetuning_arguments import FinetuningArguments
 from ..training.task_data import choose_splits
@@ -98,6 +99,22 @@ def check_training(cell: dict[str, Any]) -> None:
     """
     for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
         check_range(name, cell[name], 1)
+
+
+def check_texts(cell: dict[str, Any]) -> None:
+    """
+    Check that the text files of a cell exist and are of a known format; Hub datasets are not looked up.
+
+    Args:
+        cell (`dict`): Settings of the cell, with `"text"` and `"validation"`.
+
+    Raises:
+        ValueError: If a file has another suffix.
+        FileNotFoundError: If a file does not exist.
+    """
+    for source in (cell["text"], cell["validation"]):
+        if source not in (None, "builtin") and not str(source).startswith("hub:"):
+            load_documents(source, "all")
 
 
 def check_task(cell: dict[str, Any]) -> None:

@@ -1,9 +1,13 @@
 """Cells that pre-train on text: their settings, one tokenizer for all of them, and the run of a cell."""
 
+import os
+import tempfile
 import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from ..checks import check_range
 from ..data.documents import load_documents
@@ -11,7 +15,7 @@ from ..data.tokenization import train_tokenizer
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig, pattern_mask
 from ..training.pretraining import pretrain
-from .recipe_sections import check_training, model_section, training_section
+from .recipe_sections import check_texts, check_training, model_section, training_section
 
 
 TOKENIZER_CHARACTERS = 5_000_000
@@ -100,9 +104,7 @@ def check_text(cell: dict[str, Any], model: dict[str, Any]) -> None:
     check_training(cell)
     check_range("max_validation_tokens", cell["max_validation_tokens"], 1)
     fixed_mask(cell, model)
-    for source in (cell["text"], cell["validation"]):
-        if source not in (None, "builtin") and not str(source).startswith("hub:"):
-            load_documents(source, "all")
+    check_texts(cell)
 
 
 def run_text(cell: dict[str, Any], folder: Path, model: dict[str, Any], nsp: bool = False) -> dict[str, Any]:
@@ -122,10 +124,13 @@ def run_text(cell: dict[str, Any], folder: Path, model: dict[str, Any], nsp: boo
     if tokenizer is None:
         key = zlib.crc32(repr((cell["text"], cell["validation"], cell["vocab_size"])).encode())
         tokenizer = folder.parent / f"tokenizer_{key:08x}"
-        if not (tokenizer / "tokenizer.json").is_file():
-            documents = load_documents(cell["text"], "train" if cell["validation"] is None else "all")
-            trained = train_tokenizer(documents, cell["vocab_size"], max_characters=TOKENIZER_CHARACTERS)
-            trained.save_pretrained(tokenizer)
+        with FileLock(f"{tokenizer}.lock"):
+            if not tokenizer.is_dir():
+                documents = load_documents(cell["text"], "train" if cell["validation"] is None else "all")
+                trained = train_tokenizer(documents, cell["vocab_size"], max_characters=TOKENIZER_CHARACTERS)
+                with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+                    trained.save_pretrained(Path(place, "tokenizer"))
+                    os.replace(Path(place, "tokenizer"), tokenizer)
     sequences = cell["max_steps"] * cell["batch_size"] * cell["gradient_accumulation_steps"]
     data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
     data |= {"tokenizer": str(tokenizer), "nsp": nsp, "max_tokens": sequences * cell["max_length"], "pictures": False}

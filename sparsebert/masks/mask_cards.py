@@ -120,7 +120,7 @@ def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: S
     return make_card(data, sections)
 
 
-def _name_in(metadata, name):
+def name_in(metadata, name):
     """A name in the metadata of a mask, which anybody may have written; `None` if it is not a name."""
     value = metadata.get(name)
     return value if isinstance(value, str) and re.fullmatch(r"[\w./-]{1,200}", value, re.ASCII) else None
@@ -139,7 +139,7 @@ def describe_mask(
     """
     heads = [value for layer in sparsities for value in layer]
     made = {"search": "learned by the search", "pattern": "the pattern"}
-    origin = next((f"{text} `{value}`" for name, text in made.items() if (value := _name_in(metadata, name))), "")
+    origin = next((f"{text} `{value}`" for name, text in made.items() if (value := name_in(metadata, name))), "")
     if metadata.get("pattern_parameters"):
         origin += f" with {json.dumps(metadata['pattern_parameters'])}".replace("|", "/")
     layers = "one for all layers" if len(sparsities) == 1 else f"one for each of {len(sparsities)} layers"
@@ -182,7 +182,7 @@ def mask_limits(description: Mapping[str, Any]) -> list[str]:
 
 def mask_tags(metadata: Mapping[str, Any]) -> list[str]:
     """Tags of a card."""
-    kind = _name_in(metadata, "search") or _name_in(metadata, "pattern")
+    kind = name_in(metadata, "search") or name_in(metadata, "pattern")
     return ["sparsebert", "sparse-attention", *([kind] if kind else [])]
 
 
@@ -199,11 +199,11 @@ def bare_mask_card(
         name (`str`): Name of its folder.
         description, sparsities, metadata: See [`describe_mask`].
     """
-    base = _name_in(metadata, "base_model")
+    base = name_in(metadata, "base_model")
     data = ModelCardData(
         library_name="sparsebert",
         base_model=base,
-        base_model_revision=_name_in(metadata, "base_model_revision") if base else None,
+        base_model_revision=name_in(metadata, "base_model_revision") if base else None,
         tags=[*mask_tags(metadata), "attention-mask"],
     )
     intro = (

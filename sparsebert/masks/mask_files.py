@@ -75,14 +75,18 @@ def check_sizes(description: dict[str, Any]) -> None:
         raise ValueError(f"a mask may have {MAX_BITS} bits, one per parameter of every layer and head, got {bits}")
 
 
-def check_subfolder(subfolder: str | None) -> None:
+def check_subfolder(subfolder: str | None) -> str | None:
     """
+    A subfolder in its shortest spelling, `"a"` for `"./a/"`, or `None` for the folder or repository itself.
+
     Raises:
         MaskFileError: If a subfolder may lie outside of its folder or repository.
     """
     for path in (PurePosixPath(subfolder or ""), PureWindowsPath(subfolder or "")):
         if path.anchor or ".." in path.parts:
             raise MaskFileError(f"subfolder must lie inside the folder or repository, got {subfolder!r}")
+    path = PurePosixPath(subfolder or "")
+    return str(path) if path.parts else None
 
 
 def write_mask_files(

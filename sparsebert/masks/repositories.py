@@ -27,6 +27,7 @@ from .mask_cards import (
     card_sections,
     collection_card,
     make_card,
+    name_in,
     own_card,
     renamed,
     signed,
@@ -36,7 +37,6 @@ from .mask_files import (
     MASK_WEIGHTS_NAME,
     MaskFileError,
     check_subfolder,
-    find_mask_files,
     mask_paths,
     read_description,
 )
@@ -65,8 +65,7 @@ def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str
         MaskFileError: If the source is neither a folder nor a Hub id, or a description is damaged.
         OSError: If the Hub has no such repository or cannot be reached.
     """
-    within = hub_arguments.pop("subfolder", None)
-    check_subfolder(within)
+    within = check_subfolder(hub_arguments.pop("subfolder", None))
     try:
         check_available(source, MASK_CONFIG_NAME, **hub_arguments)
         paths = mask_paths(source, **hub_arguments)
@@ -89,11 +88,11 @@ def _entry(source, path, hub_arguments):
     fields, metadata, sparsity, _ = read_description(find(MASK_CONFIG_NAME))
     return {
         "name": path,
-        "made_by": metadata.get("search") or metadata.get("pattern"),
+        "made_by": name_in(metadata, "search") or name_in(metadata, "pattern"),
         "form": str(fields["form"]),
         "sparsity": sparsity,
         **{name: fields[name] for name in ("length", "num_layers", "num_heads")},
-        "base_model": metadata.get("base_model"),
+        "base_model": name_in(metadata, "base_model"),
         "scores": _scores(find(CARD_NAME)),
     }
 
@@ -157,7 +156,7 @@ def push_folder(
     """
     folder = Path(folder)
     names = check_pushable(folder, mask_only)
-    check_subfolder(subfolder)
+    subfolder = check_subfolder(subfolder)
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/pr") and not create_pr:
@@ -217,7 +216,7 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         hint = f": push one of {', '.join(inner)}" if inner else ""
         raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
     if (folder / MASK_CONFIG_NAME).is_file():
-        read_description(find_mask_files(folder)[0])
+        read_description(folder / MASK_CONFIG_NAME)
     files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     if mask_only:
         return [name for name in files if name in _OF_MASK]
@@ -268,7 +267,7 @@ def pull_folder(
     check_output_dir(output, overwrite)
     if not is_empty(output) and not any((output / name).is_file() for name in (CONFIG_NAME, MASK_CONFIG_NAME)):
         raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
-    check_subfolder(subfolder)
+    subfolder = check_subfolder(subfolder)
     api = HfApi(token=token)
     # The commit: the branch may move on meanwhile.
     commit = api.model_info(repo_id, revision=revision).sha

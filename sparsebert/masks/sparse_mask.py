@@ -229,7 +229,8 @@ class SparseMask:
         Raises:
             ValueError: See [`SparseMask.structure`].
         """
-        table = self.to_table(length)[0 if self.num_layers == 1 else layer].to(device)
+        keep = self.keep if self.num_layers == 1 else self.keep[layer, None]
+        table = self.replace(keep=keep).to_table(length)[0].to(device)
 
         def sparse_mask_mod(b, h, q_idx, kv_idx):
             return table[h, q_idx, kv_idx]
@@ -291,6 +292,9 @@ class SparseMask:
         Args:
             length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
             window (`int`, *optional*): Keys farther than this from the query do not count, even special tokens.
+
+        Raises:
+            ValueError: See [`SparseMask.check_length`].
         """
         length = self.length if length is None else length
         if self.form == "table" or (window is not None and length > self.length):
@@ -351,8 +355,11 @@ class SparseMask:
             kwargs: Arguments of [`SparseMask.push_to_hub`] (`repo_id`, `subfolder`, `private`, `token`, ...).
 
         Raises:
+            TypeError: If `kwargs` are given, and nothing is to be pushed.
             ValueError: If the `config.json` in the folder is that of a SparseBERT that is still searching.
         """
+        if kwargs and not push_to_hub:
+            raise TypeError(f"{sorted(kwargs)[0]} has no meaning without push_to_hub=True")
         folder = Path(save_directory)
         check_no_search(folder)
         write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)

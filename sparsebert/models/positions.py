@@ -30,7 +30,7 @@ def _position_embeddings(model):
         raise ValueError(
             f"a model of type {model.config.model_type!r} has no learned embeddings of absolute positions to extend"
         )
-    return embeddings, table, 0 if table.padding_idx is None else table.padding_idx + 1
+    return embeddings, table, first_position(model)
 
 
 def first_position(model: PreTrainedModel) -> int:

@@ -238,7 +238,7 @@ class SparseAttention(Float32Module):
         Returns:
             `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.freeze`].
         """
-        learned, config = self._learned_mask(), self.config
+        learned, config, progress = self._learned_mask(), self.config, self.progress.clone()
         self.progress.fill_(1.0)
         provenance = {
             "search": config.search,
@@ -246,10 +246,14 @@ class SparseAttention(Float32Module):
             "base_model": config.name_or_path or None,
             "base_model_revision": getattr(config, "_commit_hash", None),
         }
-        mask, outcome = learned.freeze(threshold, sparsity, provenance | (metadata or {}))
+        try:
+            mask, outcome = learned.freeze(threshold, sparsity, provenance | (metadata or {}))
+            self.set_mask(mask, search=config.search)
+        except ValueError:
+            self.progress.copy_(progress)  # the search goes on
+            raise
         for problem in outcome["warnings"]:
             logger.warning(problem)
-        self.set_mask(mask, search=config.search)
         return mask, outcome
 
     def freeze(

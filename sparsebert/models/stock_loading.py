@@ -30,6 +30,7 @@ from .architectures import ARCHITECTURES, describe
 from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
 from .configuration_sparsebert import SparseBertConfig
 from .derived import Derived
+from .remote_code import NOTE_FIELD, without_saved_fields
 from .saving import SparseModelMixin
 
 
@@ -193,7 +194,16 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     found = find_descriptions(source, **hub_arguments)
     if found == (None, None):
         loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
-        _attach_of_base(loaded[0] if isinstance(loaded, tuple) else loaded, source)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _attach_of_base(model, source)
+        if "sparse_attention" not in model.base_model._modules and hasattr(model.config, NOTE_FIELD):
+            logger.warning(
+                f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or "
+                "without a connection none in the cache: the model was loaded without a mask"
+            )
+            fields = vars(model.config)
+            for name in fields.keys() - without_saved_fields(fields).keys():
+                del fields[name]
         return loaded
     check_subfolder(hub_arguments.get("subfolder"))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}

@@ -26,7 +26,7 @@ from ..checks import check_choice, nearest
 from ..masks.sparse_mask import SparseMask
 from .budget import scheduled
 from .learned_mask import LearnedMask, save_probs
-from .search_schedule import forget
+from .search_schedule import forget, sparse_attention_of
 from .searches import SCOPES, prune
 
 
@@ -153,7 +153,7 @@ class ProgressivePruning(TrainerCallback):
         Raises:
             ValueError: If it cannot.
         """
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         if sparse_attention is None:
             raise ValueError("pruning: the model carries no mask: give it a search, or the pattern 'dense'")
         config, search, backend = sparse_attention.config, sparse_attention.search, model.config._attn_implementation
@@ -189,7 +189,7 @@ class ProgressivePruning(TrainerCallback):
             )
 
     def _begin(self, model):
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         self._ready = True
         if sparse_attention.searching:
             sparse_attention.start_pruning()
@@ -232,7 +232,7 @@ class ProgressivePruning(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._unwatch(_sparse_attention(model))
+        self._unwatch(sparse_attention_of(model))
         self._ready = False
 
     def on_step_begin(
@@ -247,7 +247,7 @@ class ProgressivePruning(TrainerCallback):
         step, (_, last) = state.global_step, self._bounds(state.max_steps)
         if step > last:
             return
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         due = self._due(step, state.max_steps)
         if due > self._due(step - 1, state.max_steps):
             score_of = SCORES[self.score]
@@ -321,7 +321,7 @@ class ProgressivePruning(TrainerCallback):
 
     def _watch(self, model):
         """Collect the attention probabilities of all layers in training batches."""
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         modules = _attention_modules(model, sparse_attention)
         sparse_attention.return_weights()
         length, num_heads = sparse_attention.config.mask_length, sparse_attention.config.num_attention_heads
@@ -333,6 +333,10 @@ class ProgressivePruning(TrainerCallback):
                 weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
                 size = weights.shape[-1]
                 padding = kwargs["mask_inputs"].padding
+                if kwargs["mask_inputs"].documents is not None:
+                    raise ValueError(
+                        "score 'attention' is not defined for packed documents: set pack_documents to false"
+                    )
                 real = torch.ones(len(weights), size, device=weights.device)
                 if padding is not None:
                     real = padding[:, :length].float()  # (B, n)
@@ -363,7 +367,7 @@ class ProgressivePruning(TrainerCallback):
             checkpoint (`str` or `os.PathLike`): Folder, checked by [`~sparsebert.training.resuming.check_checkpoint`].
             model (`PreTrainedModel`): The model as it was at the start of that run.
         """
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         with safe_open(Path(checkpoint) / PRUNING_NAME, "pt", device=str(model.device)) as file:
             self._sums = {name: file.get_tensor(name) for name in file.keys()}
             frozen = json.loads(file.metadata()["frozen"])
@@ -374,15 +378,10 @@ class ProgressivePruning(TrainerCallback):
         self._ready = True
 
 
-def _sparse_attention(model: PreTrainedModel) -> Any:
-    """The [`SparseAttention`] of a model, or `None`."""
-    return getattr(model.base_model, "sparse_attention", None)
-
-
 def _attention_modules(model: PreTrainedModel, sparse_attention: nn.Module) -> list[nn.Module]:
     """The attention modules that run through a [`SparseAttention`], in the order of their layers."""
     # Each holds a reference that is not registered.
-    modules = (module for module in model.base_model.modules() if "sparse_attention" in vars(module))
+    modules = (module for module in model.modules() if "sparse_attention" in vars(module))
     return sorted(
         (module for module in modules if vars(module)["sparse_attention"] is sparse_attention),
         key=lambda module: vars(module)["mask_layer"],

@@ -76,7 +76,7 @@ class SearchSchedule(TrainerCallback):
         model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         if (
             self.end < 1
             and args.load_best_model_at_end
@@ -96,7 +96,7 @@ class SearchSchedule(TrainerCallback):
         model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         if sparse_attention is not None:
             check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 
@@ -109,7 +109,7 @@ class SearchSchedule(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = _sparse_attention(model)
+        sparse_attention = sparse_attention_of(model)
         if sparse_attention is None or not sparse_attention.searching:
             return
         if self.end < 1 and sparse_attention.search.pruning:
@@ -155,7 +155,8 @@ class SearchSchedule(TrainerCallback):
             save_probs(folder, self.probs, self.log_odds, self.outcome)
 
 
-def _sparse_attention(model: Any) -> Any:
+def sparse_attention_of(model: Any) -> Any:
+    """The [`SparseAttention`] of a model, or of the one in a sentence-transformers model; `None` if it has none."""
     inner = getattr(model, "transformers_model", model)  # that of a sentence-transformers model
     return getattr(getattr(inner, "base_model", None), "sparse_attention", None)
 

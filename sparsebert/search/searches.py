@@ -359,7 +359,7 @@ def prune(
         scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
             together.
         empty_rows (`bool`, *optional*, defaults to `False`): Whether a row may lose its last entry.
-        entries ([`VerticalSlash`], *optional*): The entries that the parameters decide. By default those of `index`,
+        entries ([`DecidedEntries`], *optional*): The entries that the parameters decide. By default those of `index`,
             one parameter each.
 
     Returns:

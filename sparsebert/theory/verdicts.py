@@ -167,14 +167,13 @@ def saved_case(
         ValueError: If the mask is undefined at this length.
     """
     length = mask.length if length is None else length
-    mask.structure(length)
+    mask.check_length(length)
     connections: dict[int, float] = {}
     if mask.length_policy != "error":
         # Within twice the length n^2 looks like n sqrt n.
         for halves in (2, 3, 4, 6, 8):
             other = mask.length * halves // 2
-            table = mask.to_table(other)
-            connections[other] = table.count_nonzero().item() / table.numel() * other**2
+            connections[other] = mask.density_at(other) * other**2
     setup = {"causal": True} if causal else {}
     return Case(str(source), mask, length, setup, _growth(connections), causal, tuple(mixers))
 

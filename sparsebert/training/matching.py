@@ -138,7 +138,6 @@ def learn_mask(
     learning_rate: float,
     dense: "SparseAttention | None" = None,
     train_norms: bool = False,
-    log: Callable[[int, float], None] | None = None,
     objective: str = "pooled",
     bf16: bool = False,
 ) -> None:
@@ -154,7 +153,6 @@ def learn_mask(
         dense ([`SparseAttention`], *optional*): The dense mask, if there is one from [`carrier`] already.
         train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
             the learning rate.
-        log (`Callable`, *optional*): Called with step and loss.
         objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
         bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast).
 
@@ -195,8 +193,6 @@ def learn_mask(
         if parts is not None:
             parts.update()
         schedule.step()
-        if log is not None:
-            log(step, loss.item())
     sparse_attention.set_progress(1.0)
     model.eval()
 

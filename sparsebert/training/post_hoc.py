@@ -6,7 +6,6 @@ This module reads model and text and writes the results; [`~sparsebert.training.
 
 import copy
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from .matching import agreement, carrier, inference_seconds, learn_mask, random_
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .run_cards import add_search, hardware
-from .run_folders import run_folder
+from .run_folders import MODEL_FILES, run_folder
 from .search_start import START_BATCHES
 
 
@@ -39,16 +38,9 @@ if TYPE_CHECKING:
 # Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
 GROWTH, GROWTH_STAGES = 0.5, 8
 LEARNED, STARTED_FROM, GIVEN, RECOVERED = "learned", "dense model's attention", "given", "{}, recovered"
-# What a search writes, apart from the configuration and the tokenizer.
-_WRITTEN = (
-    *("model*.safetensors*", "mask*.safetensors", "mask_config.json", "metrics.json", "heads.png", "mean_probs.png"),
-    "offset_profile.png",
-)
 
 
-def search_post_hoc(
-    recipe: dict[str, dict[str, Any]], log: Callable[[int, float], None] | None = None
-) -> dict[str, Any]:
+def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     Learn the mask of a trained model as a recipe says, freeze it, and compare it with other masks.
 
@@ -57,7 +49,6 @@ def search_post_hoc(
 
     Args:
         recipe (`dict[str, dict]`): Sections `data` and `model`, as [`load_recipe`] returns them.
-        log (`Callable`, *optional*): Called with the step and the error after every step of search and recovery.
 
     Returns:
         `dict`: The metrics. [`agreement_table`] makes a table of them.
@@ -67,8 +58,8 @@ def search_post_hoc(
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
-    with locked_output(output), run_folder(output, options.overwrite, written=_WRITTEN, whole=True) as (folder, _):
-        return _search(options, config, fields, folder, log)
+    with locked_output(output), run_folder(output, options.overwrite, written=MODEL_FILES, whole=True) as (folder, _):
+        return _search(options, config, fields, folder)
 
 
 def _search(
@@ -76,7 +67,6 @@ def _search(
     config: "PreTrainedConfig",
     fields: dict[str, Any],
     output: Path,
-    log: Callable[[int, float], None] | None,
 ) -> dict[str, Any]:
     start = time.perf_counter()
     set_seed(options.seed)
@@ -96,7 +86,7 @@ def _search(
     outcome, learned = None, None
     masks = {} if given is None else {GIVEN: given}
     if given is None:
-        started_from, outcome, learned = _learn(model, options, fields, rows, log)
+        started_from, outcome, learned = _learn(model, options, fields, rows)
         masks = {LEARNED: model.freeze(metadata={"run": output.name}), STARTED_FROM: started_from}
         seconds["search"] = time.perf_counter() - begin
     mask = model.sparse_attention.mask
@@ -118,8 +108,8 @@ def _search(
         if options.recover_from is not None and learned is not None:
             growing = _growing_masks(learned, mask, options.recover_from, options.recover)
         recover(
-            model, teacher, batches, options.recover, options.recover_learning_rate, log, options.recover_objective,
-            growing, options.bf16,
+            model, teacher, batches, options.recover, options.recover_learning_rate,
+            objective=options.recover_objective, masks=growing, bf16=options.bf16,
         )  # fmt: skip
         seconds["recover"] = time.perf_counter() - begin
         recovered = RECOVERED.format(LEARNED if given is None else GIVEN)
@@ -168,7 +158,6 @@ def _learn(
     options: PostHocArguments,
     fields: dict[str, Any],
     rows: torch.Tensor,
-    log: Callable[[int, float], None] | None,
 ) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
     """Run the search: the mask that it starts from, how well it decides, and what it learned."""
     sparse_attention, dense = model.sparse_attention, carrier(model)
@@ -176,7 +165,7 @@ def _learn(
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
     batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
     learn_mask(
-        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", log, options.objective,
+        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", options.objective,
         options.bf16,
     )  # fmt: skip
     return started_from, sparse_attention.outcome(), sparse_attention.learned

@@ -54,7 +54,8 @@ class PostHocArguments(HubArguments):
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         output_dir (`str`): Output folder.
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
-            pattern, whose parameters are chosen to come closest to `target_sparsity`. `"dense"` trains without a mask.
+            pattern. Parameters that vary its sparsity are chosen to come closest to `target_sparsity`. `"dense"`
+            trains without a mask.
         max_length (`int`): Tokens per row of text, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text to read.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
@@ -114,8 +115,13 @@ def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTr
     if options.mask in VARIED:
         return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
     if options.mask in PATTERNS:
-        return build_pattern(options.mask, *sizes)
-    return read_given_mask(options.mask)
+        return build_pattern(options.mask, *sizes, seed=options.seed)
+    return read_given_mask(options.mask, **_mask_arguments(options))
+
+
+def _mask_arguments(options: PostHocArguments) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for a given mask: revision and subfolder are those of the model."""
+    return HubArguments(token=options.token).hub_arguments()
 
 
 def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
@@ -155,12 +161,17 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if options.mask and not options.recover:
         raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
     if options.mask not in (None, *PATTERNS):
-        check_source("mask", options.mask)
+        check_source("mask", options.mask, **_mask_arguments(options))
+    if fields.get("target_sparsity") is not None and options.mask not in (None, *VARIED):
+        raise ValueError(f"--target_sparsity has no meaning with mask {options.mask!r}, whose sparsity is given")
     check_choice("train", options.train, (None, "norms"))
     for name in ("objective", "recover_objective"):
         check_choice(name, getattr(options, name), tuple(OBJECTIVES))
-    if options.recover_from is not None and options.mask:
-        raise ValueError("recover_from has no meaning with mask: only a search has denser masks to begin with")
+    for name in ("recover_from", "train"):
+        if getattr(options, name) is not None and options.mask:
+            raise ValueError(f"{name} has no meaning with mask: there is no search then")
+    if options.recover_from is not None and not options.recover:
+        raise ValueError("recover_from has no meaning without recover, the number of steps of the recovery")
     if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
         raise ValueError(
             f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "

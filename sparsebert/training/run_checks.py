@@ -280,8 +280,8 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
         raise ValueError(
             "pack_documents true has no meaning with nsp true, whose rows are pairs of two documents: set nsp to false"
         )
-    if data.base_model is None:
-        data.hub_arguments()
+    if data.pack_documents and (data.pruning or {}).get("score") == "attention":
+        raise ValueError("pruning.score 'attention' has no meaning with pack_documents true: set it to false")
     check_source("base_model", data.base_model, **data.hub_arguments(data.base_model))
     check_source("tokenizer", data.tokenizer, **HubArguments(token=data.token).hub_arguments())
     check_source("mask", data.mask, **mask_arguments(data))

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..files import check_output_dir, is_empty
 from ..masks.mask_cards import CARD_NAME, own_card
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
 
 
@@ -22,6 +23,11 @@ logger = logging.get_logger(__name__)
 # A run that is to replace another works in this folder of the output folder.
 ASIDE_NAME = ".unfinished"
 _RESULT_NAME = "metrics.json"
+# Patterns of what runs write that end with a model: its weights and mask, results and pictures.
+MODEL_FILES = (
+    *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, _RESULT_NAME),
+    *("heads.png", "mean_probs.png", "offset_profile.png"),
+)
 _LOGS_NAME = "runs"
 
 
@@ -83,18 +89,19 @@ def run_folder(
     state.wait_for_everyone()
     if folder != output and checkpoint is None and folder.is_dir() and state.is_main_process:
         _keep_older(folder)
+    older = _changed_at(output)
     try:
         yield folder, checkpoint
     except BaseException as error:
         if state.is_main_process:
-            _tidy(folder, output)
+            _tidy(folder, output, older)
         if isinstance(error, SafetensorError):
             raise OSError(f"{folder}: the model could not be saved: {error}") from error
         raise
     state.wait_for_everyone()
     if state.is_main_process:
         if folder == output:
-            _tidy(_aside(output), output)
+            _tidy(_aside(output), output, older)
         else:
             _swap(folder, output, written)
     state.wait_for_everyone()
@@ -183,11 +190,16 @@ def _keep_older(aside):
     aside.rename(older)
 
 
-def _tidy(folder, output):
-    """Leave no file that was only half written, and no folder aside without a checkpoint."""
+def _changed_at(folder):
+    """When each file of a folder was changed last, in ns."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.is_file()}
+
+
+def _tidy(folder, output, older):
+    """Leave no file that this run has only half written, and no folder aside without a checkpoint."""
     if folder == output:
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_file() and is_damaged(path):
+        for path, changed in _changed_at(folder).items():
+            if changed != older.get(path) and is_damaged(path):
                 path.unlink()
     elif not any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{MANIFEST_NAME}")):
         shutil.rmtree(folder, ignore_errors=True)

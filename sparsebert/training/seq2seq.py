@@ -34,8 +34,8 @@ from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
-from .run_checks import check_model_fields, check_schedule, check_source, check_training
-from .run_folders import resume_from, run_folder
+from .run_checks import check_evaluation, check_model_fields, check_schedule, check_source, check_training
+from .run_folders import MODEL_FILES, resume_from, run_folder
 from .stopping import StopOnSignal
 from .trainer import SparseBertTrainer
 
@@ -87,7 +87,7 @@ class TranslationArguments:
 
 
 # What a run writes, apart from the tokenizer, checkpoints and logs.
-_WRITTEN = ("model*.safetensors*", "translations.txt", "metrics.json")
+_WRITTEN = (*MODEL_FILES, "translations.txt")
 
 SECTIONS = {"data": TranslationArguments, "model": SparseBertConfig, "training": Seq2SeqTrainingArguments}
 
@@ -298,6 +298,7 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     check_model_fields(recipe["model"])
     data, training = TranslationArguments(**recipe["data"]), Seq2SeqTrainingArguments(**recipe["training"])
     check_schedule(training)
+    check_evaluation(training)
     check_data(data)
     check_model(recipe["model"], data.max_length)
     output = Path(str(training.output_dir))

@@ -20,7 +20,7 @@ from .engines import check_engine, warn_of_ignored_engine
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_cards import PICTURE, add_finetuning, draw_heads, hardware
 from .run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
-from .run_folders import check_unfinished, resume_from, run_folder
+from .run_folders import MODEL_FILES, check_unfinished, resume_from, run_folder
 from .stopping import StopOnSignal
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
@@ -31,7 +31,8 @@ logger = logging.get_logger(__name__)
 
 # What a run writes, apart from the tokenizer, checkpoints and logs.
 _WRITTEN = (
-    *("model*.safetensors*", "mask.safetensors", "mask_config.json", "metrics.json", "recipe.yaml", "results.md"),
+    *MODEL_FILES,
+    *("recipe.yaml", "results.md"),
     PICTURE,
     *("predictions_*.json*", "nbest_predictions_*.json", "null_odds_*.json"),
     *(f"{name}.tsv" for name in SUBMISSIONS.values()),

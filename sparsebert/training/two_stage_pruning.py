@@ -49,7 +49,7 @@ class PruningArguments(HubArguments):
     Section `pruning`: which masks to make of a search; `revision` and `subfolder` are those of `run`.
 
     Args:
-        run (`str`): Output folder of a pre-training run with its P, or a checkpoint that is being searched.
+        run (`str`): Output folder of `pretrain` or `search` with its P, or a checkpoint that is being searched.
         sparsities (`list`): Fractions of the attention to remove, one mask each.
         random_controls (`int`): Number of random controls per sparsity.
         output_dir (`str`): Output folder. A repeated command resumes there.
@@ -164,7 +164,7 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
     mask, length = run.mask, run.mask.length
     if run.quantity == MASK_ONLY:
         raise ValueError(
-            f"{run.source}: holds a mask without P: give a pre-training run or a checkpoint that is being searched"
+            f"{run.source}: holds a mask without P: give the folder of a search, or a checkpoint that is searching"
         )
     fixed = fixed_entries(mask)
     most = 1 - (fixed == 1).float().mean().item()
@@ -299,22 +299,24 @@ def _check_rows(masks: Mapping[str, SparseMask]) -> None:
 
 def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool = False) -> None:
     """
-    Write a folder for each mask, and `pruning.json`. If the folder holds just these masks already, nothing is written.
+    Write a folder for each mask, and `pruning.json`, as far as they are not there.
 
     Raises:
-        FileExistsError: If `output` holds anything else, unless `overwrite`.
+        FileExistsError: If `output` holds other masks or anything else, unless `overwrite`.
     """
     table = {"masks": describe(masks)}
-    same_masks = all(
-        (output / name / MASK_CONFIG_NAME).is_file() and SparseMask.from_pretrained(output / name) == mask
-        for name, mask in masks.items()
-    )
-    listed = (output / TABLE_NAME).is_file() and json.loads((output / TABLE_NAME).read_text())["masks"].keys()
-    if same_masks and listed == masks.keys():
+    there = {name for name in masks if (output / name / MASK_CONFIG_NAME).is_file()}
+    same = {name for name in there if SparseMask.from_pretrained(output / name) == masks[name]}
+    listed = json.loads((output / TABLE_NAME).read_text())["masks"].keys() if (output / TABLE_NAME).is_file() else None
+    if same == masks.keys() == listed:
         return
-    check_output_dir(output, overwrite)
+    # Other files are there once all masks are, or of another command.
+    begun = listed is None and same == there and output.is_dir() and {path.name for path in output.iterdir()} <= there
+    if not begun:
+        check_output_dir(output, overwrite)
     for name, mask in masks.items():
-        mask.save_pretrained(output / name)
+        if not (begun and name in same):
+            mask.save_pretrained(output / name)
     write_metrics(output / TABLE_NAME, table)
 
 

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..builtin_corpus import Document, builtin_documents
 from .classification import accuracy_and_macro_f1
+from .task_files import check_splits
 
 
 if TYPE_CHECKING:
@@ -87,11 +88,12 @@ def load(
         and `module`.
 
     Raises:
-        ValueError: If there are fewer than two different labels, a split is too small for one example of each, or a
-            package has too little text.
+        ValueError: If there is no such split, there are fewer than two different labels, a split is too small for one
+            example of each, or a package has too little text.
     """
     import datasets
 
+    check_splits(splits or (), ("train", "validation"), "builtin")
     labels = tuple(labels)
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"labels must be at least two different packages, got {labels}")

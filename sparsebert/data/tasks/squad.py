@@ -128,7 +128,7 @@ def _questions(path: Path) -> Iterator[dict]:
     with open_text(path) as file:
         try:
             content = json.load(file)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # a number may have too many digits
             raise ValueError(f"{path}: not valid JSON: {error}") from error
     for i, article in enumerate(member(content, "data", list, "the file")):
         for j, paragraph in enumerate(member(article, "paragraphs", list, f"data[{i}]")):

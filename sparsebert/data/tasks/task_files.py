@@ -151,7 +151,7 @@ def _read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow
             if line.strip():
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except ValueError as error:  # also a number with too many digits
                     row = BadRow(None, f"not valid JSON: {error}")
                 except RecursionError:
                     row = BadRow(None, "nested too deeply")
@@ -162,7 +162,7 @@ def _read_list(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]
     with open_text(path) as file:
         try:
             rows = json.load(file)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ValueError(
                 f"{path}: not valid JSON: {error} (a file with one object per line must be named .jsonl)"
             ) from error
