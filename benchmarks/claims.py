@@ -329,17 +329,28 @@ def status(comparisons: list[Comparison]) -> str:
 
 
 def weakest(comparisons: list[Comparison], digits: int) -> str:
-    """The comparison that speaks least for the claim, with its interval."""
+    """The comparison that speaks most against the claim, or least for it, with its interval and corrected P value."""
     tests = {comparison.label: comparison.test() for comparison in comparisons if comparison.seeds()}
     if not tests:
         return ""
-    label = min(tests, key=lambda name: tests[name].get("low", tests[name]["difference"]))
+
+    def support(label):
+        difference, p = tests[label]["difference"], tests[label].get("p")
+        if p is None:
+            return difference
+        return 1 - p if difference > 0 else p - 1
+
+    label = min(tests, key=support)
     test, remarks = tests[label], []
     if len(tests) > 1:
         remarks.append(f"weakest of {len(tests)}")
     if len(tests) < len(comparisons):
         remarks.append(f"{len(comparisons) - len(tests)} not run")
-    interval = f" [{test['low']:+.{digits}f}, {test['high']:+.{digits}f}]" if "low" in test else ""
+    interval = ""
+    if "low" in test:
+        tested = {name: test["p"] for name, test in tests.items() if "p" in test}
+        p = dict(zip(tested, holm([*tested.values()]), strict=True))[label]
+        interval = f" [{test['low']:+.{digits}f}, {test['high']:+.{digits}f}], p = {p:.2g}"
     remark = f" ({', '.join(remarks)})" if remarks else ""
     return f"{label} = {test['difference']:+.{digits}f}{interval}{remark}"
 
