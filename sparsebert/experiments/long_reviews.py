@@ -21,11 +21,9 @@ from ..analysis.tables import Table
 from ..checks import check_range
 from ..data.tasks import glue
 from ..hub import read_config
-from ..models.architectures import num_positions
 from ..models.loading import carries_mask, check_folder, load
-from ..models.positions import extend_positions
 from ..training.finetuning import finetune
-from .continued_pretraining import PACKAGE, located
+from .continued_pretraining import PACKAGE, located, long_enough
 from .experiment import Experiment
 from .recipe_sections import precision
 
@@ -162,7 +160,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         (folder / "data").mkdir(exist_ok=True)
         name = {"train": "train", "test": "dev"}[split]
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"task": TASK, "data": str(folder / "data"), "model": _long_enough(cell, folder)}
+    model_folder = long_enough(cell["model"], cell["max_length"], folder)
+    data: dict[str, Any] = {"task": TASK, "data": str(folder / "data"), "model": model_folder}
     data |= {"max_length": cell["max_length"], "test_split": [], "simple_baseline": False, "skip_bad": True}
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
     training |= {"output_dir": str(folder / "run"), "per_device_train_batch_size": cell["batch_size"]}
@@ -195,21 +194,6 @@ def _long_texts(texts, tokenizer, longer_than):
         found = tokenizer(texts[start : start + 1000], return_attention_mask=False, verbose=False)["input_ids"]
         places += [start + place for place, ids in enumerate(found) if len(ids) > longer_than]
     return places
-
-
-def _long_enough(cell, folder):
-    """The model of a cell, with its positions extended if the texts are longer."""
-    source = located(cell["model"])
-    if cell["max_length"] <= num_positions(read_config(source)):
-        return source
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    masked = carries_mask(source)
-    model: Any = load(source) if masked else AutoModelForSequenceClassification.from_pretrained(source).base_model
-    extend_positions(model, cell["max_length"])
-    tokenizer.model_max_length = cell["max_length"]
-    model.save_pretrained(folder / "lengthened")
-    tokenizer.save_pretrained(folder / "lengthened")
-    return str(folder / "lengthened")
 
 
 def classify(model: Any, tokenizer: Any, texts: list[str], max_length: int, split: bool = False) -> list[int]:

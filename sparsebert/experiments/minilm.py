@@ -18,16 +18,14 @@ from ..checks import check_choice, check_range
 from ..data.tasks import glue
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
-from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig, mask_search
 from ..models.loading import load
-from ..models.positions import extend_positions
 from ..search.searches import SCOPES
 from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from ..training.sentence_similarity import similarity
-from .continued_pretraining import PACKAGE, located
+from .continued_pretraining import PACKAGE, located, long_enough
 from .experiment import Experiment, seeded
 from .recipe_sections import check_texts
 
@@ -179,7 +177,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    source, learned = _long_enough(cell, folder), cell["mask"] in LEARNED_MASKS
+    source, learned = long_enough(cell["model"], cell["length"], folder), cell["mask"] in LEARNED_MASKS
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
@@ -225,20 +223,6 @@ def _search_fields(cell):
     if cell["mask"] == "attention":
         return model | {"search": "dam_s", "sparsity_scope": "head"}
     return model | {"search": cell["mask"]}
-
-
-def _long_enough(cell, folder):
-    """The model of a cell, with its positions extended if the inputs are longer."""
-    source = located(cell["model"])
-    if cell["length"] <= num_positions(read_config(source)):
-        return source
-    model, tokenizer = AutoModel.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    extend_positions(model, cell["length"])
-    tokenizer.model_max_length = cell["length"]
-    path = folder / "lengthened"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
