@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from sparsebert.analysis.diagnosis import cpu_name
 from sparsebert.analysis.tables import Table
 
 
@@ -95,14 +96,6 @@ def _output(*command, **environment):
     return run.stdout.strip()
 
 
-def _cpu():
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor()
-
-
 def _mkl():
     """The instructions that MKL says it uses, or `None` without MKL."""
     multiply = "import torch; torch.ones(2, 2) @ torch.ones(2, 2)"
@@ -129,7 +122,7 @@ def hardware():
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),

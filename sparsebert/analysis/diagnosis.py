@@ -210,13 +210,22 @@ def _versions():
     return versions | {name: installed(name) for name in PACKAGES} | {"cuda": torch.version.cuda}
 
 
-def _machine():
-    text = ""
+def _of_cpu(field):
+    """A field of the first processor in `/proc/cpuinfo`, which only Linux has."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    model = re.search(r"^model name\s*: (.*)$", text, re.M)
-    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.M)
-    words = set(flags[1].split()) if flags else set()
+        if found := re.search(rf"^(?:{field})\s*: (.*)$", text, re.M):
+            return found[1]
+    return ""
+
+
+def cpu_name() -> str:
+    """The processor of this machine."""
+    return _of_cpu("model name") or platform.processor() or platform.machine()
+
+
+def _machine():
+    words = set(_of_cpu("flags|Features").split())
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(index)
@@ -230,7 +239,7 @@ def _machine():
         )
     return {
         "platform": platform.platform(),
-        "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),

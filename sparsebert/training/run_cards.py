@@ -1,7 +1,5 @@
 """What a finished run adds to the card of its model: results, data, costs and a picture."""
 
-import platform
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import EvalResult
 
+from ..analysis.diagnosis import cpu_name
 from ..analysis.pictures import plot_heads
 from ..analysis.plans import make_plan
 from ..analysis.reports import report_tables
@@ -40,13 +39,8 @@ def hardware() -> str:
     """What this process computes on, as `metrics.json` names it."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    except OSError:
-        found = None
-    name = found[1] if found else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+    return f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _add(folder, results, datasets, tables, metrics, network=None):
