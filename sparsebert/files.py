@@ -24,6 +24,7 @@ DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 # run does not finish.
 LOCK_NAME = ".lock"
 UNFINISHED_NAME = "unfinished.json"
+LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
@@ -44,7 +45,7 @@ def is_empty(path: str | os.PathLike) -> bool:
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir {path} is a file, expected a folder")
-    return not folder.exists() or all(entry.name in (LOCK_NAME, UNFINISHED_NAME) for entry in folder.iterdir())
+    return not folder.exists() or all(entry.name in LOCK_NAMES for entry in folder.iterdir())
 
 
 def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
@@ -124,7 +125,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
 
 def _entries(folder):
     """What is in an output folder, with the times of its changes, without lock and mark."""
-    found = [entry for entry in folder.iterdir() if entry.name not in (LOCK_NAME, UNFINISHED_NAME)]
+    found = [entry for entry in folder.iterdir() if entry.name not in LOCK_NAMES]
     return {entry.name: entry.stat().st_mtime_ns for entry in found}
 
 

@@ -1,7 +1,6 @@
 """Two-stage pruning: masks from a saved P, their random controls, and fine-tuning through them."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers import BertConfig, BertModel
 from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, SparseMask, attach, build_pattern
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
+from sparsebert.commands import main
 from sparsebert.search.learned_mask import MASK_PROBS_NAME, save_probs
 from sparsebert.training.two_stage_pruning import (
     PruningArguments,
@@ -179,8 +179,9 @@ def test_masks_that_were_half_written_are_completed(tmp_path):
     run, output = search(tmp_path / "run"), tmp_path / "masks"
     prune(run, output, [0.4, 0.8])
     (output / "pruning.json").unlink()
-    shutil.rmtree(output / "p_0.8")
-    prune(run, output, [0.4, 0.8])
+    (output / "p_0.8" / "mask_config.json").unlink()
+    (output / "unfinished.json").write_text("{}")
+    assert main(["prune", str(run), "--sparsities", "0.4", "0.8", "--output_dir", str(output)]) == 0
     assert json.loads((output / "pruning.json").read_text())["masks"].keys() == {"p_0.4", "p_0.8"}
     (output / "pruning.json").unlink()
     with pytest.raises(FileExistsError, match="is not empty"):

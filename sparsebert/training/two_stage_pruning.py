@@ -23,7 +23,7 @@ from ..analysis.runs import MASK_ONLY, Run, read_run
 from ..analysis.statistics import summarize
 from ..analysis.tables import Table
 from ..checks import check_range
-from ..files import check_output_dir, write_metrics
+from ..files import LOCK_NAMES, check_output_dir, write_metrics
 from ..hub import HubArguments
 from ..masks.expansion import fill_fixed_entries, parameter_index
 from ..masks.mask_files import MASK_CONFIG_NAME
@@ -310,8 +310,8 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     listed = json.loads((output / TABLE_NAME).read_text())["masks"].keys() if (output / TABLE_NAME).is_file() else None
     if same == masks.keys() == listed:
         return
-    # Other files are there once all masks are, or of another command.
-    begun = listed is None and same == there and output.is_dir() and {path.name for path in output.iterdir()} <= there
+    # What else is in a folder without a table is of another command.
+    begun = listed is None and same == there and {path.name for path in output.glob("*")} <= {*masks, *LOCK_NAMES}
     if not begun:
         check_output_dir(output, overwrite)
     for name, mask in masks.items():
