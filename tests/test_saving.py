@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 
 import pytest
 import torch
@@ -130,6 +131,18 @@ def test_a_mask_that_is_missing_is_missed(tmp_path, caplog):
     BertModel.from_pretrained(tmp_path / "dense")
     config = (tmp_path / "dense/config.json").read_text()
     assert not caplog.text and "how_to_load" not in config and "auto_map" not in config
+
+
+def test_a_missing_mask_leaves_the_code_of_others_in_the_configuration(tmp_path):
+    attached_bert("window").save_pretrained(tmp_path / "model")
+    for name in ("mask_config.json", "mask.safetensors"):
+        (tmp_path / "model" / name).unlink()
+    path = tmp_path / "model/config.json"
+    config = json.loads(path.read_text())
+    config["auto_map"]["AutoModelForTokenClassification"] = "theirs.Tagger"
+    path.write_text(json.dumps(config))
+    model = BertModel.from_pretrained(tmp_path / "model")
+    assert model.config.auto_map == {"AutoModelForTokenClassification": "theirs.Tagger"}
 
 
 # A mask beside a model

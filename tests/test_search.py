@@ -504,3 +504,13 @@ def test_freeze_refuses_empty_rows_unless_allowed(tiny_config):
             with pytest.raises(ValueError, match="48 of 48 mask rows keep nothing.*allow_empty_rows"):
                 sparse_attention.freeze()
             assert sparse_attention.searching and sparse_attention.progress == 0.25
+
+
+def test_freeze_of_a_damaged_search_leaves_it_as_it_was(tiny_config):
+    sparse_attention = searching(tiny_config(search="dam_u", mask_length=12))
+    sparse_attention.set_progress(0.25)
+    with torch.no_grad():
+        sparse_attention.mask_logits[0, 0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="mask_logits"):
+        sparse_attention.freeze(sparsity=0.5)
+    assert sparse_attention.searching and sparse_attention.progress == 0.25

@@ -24,6 +24,7 @@ from .configuration_sparsebert import REQUESTS, SparseBertConfig
 from .derived import derived_class
 from .forwards import MaskedBase
 from .masked_configs import AttachedConfig, MaskedConfigMixin
+from .remote_code import forget_saved_fields
 from .saving import OWN_FIELDS, AttachedModel, get_sparse_attention, without_adapters
 from .sparse_attention import SparseAttention
 
@@ -221,7 +222,7 @@ def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
     for config in configs:
         if not isinstance(config, MaskedConfigMixin):
             config.__class__ = derived_class(AttachedConfig, type(config))
-            config.forget_saved_fields()
+            forget_saved_fields(config)
     _change_class(model, derived_class(AttachedModel, type(model)))
     model.set_attn_implementation(attn_implementation)
 

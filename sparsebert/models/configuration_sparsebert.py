@@ -19,7 +19,7 @@ from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMa
 from ..search.mask_search import MaskSearch
 from ..search.searches import SCOPES, SEARCHES
 from .masked_configs import MaskedConfigMixin
-from .remote_code import saved_with_code
+from .remote_code import forget_saved_fields, saved_with_code
 from .token_mixers import MIXERS, check_token_mixers
 
 
@@ -220,7 +220,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             if match := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
                 raise ValueError(f"unknown field {name!r}; did you mean {match[0]!r}?")
         super().__post_init__(**kwargs)
-        self.forget_saved_fields()
+        forget_saved_fields(self)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:

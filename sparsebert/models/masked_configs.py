@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from ..attention.backends import check_weights, sparse_name
 from ..files import replace_files
 from .derived import Derived
-from .remote_code import AUTO_MAP_FIELD, CODE_PATH, saved_fields, without_saved_fields
+from .remote_code import AUTO_MAP_FIELD, CODE_PATH, forget_saved_fields, saved_fields
 
 
 if TYPE_CHECKING:
@@ -40,15 +40,7 @@ class MaskedConfigMixin(_ConfigBase):
         try:
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
         finally:
-            self.forget_saved_fields()
-
-    def forget_saved_fields(self) -> None:
-        """Leave out what only the file of a configuration has."""
-        attributes = vars(self)
-        kept = without_saved_fields(attributes)
-        for name in attributes.keys() - kept.keys():
-            del attributes[name]
-        attributes.update(kept)
+            forget_saved_fields(self)
 
     @property
     def _attn_implementation(self) -> str | None:

@@ -61,6 +61,20 @@ def without_saved_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return kept | {AUTO_MAP_FIELD: others} if others else kept
 
 
+def forget_saved_fields(config: Any) -> None:
+    """
+    Leave out of a configuration in memory what only its file has, see [`saved_fields`].
+
+    Args:
+        config (`PreTrainedConfig`): Changed in place.
+    """
+    attributes = vars(config)
+    kept = without_saved_fields(attributes)
+    for name in attributes.keys() - kept.keys():
+        del attributes[name]
+    attributes.update(kept)
+
+
 def runs_without_package(saved: dict[str, Any], frozen: bool) -> bool:
     """
     Whether the code that is saved with a model can run it.

@@ -249,7 +249,7 @@ class SparseAttention(Float32Module):
         try:
             mask, outcome = learned.freeze(threshold, sparsity, provenance | (metadata or {}))
             self.set_mask(mask, search=config.search)
-        except ValueError:
+        except (ValueError, FloatingPointError):
             self.progress.copy_(progress)  # the search goes on
             raise
         for problem in outcome["warnings"]:
@@ -272,6 +272,7 @@ class SparseAttention(Float32Module):
             [`SparseMask`]: The mask that the model uses from now on.
         Raises:
             ValueError: If the mask is already frozen, a value is out of its range, or a row would keep nothing.
+            FloatingPointError: If a probability is NaN.
         """
         return self.end_search(threshold, sparsity, metadata)[0]
 

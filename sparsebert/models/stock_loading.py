@@ -30,7 +30,7 @@ from .architectures import ARCHITECTURES, describe
 from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
 from .configuration_sparsebert import SparseBertConfig
 from .derived import Derived
-from .remote_code import NOTE_FIELD, without_saved_fields
+from .remote_code import NOTE_FIELD, forget_saved_fields
 from .saving import SparseModelMixin
 
 
@@ -201,9 +201,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
                 f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or "
                 "without a connection none in the cache: the model was loaded without a mask"
             )
-            fields = vars(model.config)
-            for name in fields.keys() - without_saved_fields(fields).keys():
-                del fields[name]
+            forget_saved_fields(model.config)
         return loaded
     check_subfolder(hub_arguments.get("subfolder"))
     fields = {name: kwargs.pop(name) for name in MASK_FIELDS if name in kwargs}

@@ -33,9 +33,10 @@ from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
 from .run_cards import add_finetuning
-from .run_checks import check_source, check_training
+from .run_checks import check_training
 from .run_folders import choose_folder, resume_from
 from .single_run import run_once, training_arguments
+from .sources import check_source
 from .task_data import MissingSplitError, TaskData, prepare
 from .task_models import check_model, model_and_mask_arguments
 

@@ -17,7 +17,7 @@ from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
 from .objectives import OBJECTIVES
-from .run_checks import check_source, read_given_mask
+from .sources import check_source, read_given_mask
 
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from ..models.token_mixers import fixed_length
 from .divergence import check_weights
 from .pretraining_arguments import PretrainingArguments
 from .resuming import rows_record
-from .run_checks import check_served, read_given_mask
+from .run_checks import check_served
+from .sources import read_given_mask
 
 
 if TYPE_CHECKING:

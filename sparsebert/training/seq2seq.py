@@ -34,8 +34,9 @@ from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
-from .run_checks import check_evaluation, check_model_fields, check_schedule, check_source, check_training
+from .run_checks import check_evaluation, check_model_fields, check_schedule, check_training
 from .run_folders import MODEL_FILES, resume_from, run_folder
+from .sources import check_source
 from .stopping import StopOnSignal
 from .trainer import SparseBertTrainer
 
