@@ -164,7 +164,7 @@ def table(report):
 
 
 def plot(report, path):
-    """Write a picture: MRR against time, a color per system and a shape per precision."""
+    """Write a picture: MRR against time, a color per model and a shape per way of reading."""
     if find_spec("matplotlib") is None:
         print("no plot: install sparsebert[viz]")
         return
@@ -172,21 +172,31 @@ def plot(report, path):
 
     figure = Figure(figsize=(6, 5), layout="constrained", dpi=150)
     axis = figure.subplots()
-    names = list(dict.fromkeys(f"{cell['system']}, {cell['length']} tokens" for cell in report["cells"]))
-    for name, (color, _) in zip(names, cycle(STYLES), strict=False):
-        cells = [cell for cell in report["cells"] if f"{cell['system']}, {cell['length']} tokens" == name]
-        points = sorted((cell["cpu_ms"], fmean(cell["reciprocal_ranks"]), cell["precision"]) for cell in cells)
-        axis.plot([point[0] for point in points], [point[1] for point in points], color=color, lw=1, label=name)
-        for milliseconds, score, precision in points:
-            axis.plot(milliseconds, score, color=color, marker="os^"[PRECISIONS.index(precision)], ms=7)
-    for precision in dict.fromkeys(cell["precision"] for cell in report["cells"]):
-        axis.plot([], [], color="gray", ls="", marker="os^"[PRECISIONS.index(precision)], label=precision)
+    lines = {}
+    for cell in report["cells"]:
+        point = cell["cpu_ms"], fmean(cell["reciprocal_ranks"]), cell["precision"]
+        lines.setdefault((*cell["system"].rsplit(", ", 1), cell["length"]), []).append(point)
+    models = list(dict.fromkeys(model for model, _, _ in lines))
+    colors = {model: color for model, (color, _) in zip(models, cycle(STYLES), strict=False)}
+    shapes = {TRUNCATED: "o", SPLIT: "s", WHOLE: "^"}
+    several = len({cell["precision"] for cell in report["cells"]}) > 1
+    for (model, way, _), points in lines.items():
+        axis.plot(*zip(*(point[:2] for point in points), strict=True), color=colors[model], marker=shapes[way], lw=1)
+        for milliseconds, score, precision in points if several else ():
+            axis.annotate(precision, (milliseconds, score), xytext=(5, 3), textcoords="offset points", fontsize=6)
+    for model, color in colors.items():
+        axis.plot([], [], color=color, lw=4, label=model)
+    for way, shape in shapes.items():
+        known, longest = report["known"], max(cell["length"] for cell in report["cells"])
+        label = f"{way} at {known} tokens" if way == TRUNCATED else f"{way}, up to {longest} tokens"
+        axis.plot([], [], color="gray", ls="", marker=shape, label=label)
     axis.set_xlabel("ms of CPU per document")
     axis.set_ylabel("mean reciprocal rank")
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    figure.suptitle(f"The end of a document finds its beginning among {report['documents']}", fontsize=10)
+    precision = "" if several else f", {report['cells'][0]['precision']}"
+    figure.suptitle(f"The end of a document finds its beginning among {report['documents']}{precision}", fontsize=10)
     figure.savefig(path)
 
 
