@@ -5,6 +5,7 @@ import io
 import json
 import lzma
 import os
+import re
 import secrets
 import socket
 import zlib
@@ -25,6 +26,8 @@ DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 LOCK_NAME = ".lock"
 UNFINISHED_NAME = "unfinished.json"
 LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
+# The name of a file that is being written, until it takes its place.
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
@@ -73,7 +76,8 @@ def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
 def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     """
     Context manager that keeps an output folder for this run: another one that asks for it is refused. Until the block
-    ends without an error, a file `unfinished.json` in the folder says whose run it is.
+    ends without an error, a file `unfinished.json` in the folder says whose run it is. What [`replace_files`] was
+    writing there when a run was killed is removed.
 
     Args:
         path (`str` or `os.PathLike`): The folder. It is created; if nothing was written to it, it is removed again.
@@ -104,6 +108,9 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     before = _entries(folder)
     try:
         mark.write_text(json.dumps(owner) + "\n", encoding="utf-8")
+        for file in folder.rglob(".*.tmp") if unfinished else ():
+            if _TEMPORARY.fullmatch(file.name):
+                file.unlink()
         yield unfinished
     except BaseException as error:
         if _entries(folder) == before:  # it was refused

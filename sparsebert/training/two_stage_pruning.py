@@ -10,6 +10,7 @@ position is kept.
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..checks import check_range
 from ..files import LOCK_NAMES, check_output_dir, write_metrics
 from ..hub import HubArguments
 from ..masks.expansion import fill_fixed_entries, parameter_index
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, MaskFileError
 from ..masks.sparse_mask import SparseMask
 from ..search.budget import head_budgets
 from ..search.decided_entries import TiedEntries
@@ -305,18 +306,21 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
         FileExistsError: If `output` holds other masks or anything else, unless `overwrite`.
     """
     table = {"masks": describe(masks)}
-    there = {name for name in masks if (output / name / MASK_CONFIG_NAME).is_file()}
-    same = {name for name in there if SparseMask.from_pretrained(output / name) == masks[name]}
+    saved = {}
+    for name in masks:
+        if (output / name / MASK_CONFIG_NAME).is_file():
+            with suppress(MaskFileError):  # half written
+                saved[name] = SparseMask.from_pretrained(output / name)
+    same = all(mask == masks[name] for name, mask in saved.items())
     listed = json.loads((output / TABLE_NAME).read_text())["masks"].keys() if (output / TABLE_NAME).is_file() else None
-    if same == masks.keys() == listed:
+    if same and saved.keys() == masks.keys() == listed:
         return
     # What else is in a folder without a table is of another command.
-    begun = listed is None and same == there and {path.name for path in output.glob("*")} <= {*masks, *LOCK_NAMES}
+    begun = listed is None and same and {path.name for path in output.glob("*")} <= {*masks, *LOCK_NAMES}
     if not begun:
         check_output_dir(output, overwrite)
     for name, mask in masks.items():
-        if not (begun and name in same):
-            mask.save_pretrained(output / name)
+        mask.save_pretrained(output / name)
     write_metrics(output / TABLE_NAME, table)
 
 
