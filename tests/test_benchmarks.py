@@ -355,12 +355,20 @@ def test_long_documents(tmp_path, tiny_config, word_tokenizer):
     cells = report["cells"]
     names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole", "masked, split"]
     assert [cell["system"] for cell in cells] == [name for name in names for _ in range(2)]
-    assert report["documents"] == 4
-    assert all(len(cell["reciprocal_ranks"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
+    assert report["texts"] == 4 and report["score"] == "MRR"
+    assert all(len(cell["scores"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
     assert all((cell["removed"] > 0.5) == cell["system"].startswith("masked") for cell in cells)
     assert len(long_documents.table(report).rows) == 10 and (tmp_path / "report.png").is_file()
     with pytest.raises(ValueError, match="second system with the name 'masked'"):
         long_documents.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
+    for split in ("train", "test"):
+        rows = [{"text": " ".join(["w1 w2" if i % 2 else "w3 w4"] * 60), "label": i % 2} for i in range(20)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments[2:4] = ["--reviews", str(tmp_path)]
+    long_documents.main([*arguments, "--documents", "20", "--lengths", "128"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["score"] == "accuracy" and report["texts"] == 40
+    assert all(cell["scores"] == [1] * 20 for cell in report["cells"])
 
 
 def test_parts_of_documents(tiny_config, word_tokenizer):
@@ -374,6 +382,10 @@ def test_parts_of_documents(tiny_config, word_tokenizer):
         for at in (0, 62)
     ]
     torch.testing.assert_close(found, torch.nn.functional.normalize(sum(halves), dim=-1))
+    shorter = [part[: 62 + 31] for part in ids]
+    found = long_documents.embedded(model, word_tokenizer, shorter, 128, 64)[0]
+    second = long_documents.embedded(model, word_tokenizer, [part[62:93] for part in ids], 64, 64)[0]
+    torch.testing.assert_close(found, torch.nn.functional.normalize(halves[0] + second / 2, dim=-1))
     assert seconds > 0 and (halves[0] - halves[1]).abs().max() > 1e-3
 
 
@@ -383,11 +395,11 @@ def test_what_long_documents_are_compared_with():
     cells = [
         {"system": name, "length": 1024 if "truncated" not in name else 512, "precision": precision, "cpu_ms": 1.0}
         | {"removed": 0.0}
-        | {"reciprocal_ranks": [rank + shift for rank in own]}
+        | {"scores": [rank + shift for rank in own]}
         for precision, shift in (("float32", 0.0), ("int8", 0.05))
         for name, own in ranks.items()
     ]
-    rows = long_documents.table({"cells": cells}).as_json()["rows"]
+    rows = long_documents.table({"cells": cells, "score": "MRR"}).as_json()["rows"]
     for own in (rows[:4], rows[4:]):
         differences = [
             [row.get(f"minus {name}", "").split(" [")[0] for row in own] for name in ("truncated", "whole", "split")

@@ -147,17 +147,10 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics: accuracy and the CPU time of a text, of the dense model at the first length also split.
     """
-    texts = glue.load(TASK, cell["reviews"], ["train", "test"], skip_bad=True)
     tokenizer = AutoTokenizer.from_pretrained(located(cell["model"]))
-    for split, number in (("train", cell["train_examples"]), ("test", cell["test_examples"])):
-        long = _long_texts(texts[split]["text"][:], tokenizer, cell["longer_than"])
-        if not long:
-            raise ValueError(
-                f"reviews {cell['reviews']}: no text of {split} has more than {cell['longer_than']} tokens"
-            )
-        chosen = random.Random(0).sample(long, min(number, len(long)))
-        rows = [{"sentence": texts[split][i]["text"], "label": texts[split][i]["label"]} for i in chosen]
-        (folder / "data").mkdir(exist_ok=True)
+    numbers = {"train": cell["train_examples"], "test": cell["test_examples"]}
+    (folder / "data").mkdir(exist_ok=True)
+    for split, rows in long_rows(cell["reviews"], tokenizer, cell["longer_than"], numbers).items():
         name = {"train": "train", "test": "dev"}[split]
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model_folder = long_enough(cell["model"], cell["max_length"], folder)
@@ -185,6 +178,34 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         prefix = "split_" if in_parts else ""
         metrics |= {f"{prefix}accuracy": right, f"{prefix}ms_per_text": 1000 * seconds}
     return metrics
+
+
+def long_rows(
+    reviews: str, tokenizer: Any, longer_than: int, numbers: Mapping[str, int]
+) -> dict[str, list[dict[str, Any]]]:
+    """
+    Draw long texts with a fixed seed.
+
+    Args:
+        reviews (`str`): Folder of the texts, see [`LongReviews`].
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer that counts their tokens.
+        longer_than (`int`): Only texts with more tokens are drawn.
+        numbers (`dict[str, int]`): Number of texts to draw by split, at most.
+
+    Returns:
+        `dict[str, list[dict]]`: `"sentence"` and `"label"` of each text, by split.
+    Raises:
+        ValueError: If a split has no such text.
+    """
+    texts = glue.load(TASK, reviews, list(numbers), skip_bad=True)
+    drawn = {}
+    for split, number in numbers.items():
+        long = _long_texts(texts[split]["text"][:], tokenizer, longer_than)
+        if not long:
+            raise ValueError(f"reviews {reviews}: no text of {split} has more than {longer_than} tokens")
+        chosen = random.Random(0).sample(long, min(number, len(long)))
+        drawn[split] = [{"sentence": texts[split][i]["text"], "label": texts[split][i]["label"]} for i in chosen]
+    return drawn
 
 
 def _long_texts(texts, tokenizer, longer_than):
