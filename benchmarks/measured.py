@@ -97,7 +97,7 @@ TABLES = {
     "padding.ratios": lambda: [padding.tables(_read("padding")["cells"])["ratios"]],
     "offsets": lambda: [offsets.table(_read("offsets"))],
     "separators": lambda: [separators.table(_read("separators"))],
-    "long_documents": lambda: [long_documents.table(_read("long_documents"))],
+    **{name: lambda name=name: [long_documents.table(_read(name))] for name in ("long_documents", "long_reviews")},
     "positions": lambda: [positions.table(_read("positions"))],
     "cramming": lambda: [cramming.table(_read("cramming"))],
     "data_memory.starts": lambda: [data_memory.tables(_read("data_memory"))["starts"]],
