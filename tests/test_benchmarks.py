@@ -16,8 +16,8 @@ from benchmarks import (
     attention,
     encoders,
     layer,
-    long_documents,
     long_inputs,
+    long_texts,
     model,
     offsets,
     positions,
@@ -335,7 +335,7 @@ def test_positions(tmp_path, tiny_config, word_tokenizer, glue_folder):
     assert positions.reciprocal_ranks(ends, beginnings) == [0.5, 1.0]
 
 
-def test_long_documents(tmp_path, tiny_config, word_tokenizer):
+def test_long_texts(tmp_path, tiny_config, word_tokenizer):
     torch.manual_seed(0)
     stock = BertModel(tiny_config(BertConfig, max_position_embeddings=64))
     stock.save_pretrained(tmp_path / "stock")
@@ -347,10 +347,10 @@ def test_long_documents(tmp_path, tiny_config, word_tokenizer):
     arguments += ["--masked", str(tmp_path / "masked"), "--precisions", "float32", "int8"]
     arguments += ["--output", str(tmp_path / "report.json"), "--documents", "4"]
     with pytest.raises(ValueError, match="must be multiples of the 64 tokens"):
-        long_documents.main([*arguments, "--lengths", "100"])
+        long_texts.main([*arguments, "--lengths", "100"])
     with pytest.raises(ValueError, match="reads 128 tokens, which --lengths lacks"):
-        long_documents.main([*arguments, "--lengths", "256"])
-    long_documents.main([*arguments, "--lengths", "128"])
+        long_texts.main([*arguments, "--lengths", "256"])
+    long_texts.main([*arguments, "--lengths", "128"])
     report = json.loads((tmp_path / "report.json").read_text())
     cells = report["cells"]
     names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole", "masked, split"]
@@ -358,14 +358,14 @@ def test_long_documents(tmp_path, tiny_config, word_tokenizer):
     assert report["texts"] == 4 and report["score"] == "MRR"
     assert all(len(cell["scores"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
     assert all((cell["removed"] > 0.5) == cell["system"].startswith("masked") for cell in cells)
-    assert len(long_documents.table(report).rows) == 10 and (tmp_path / "report.png").is_file()
+    assert len(long_texts.table(report).rows) == 10 and (tmp_path / "report.png").is_file()
     with pytest.raises(ValueError, match="second system with the name 'masked'"):
-        long_documents.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
+        long_texts.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
     for split in ("train", "test"):
         rows = [{"text": " ".join(["w1 w2" if i % 2 else "w3 w4"] * 60), "label": i % 2} for i in range(20)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments[2:4] = ["--reviews", str(tmp_path)]
-    long_documents.main([*arguments, "--documents", "20", "--lengths", "128"])
+    long_texts.main([*arguments, "--documents", "20", "--lengths", "128"])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["score"] == "accuracy" and report["texts"] == 40
     assert all(cell["scores"] == [1] * 20 for cell in report["cells"])
@@ -376,20 +376,19 @@ def test_parts_of_documents(tiny_config, word_tokenizer):
     model = BertModel(tiny_config(BertConfig, max_position_embeddings=64)).eval()
     words = [[f"w{(7 * i + d) % 90}" for i in range(124)] for d in range(3)]
     ids = [word_tokenizer.convert_tokens_to_ids(document) for document in words]
-    found, seconds = long_documents.embedded(model, word_tokenizer, ids, 128, 64)
+    found, seconds = long_texts.embedded(model, word_tokenizer, ids, 128, 64)
     halves = [
-        long_documents.embedded(model, word_tokenizer, [part[at : at + 62] for part in ids], 64, 64)[0]
-        for at in (0, 62)
+        long_texts.embedded(model, word_tokenizer, [part[at : at + 62] for part in ids], 64, 64)[0] for at in (0, 62)
     ]
     torch.testing.assert_close(found, torch.nn.functional.normalize(sum(halves), dim=-1))
     shorter = [part[: 62 + 31] for part in ids]
-    found = long_documents.embedded(model, word_tokenizer, shorter, 128, 64)[0]
-    second = long_documents.embedded(model, word_tokenizer, [part[62:93] for part in ids], 64, 64)[0]
+    found = long_texts.embedded(model, word_tokenizer, shorter, 128, 64)[0]
+    second = long_texts.embedded(model, word_tokenizer, [part[62:93] for part in ids], 64, 64)[0]
     torch.testing.assert_close(found, torch.nn.functional.normalize(halves[0] + second / 2, dim=-1))
     assert seconds > 0 and (halves[0] - halves[1]).abs().max() > 1e-3
 
 
-def test_what_long_documents_are_compared_with():
+def test_what_long_texts_are_compared_with():
     ranks = {"dense, truncated": [0.1, 0.2, 0.3], "dense, whole": [0.4, 0.5, 0.9]}
     ranks |= {"dense, split": [0.3, 0.5, 0.4], "a, whole": [0.6, 0.6, 0.9]}
     cells = [
@@ -399,7 +398,7 @@ def test_what_long_documents_are_compared_with():
         for precision, shift in (("float32", 0.0), ("int8", 0.05))
         for name, own in ranks.items()
     ]
-    rows = long_documents.table({"cells": cells, "score": "MRR"}).as_json()["rows"]
+    rows = long_texts.table({"cells": cells, "score": "MRR"}).as_json()["rows"]
     for own in (rows[:4], rows[4:]):
         differences = [
             [row.get(f"minus {name}", "").split(" [")[0] for row in own] for name in ("truncated", "whole", "split")

