@@ -27,6 +27,10 @@ LEVEL = 0.05
 # What counts as no harm: nats of MLM loss, BLEU, points of a task's score.
 LOSS_MARGIN, BLEU_MARGIN, SCORE_MARGIN = 0.02, 0.5, 1.0
 CONFIGURATIONS = ("union", "sequential", "multihead")
+# [O]'s patterns in all head configurations.
+_PATTERNS = [f"{pattern}_{configuration}" for pattern in ("strided", "fixed") for configuration in CONFIGURATIONS]
+# How far apart the shares may be that two masks remove which count as equally sparse.
+SAME_SPARSITY = 0.03
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,9 @@ def _tasks_without_diagonal(cells):
         greater = _shifted(scores.get((task, better), {}), margin)
         return Comparison(f"{NAMES[task]}: {better}{more} - {worse}", greater, scores.get((task, worse), {}))
 
-    tasks = [task for task in NAMES if any(key[0] == task for key in scores)]
     return [
         comparison(task, *parts)
-        for task in tasks
+        for task in NAMES
         for parts in (("no_diag", SCORE_MARGIN, "dense"), ("dense", 0.0, "random_drop"))
     ]
 
@@ -170,67 +173,88 @@ def _copying(cells):
     def accuracy(series):
         return _percent(by_seed(cells, "second_half_accuracy", series=series, depth=4))
 
-    patterns = [f"{pattern}_{configuration}" for pattern in ("strided", "fixed") for configuration in CONFIGURATIONS]
     return [
         Comparison(f"accuracy, %: {pattern} - {other}", accuracy(pattern), accuracy(other))
-        for pattern in patterns
+        for pattern in _PATTERNS
         for other in ("random", "star")
     ]
 
 
 def _convolutions(cells):
-    losses = {count: by_seed(cells, "mlm_loss", replaced=count) for count in range(7)}
+    def loss(kind, count):
+        return by_seed(cells, "mlm_loss", series=kind, replaced=count)
+
+    better = {count: ("attention", "sepconv") if count <= 2 else ("sepconv", "attention") for count in range(1, 7)}
     return [
-        Comparison(f"loss: {worse} layers - {better} layers", losses[worse], losses[better])
-        for worse, better in ((0, 1), (0, 2), (3, 0), (4, 0), (5, 0), (6, 0))
+        Comparison(f"loss, {count} layers: {one} - {other}", loss(one, count), loss(other, count))
+        for count, (one, other) in better.items()
     ]
 
 
 def _levels(cells, metric):
-    """A metric by seed of every level of every pattern, and what they remove."""
-    found, removed = {}, {}
+    """By pattern, and then by the name of a level: the share that it removes, and a metric by seed."""
+    levels = {}
     for cell in cells.values():
         settings = cell["settings"]
         name = "_".join([settings["series"], *(f"{level:g}" for level in (settings["pattern_kwargs"] or {}).values())])
-        found.setdefault(name, {})[settings["seed"]] = cell["metrics"][metric]
-        removed[name] = cell["metrics"]["sparsity"]
-    return found, removed
+        removed, numbers = levels.setdefault(settings["series"], {}).setdefault(name, ([], {}))
+        removed.append(cell["metrics"]["sparsity"])
+        numbers[settings["seed"]] = cell["metrics"][metric]
+    return {
+        series: {name: (statistics.fmean(removed), numbers) for name, (removed, numbers) in found.items()}
+        for series, found in levels.items()
+    }
 
 
-def _series(names, *series):
-    return [name for name in names if name.startswith(series)]
+def _nearest(levels, removed):
+    """The name of the level that removes most nearly this share."""
+    return min(levels, key=lambda name: abs(levels[name][0] - removed))
 
 
-def _perplexity(cells, worse, better):
-    """The levels of some patterns against the level of others that is nearest in sparsity, pattern by pattern."""
-    found, removed = _levels(cells, "perplexity")
+def _as_sparse(cells, metric, pairs):
+    """
+    For pairs of patterns, of which the first should have the greater numbers: their levels that remove about as much,
+    each compared with the nearest. There is a comparison without numbers for a pair that has no such levels.
+    """
+    levels = _levels(cells, metric)
     result = []
-    for name in _series(found, *better):
-        for other in worse:
-            nearest = min(_series(found, other), key=lambda level: abs(removed[level] - removed[name]), default=None)
-            if nearest:
-                result.append(Comparison(f"perplexity: {nearest} - {name}", found[nearest], found[name]))
+    for greater, smaller in pairs:
+        ours, theirs = levels.get(greater, {}), levels.get(smaller, {})
+        matched = (
+            [
+                Comparison(f"{metric}: {name} - {other}", numbers, theirs[other][1])
+                for name, (removed, numbers) in ours.items()
+                if abs(theirs[other := _nearest(theirs, removed)][0] - removed) <= SAME_SPARSITY
+                and _nearest(ours, theirs[other][0]) == name
+            ]
+            if theirs
+            else []
+        )
+        result += matched or [Comparison(f"{metric}: {greater} - {smaller}, equally sparse", {}, {})]
     return result
 
 
+def _strided_and_star(cells):
+    pairs = [(f"fixed_{configuration}", f"strided_{configuration}") for configuration in CONFIGURATIONS]
+    pairs += [(f"fixed_{configuration}", "star") for configuration in CONFIGURATIONS]
+    return _as_sparse(cells, "perplexity", pairs)
+
+
 def _union(cells):
-    found, _ = _levels(cells, "perplexity")
-    return [
-        Comparison(f"perplexity: {other} - {name}", found.get(other, {}), found[name])
-        for name in found
-        if "_union" in name
-        for other in (name.replace("union", configuration) for configuration in CONFIGURATIONS[1:])
+    pairs = [
+        (f"{pattern}_{other}", f"{pattern}_union") for pattern in ("strided", "fixed") for other in CONFIGURATIONS[1:]
     ]
+    return _as_sparse(cells, "perplexity", pairs)
 
 
-def _bleu(cells, others, margin=0.0):
-    found, _ = _levels(cells, "bleu")
-    more = f" + {margin:g}" if margin else ""
+def _union_as_dense(cells):
+    levels = _levels(cells, "bleu")
+    (dense,) = [numbers for _, numbers in levels.get("dense", {}).values()] or [{}]
+    names = {name: numbers for series in ("strided_union", "fixed_union")
+             for name, (_, numbers) in (levels.get(series) or {series: (0, {})}).items()}  # fmt: skip
     return [
-        Comparison(f"BLEU: {name}{more} - {other}", _shifted(found[name], margin), found[other])
-        for name in found
-        if "_union" in name
-        for other in _series(found, *others)
+        Comparison(f"BLEU: {name} + {BLEU_MARGIN} - dense", _shifted(numbers, BLEU_MARGIN), dense)
+        for name, numbers in names.items()
     ]
 
 
@@ -280,22 +304,24 @@ CLAIMS = (
     ),
     Claim(
         "[O] Figure 1a", "Language modelling: random patterns are the worst", "language_modelling",
-        lambda cells: _perplexity(cells, ("random",), ("strided", "fixed", "star")), 1,
+        lambda cells: _as_sparse(cells, "perplexity", [("random", name) for name in (*_PATTERNS, "star")]), 1,
     ),
     Claim(
         "[O] Figure 1a", "Language modelling: strided and star are better than fixed", "language_modelling",
-        lambda cells: _perplexity(cells, ("fixed_union",), ("strided_union", "star")), 1,
+        _strided_and_star, 1,
     ),
     Claim(
         "[O] Figure 1a", "Language modelling: union is the best head configuration", "language_modelling", _union, 1,
     ),
     Claim(
         "[O] Figure 1b", "Translation: strided and fixed patterns in union are as good as dense attention",
-        "translation", lambda cells: _bleu(cells, ("dense",), BLEU_MARGIN), 1,
+        "translation", _union_as_dense, 1,
     ),
     Claim(
         "[O] Figure 1b", "Translation: random and star are worse than these", "translation",
-        lambda cells: _bleu(cells, ("random", "star")), 1,
+        lambda cells: _as_sparse(
+            cells, "bleu", [(one, other) for one in ("strided_union", "fixed_union") for other in ("random", "star")]
+        ), 1,
     ),
     Claim(
         "[U] Table 1", "Attention is better than convolutions and projections, and these than an average", "mixers",
@@ -311,7 +337,8 @@ CLAIMS = (
         ), 1,
     ),
     Claim(
-        "[U] Figure 1", "Convolutions in the first one or two layers of a trained model are better, in more worse",
+        "[U] Figure 1",
+        "In the first one or two layers of a trained model, new convolutions are better than new attention; in more, worse",
         "minilm_mixers", _convolutions,
     ),
 )  # fmt: skip

@@ -163,7 +163,7 @@ def continue_training(
         if it was not there.
     """
     start = time.perf_counter()
-    checkpoint = _checkpoint(cell, folder.parents[1])
+    checkpoint = shared_checkpoint(cell, folder.parents[1])
     shared = time.perf_counter() - start
     recipe = _recipe(cell, folder, str(checkpoint), cell["max_steps"], cell["learning_rate"])
     recipe["data"] |= data or {}
@@ -199,8 +199,14 @@ def _recipe(cell, folder, base_model, steps, learning_rate):
     return {"data": data, "model": model, "training": training}
 
 
-def _checkpoint(cell, runs):
-    """The shared dense checkpoint; a training that was interrupted goes on, one of another process is waited for."""
+def shared_checkpoint(cell: dict[str, Any], runs: Path) -> Path:
+    """
+    The shared dense checkpoint; a training that was interrupted goes on, one of another process is waited for.
+
+    Args:
+        cell (`dict`): Settings of the cell, with the fields of [`ContinuedSettings`].
+        runs (`Path`): Folder of all checkpoints.
+    """
     own = ("max_steps", "learning_rate", "seed")
     shared = {item.name: cell[item.name] for item in fields(ContinuedSettings) if item.name in cell}
     shared = {name: value for name, value in shared.items() if name not in own}

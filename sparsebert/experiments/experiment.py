@@ -19,6 +19,12 @@ def unseeded(name: str) -> str:
     return re.sub(r"_seed_\d+$", "", name)
 
 
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that all seeds of a cell have in common: those without its seed and what is derived from it."""
+    kept = {name: value for name, value in settings.items() if name not in ("seed", "mask_seed")}
+    return {name: shared_settings(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+
+
 @dataclass(frozen=True)
 class Experiment:
     """

@@ -4,12 +4,16 @@ Convolutions in the first layers of a trained encoder: Figure 1 of [U], Are Tran
 """
 
 import json
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checks import check_range
 from ..hub import read_config
+from ..models.modeling_sparsebert import SparseBertForMaskedLM
 from ..training.finetuning import finetune
 from .continued_pretraining import (
     ContinuedSettings,
@@ -17,6 +21,7 @@ from .continued_pretraining import (
     continue_training,
     continued_fields,
     located,
+    shared_checkpoint,
 )
 from .experiment import Experiment, seeded
 from .recipe_sections import check_task, precision
@@ -25,11 +30,12 @@ from .recipe_sections import check_task, precision
 @dataclass
 class MiniLMMixers(ContinuedSettings):
     """
-    Settings of the study: how many of the first layers get convolutions, with the settings of [`ContinuedSettings`].
+    Settings of the study: how many of the first layers get convolutions, or as a control attention that has learned
+    nothing, with the settings of [`ContinuedSettings`].
 
     Args:
-        replaced (`list[int]`): Numbers of layers whose attention is replaced by a `sepconv`; by default from none to
-            the six of a MiniLM.
+        replaced (`list[int]`): Numbers of layers whose attention is replaced by a `sepconv` or by new attention; by
+            default from none to the six of a MiniLM.
         task (`str`, *optional*): Task to fine-tune on, a key of `TASKS`.
         data (`str`, *optional*): Folder of the task's files; by default they come from the Hub.
         task_learning_rate (`float`): Learning rate of the fine-tuning.
@@ -50,7 +56,11 @@ def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     names = ("task", "data", "task_learning_rate", "task_epochs", "max_train_examples")
     common = continued_fields(settings) | {name: getattr(settings, name) for name in names}
-    layers = {f"sepconv_{count}": common | {"series": "sepconv", "replaced": count} for count in settings.replaced}
+    layers = {
+        f"{series}_{count}": common | {"series": series, "replaced": count}
+        for count in settings.replaced
+        for series in (("sepconv", "attention") if count else ("attention",))
+    }
     return seeded(layers, settings.seeds)
 
 
@@ -74,7 +84,8 @@ def check(cell: dict[str, Any]) -> None:
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
-    Go on from the shared checkpoint with convolutions in its first layers and, if there is a task, fine-tune.
+    Go on from the shared checkpoint with convolutions or new attention in its first layers and, if there is a task,
+    fine-tune.
 
     Args:
         cell (`dict`): Settings of the cell.
@@ -84,8 +95,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         `dict`: Metrics.
     """
     num_layers, replaced = read_config(located(cell["base_model"])).num_hidden_layers, cell["replaced"]
-    mixers = ["sepconv"] * replaced + ["attention"] * (num_layers - replaced)
-    metrics = continue_training(cell, folder, model={"pattern": "dense", "token_mixers": mixers})
+    mixers = [cell["series"]] * replaced + ["attention"] * (num_layers - replaced)
+    model = {"pattern": "dense", "token_mixers": mixers}
+    with tempfile.TemporaryDirectory() as start:
+        data = {}
+        if cell["series"] == "attention" and replaced:
+            _with_new_attention(cell, shared_checkpoint(cell, folder.parents[1]), start)
+            data["base_model"] = start
+        metrics = continue_training(cell, folder, data, model)
     if cell["task"] is not None:
         data = {name: cell[name] for name in ("task", "data", "max_train_examples")}
         data |= {"model": str(folder), "max_length": cell["max_length"], "test_split": []}
@@ -103,6 +120,17 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
+def _with_new_attention(cell, checkpoint, path):
+    """Save the checkpoint with attention in its first layers that has learned no more than a new convolution."""
+    model = SparseBertForMaskedLM.from_pretrained(checkpoint)
+    torch.manual_seed(cell["seed"])
+    for layer in model.base_model.encoder.layer[: cell["replaced"]]:
+        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            linear.weight.data.normal_(std=model.config.initializer_range)
+            linear.bias.data.zero_()
+    model.save_pretrained(path)
+
+
 EXPERIMENT = Experiment(
     title="Convolutions in the first layers of a trained MiniLM ([U] Figure 1)",
     arguments=MiniLMMixers,
@@ -117,9 +145,10 @@ EXPERIMENT = Experiment(
         "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
     plot=("replaced", "mlm_loss", "series"),
-    baseline="sepconv_0",
+    baseline="attention_0",
     notes=(
-        "sepconv_k: convolutions instead of attention in the first k layers. The paper has curves, no numbers, of 12 "
+        "sepconv_k: convolutions instead of attention in the first k layers; attention_k: queries, keys and values of "
+        "these layers start anew, as the convolutions do. The paper has curves, no numbers, of 12 "
         "layers trained from scratch: with 1 or 2 convolutions better than with attention alone, with more worse",
     ),
 )

@@ -32,6 +32,7 @@ def pattern_cells(
     sparsities: Sequence[float],
     star: str = "star_cycle",
     dense: bool = True,
+    relay: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """
     Make a cell for each level of each pattern: strided and fixed cycles in all head configurations, star and random.
@@ -42,6 +43,7 @@ def pattern_cells(
         sparsities (`list[float]`): Fractions of entries to remove at random.
         star (`str`, *optional*, defaults to `"star_cycle"`): Name of the pattern that serves as the star.
         dense (`bool`, *optional*, defaults to `True`): Whether to add a cell without a mask.
+        relay (`int`, *optional*): Position of the relay of a second star, `star_relay`.
 
     Returns:
         `dict[str, dict]`: By name of the cell, `"series"` (the pattern, whatever its level), `"pattern"`,
@@ -72,6 +74,8 @@ def pattern_cells(
                 add(f"{pattern}_{configuration}", stride, f"{pattern}_cycle", {"stride": stride}, configuration)
     for window in windows:
         add("star", window, star, {"window_size": window})
+        if relay is not None:
+            add("star_relay", window, "star_cycle", {"window_size": window, "relay": relay})
     for sparsity in sparsities:
         add("random", sparsity, "random", {"sparsity": sparsity})
     return cells

@@ -29,7 +29,7 @@ from ..files import make_folder, replace_files
 from ..training.run_cards import hardware
 from ..version import __version__
 from . import EXPERIMENTS
-from .experiment import Experiment
+from .experiment import Experiment, shared_settings, unseeded
 from .kept_files import FINISHED_NAME, keep_files, kept_folder, picture_path
 from .result_tables import experiment_tables, plot_cells
 from .time_estimates import describe_plan, duration, estimate_seconds
@@ -129,7 +129,8 @@ def read_results(
     Returns:
         `dict[str, dict]`: `"settings"`, `"metrics"` and `"made_with"` by cell.
     Raises:
-        ValueError: If the file holds something else or, without `overwrite`, one of `cells` made with other settings.
+        ValueError: If the file holds something else or, made with other settings, one of `cells` (without
+            `overwrite`) or another seed of one of them.
     """
     if not path.is_file():
         return {}
@@ -139,15 +140,32 @@ def read_results(
             raise TypeError("a cell is no object")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no results of an experiment: choose another --output") from error
-    for name in cells.keys() & finished.keys():
-        then, now = finished[name]["settings"], cells[name]
-        for key in sorted(then.keys() | now.keys()):
-            if not overwrite and then.get(key) != now.get(key):
+    others: dict[str, list[str]] = {}
+    for name in finished:
+        others.setdefault(unseeded(name), []).append(name)
+    for name, settings in cells.items():
+        if name in finished and not overwrite:
+            if difference := _difference(finished[name]["settings"], settings):
                 raise ValueError(
-                    f"{path} holds the cell {name} made with {key} {then.get(key)!r}, not {now.get(key)!r}: choose "
-                    "another --output, or pass --overwrite to run it again"
+                    f"{path} holds the cell {name} made with {difference}: choose another --output, or pass "
+                    "--overwrite to run it again"
+                )
+        for other in others.get(unseeded(name), ()):
+            then, now = shared_settings(finished[other]["settings"]), shared_settings(settings)
+            if other not in cells and (difference := _difference(then, now)):
+                raise ValueError(
+                    f"{path} holds the cell {other} made with {difference} as for {name}, which differs from it in "
+                    "more than the seed: choose another --output"
                 )
     return {name: cell for name, cell in finished.items() if not (overwrite and name in cells)}
+
+
+def _difference(then, now):
+    """The first setting in which two cells differ, with both values; empty if there is none."""
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            return f"{key} {then.get(key)!r}, not {now.get(key)!r}"
+    return ""
 
 
 def results_path(name: str, options: ReproductionArguments) -> Path:

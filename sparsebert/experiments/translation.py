@@ -131,7 +131,7 @@ EXPERIMENT = Experiment(
             "max_length": 32, "max_test_pairs": 200, "num_beams": 2, "vocab_size": 3000, "hidden_size": 128,
             "num_layers": 2, "num_heads": 4, "intermediate_size": 512, "dropout": 0.0, "max_steps": 650,
             "batch_size": 48, "learning_rate": 2e-3, "warmup_steps": 100, "optim": "adamw_torch_fused",
-            "strides": [4], "windows": [1], "sparsities": [0.85],
+            "strides": [2, 4, 8], "windows": [1, 4, 5], "sparsities": [0.65, 0.75, 0.85],
         },
         # The sizes of Appendix G.3; the batch is that of language modelling.
         "paper": {"bf16": True},

@@ -214,18 +214,22 @@ def fixed_cycle(length: int, *, stride: int = 16) -> SparseMask:
     return _cycle([i // stride == j // stride, (i == j) | (j % stride == stride - 1)], length)
 
 
-def star_cycle(length: int, *, window_size: int = 16) -> SparseMask:
+def star_cycle(length: int, *, window_size: int = 16, relay: int = -1) -> SparseMask:
     """
-    A cycle of one pattern, [`star`] with the last token as the relay.
+    A cycle of one pattern, [`star`] with the token at position `relay` as the relay; negative positions count from the
+    end. In a causal model only the tokens after the relay attend to it, so the last token, the paper's relay, is of no
+    use there.
 
-    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Eq. 6, w = `window_size`.
+    Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Eq. 6, w = `window_size`, relay = -1.
     """
     check_range("window_size", window_size, 1)
+    check_range("relay", relay, -length, length - 1)
+    relay %= length
     i, j = _rows_and_columns(length)
-    ring = _diagonals(
-        length, lambda offset: (offset.abs() <= window_size) | (offset.abs() >= length - 1 - window_size)
-    )
-    return _cycle([ring | (i == length - 1) | (j == length - 1)], length)
+    # The other n - 1 tokens are a ring, numbered without the relay.
+    offset = ((i - (i > relay).long()) - (j - (j > relay).long())).abs()
+    ring = (offset <= window_size) | (offset >= length - 1 - window_size)
+    return _cycle([ring | (i == relay) | (j == relay)], length)
 
 
 PATTERNS: dict[str, Callable[..., SparseMask]] = {
