@@ -338,7 +338,7 @@ CLAIMS = (
     ),
     Claim(
         "[U] Figure 1",
-        "In the first one or two layers of a trained model, new convolutions are better than new attention; in more, worse",
+        "In 1 or 2 first layers of a trained model, new convolutions are better than new attention; in more, worse",
         "minilm_mixers", _convolutions,
     ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from benchmarks.claims import _AS_SPARSE, CLAIMS, Comparison, status, table, weakest
+from benchmarks.claims import _AS_SPARSE, CLAIMS, Comparison, _as_sparse, status, table, weakest
 from sparsebert.experiments import EXPERIMENTS
 from sparsebert.experiments.sparsebert_table3 import MANUAL
 from sparsebert.masks.patterns import build_pattern
@@ -18,14 +18,29 @@ class Numbers(dict):
         return self.setdefault(name, random.random())
 
 
+def removed(cell):
+    """What a pattern removes, of the cells that have one."""
+    if "pattern_kwargs" not in cell or "max_length" not in cell:
+        return {}
+    arguments = cell["pattern_kwargs"] or {}
+    if cell["head_configuration"]:
+        arguments = arguments | {"head_configuration": cell["head_configuration"]}
+    mask = build_pattern(cell["pattern"], cell["max_length"], cell["num_heads"], cell["num_layers"], **arguments)
+    return {"sparsity": mask.sparsity}
+
+
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
 def test_every_claim_finds_its_cells(claim):
     experiment = EXPERIMENTS[claim.experiment]
     settings = experiment.cells(experiment.arguments(**experiment.scales["tiny"]))
-    comparisons = claim.compare({name: {"settings": cell, "metrics": Numbers()} for name, cell in settings.items()})
+    cells = {name: {"settings": cell, "metrics": Numbers(removed(cell))} for name, cell in settings.items()}
+    comparisons = claim.compare(cells)
     assert comparisons and len({comparison.label for comparison in comparisons}) == len(comparisons)
     seeds = {cell["seed"] for cell in settings.values()}
     assert all(set(comparison.seeds()) == seeds for comparison in comparisons)
+    # Of anything less, the claim stays open.
+    fewer = {name: cells[name] for name in list(cells)[: len(cells) // 2]}
+    assert status(claim.compare(fewer)) == "open"
 
 
 @pytest.mark.parametrize("name", _AS_SPARSE)
@@ -56,6 +71,28 @@ def test_the_weakest_comparison_is_shown():
     assert weakest([compared(1.0, 1.5)], 1) == "one - other = +1.2 [-1.9, +4.4], p = 0.13"
     assert weakest([compared()], 1) == ""
     assert weakest([compared(2.0), compared()], 1) == "one - other = +2.0 (1 not run)"
+
+
+def level(series, number, sparsity, perplexity, seed):
+    settings = {"series": series, "pattern_kwargs": {"stride": number}, "seed": seed}
+    return {"settings": settings, "metrics": {"sparsity": sparsity, "perplexity": perplexity}}
+
+
+def test_patterns_are_compared_where_they_are_as_sparse():
+    cells = {
+        f"{series}_{number}_seed_{seed}": level(series, number, sparsity, 10 * number + seed, seed)
+        for series, levels in {"a": {1: 0.5, 2: 0.7, 3: 0.9}, "b": {4: 0.52, 5: 0.74, 6: 0.89, 7: 0.905}}.items()
+        for number, sparsity in levels.items()
+        for seed in (0, 1)
+    }
+    found = _as_sparse(cells, "perplexity", [("a", "b"), ("b", "a")])
+    # 0.7 and 0.74 are too far apart, and 0.905 is nearer to 0.9 than 0.89.
+    assert [comparison.label for comparison in found] == [
+        "perplexity: a_1 - b_4", "perplexity: a_3 - b_7", "perplexity: b_4 - a_1", "perplexity: b_7 - a_3",
+    ]  # fmt: skip
+    assert found[0].greater == {0: 10, 1: 11} and found[0].smaller == {0: 40, 1: 41}
+    (missing,) = _as_sparse(cells, "perplexity", [("a", "c")])
+    assert missing.label == "perplexity: a - c, equally sparse" and status([missing]) == "open"
 
 
 def test_results_fill_the_table_in(tmp_path):

@@ -17,6 +17,16 @@ def matrix(text):
     return torch.tensor([[mark == "1" for mark in row] for row in text.split()])
 
 
+@pytest.mark.parametrize("relay", [0, 5, 12, -4])
+def test_the_relay_of_a_star_may_be_any_token(relay):
+    table = head_table("star_cycle", 13, window_size=2, relay=relay)
+    ring = [place for place in range(13) if place != relay % 13]
+    for step, place in enumerate(ring):
+        near = {ring[(step + distance) % 12] for distance in range(-2, 3)}
+        assert set(table[place].nonzero()[:, 0].tolist()) == near | {relay % 13}
+    assert table[relay].all()
+
+
 def by_loops(length, definition):
     table = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
@@ -81,9 +91,9 @@ def test_definitions_by_loops(length):
     last = length - 1
     powers = [2**k for k in range(10)]
 
-    def on_ring(i, j, relay_first, size):
+    def on_ring(i, j, relay, size):
         """Whether two tokens are neighbours on the ring of all tokens but the relay, counted along the ring."""
-        position = [k - 1 if relay_first else k for k in (i, j)]
+        position = [k - (k > relay) for k in (i, j)]
         steps = (position[0] - position[1]) % last
         return min(steps, last - steps) <= size
 
@@ -91,9 +101,9 @@ def test_definitions_by_loops(length):
         ("strided", "stride", 3): lambda i, j: abs(i - j) < 3 or abs(i - j) % 3 == 0,
         ("fixed", "stride", 5): lambda i, j: i // 5 == j // 5 or j % 5 == 4,
         ("logsparse", None, None): lambda i, j: i == j or abs(i - j) in powers,
-        ("star", "window_size", 1): lambda i, j: 0 in (i, j) or on_ring(i, j, True, 1),
-        ("star", "window_size", 2): lambda i, j: 0 in (i, j) or on_ring(i, j, True, 2),
-        ("star_cycle", "window_size", 2): lambda i, j: last in (i, j) or on_ring(i, j, False, 2),
+        ("star", "window_size", 1): lambda i, j: 0 in (i, j) or on_ring(i, j, 0, 1),
+        ("star", "window_size", 2): lambda i, j: 0 in (i, j) or on_ring(i, j, 0, 2),
+        ("star_cycle", "window_size", 2): lambda i, j: last in (i, j) or on_ring(i, j, last, 2),
         ("window", "window_size", 0): lambda i, j: i == j,
         ("dense", None, None): lambda i, j: True,
         ("no_diag", None, None): lambda i, j: i != j,
@@ -276,6 +286,7 @@ def test_metadata_says_where_the_mask_comes_from():
         ({"name": "strided_cycle", "stride": 0}, "stride"),
         ({"name": "fixed_cycle", "stride": 0}, "stride"),
         ({"name": "star_cycle", "window_size": 0}, "window_size"),
+        ({"name": "star_cycle", "relay": 16}, "relay must be an integer from -16 to 15, got 16"),
         ({"name": "random", "sparsity": 1.01}, "sparsity must be a number from 0 to 1, got 1.01"),
         ({"name": "random", "sparsity": float("nan")}, "sparsity must be a number from 0 to 1, got nan"),
         ({"name": "random", "sparsity": "high"}, "sparsity must be a number from 0 to 1, got 'high'"),

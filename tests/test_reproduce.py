@@ -11,11 +11,12 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
-from sparsebert.experiments import EXPERIMENTS, Experiment, sparsebert_figure7
-from sparsebert.experiments.experiment import unseeded
+from sparsebert.experiments import EXPERIMENTS, Experiment, minilm_mixers, sparsebert_figure7
+from sparsebert.experiments.experiment import shared_settings, unseeded
 from sparsebert.experiments.long_reviews import classify
 from sparsebert.experiments.reproduction import (
     CellsFailed,
@@ -76,7 +77,7 @@ def experiment(monkeypatch):
         title="Products",
         arguments=Settings,
         scales={"tiny": {"factor": 3}, "paper": {}},
-        cells=lambda settings: {n: {"name": n, "factor": settings.factor} for n in settings.names},
+        cells=lambda settings: {n: {"name": unseeded(n), "factor": settings.factor} for n in settings.names},
         check=check,
         run=run,
         columns={"product": ("product", "{:.1f}"), "share": ("share", "{:.1%}"), "seconds": ("seconds", "{:.0f}")},
@@ -152,6 +153,35 @@ def test_cells_of_other_settings_are_refused_or_made_anew(experiment, run, tmp_p
     assert experiment[2:] == ["a", "c"] and cells["a"]["metrics"]["product"] == 4
     assert cells["b"]["settings"]["factor"] == 3
     assert "factor: 4 in a, c; 3 in b" in (tmp_path / "results/products_tiny.md").read_text()
+
+
+def test_seeds_of_a_cell_share_their_settings(experiment, run, tmp_path):
+    run("products", "--names", "[a_seed_1]")
+    before = (tmp_path / "results/products_tiny.json").read_bytes()
+    with pytest.raises(ValueError, match="cell a_seed_1 made with factor 3, not 4 as for a_seed_2, .*--output"):
+        run("products", "--factor", "4", "--names", "[a_seed_2, b_seed_1]")
+    assert experiment == ["a"] and (tmp_path / "results/products_tiny.json").read_bytes() == before
+    run("products", "--factor", "4", "--names", "[b_seed_1]")
+    run("products", "--names", "[a_seed_2]")
+    run("products", "--factor", "4", "--names", "[a_seed_1, a_seed_2]", "--overwrite")
+    cells = read(tmp_path / "results/products_tiny.json")
+    assert {name: cell["settings"]["factor"] for name, cell in cells.items()} == dict.fromkeys(cells, 4)
+    assert shared_settings({"seed": 1, "n": 2, "model": {"mask_seed": 3, "m": 4}}) == {"n": 2, "model": {"m": 4}}
+
+
+def test_new_attention_has_the_weights_of_a_new_model(tiny_config, tmp_path):
+    torch.manual_seed(0)
+    model = SparseBertForMaskedLM(tiny_config(SparseBertConfig, pattern="dense"))
+    model.save_pretrained(tmp_path / "checkpoint")
+    cell = {"replaced": 1, "seed": 3}
+    for name in ("one", "two"):
+        minilm_mixers.save_with_new_attention(cell, tmp_path / "checkpoint", tmp_path / name)
+    one, two = (SparseBertForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, one[name])}
+    first = "bert.encoder.layer.0.attention.self"
+    assert changed == {f"{first}.{part}.weight" for part in ("query", "key", "value")}  # biases were 0 before
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert one[f"{first}.query.weight"].std().item() == pytest.approx(model.config.initializer_range, rel=0.1)
 
 
 def test_folders_of_other_results_are_kept(experiment, run, tmp_path):
@@ -846,6 +876,7 @@ def test_sweeps_have_every_pattern(name, scale, pairs):
     families = {
         f"{pattern}_{layout}" for pattern in ("strided", "fixed") for layout in ("union", "multihead", "sequential")
     }
+    families |= {"star_relay"} if name == "language_modelling" else set()
     assert {cell["series"] for cell in cells.values()} == families | {"dense", "star", "random"}
 
 

@@ -82,6 +82,24 @@ def check(cell: dict[str, Any]) -> None:
         check_task(cell)
 
 
+def save_with_new_attention(cell: dict[str, Any], checkpoint: Path, path: str | Path) -> None:
+    """
+    Save a model whose attention has learned nothing in the first layers, as new convolutions have not.
+
+    Args:
+        cell (`dict`): Settings of the cell: `"replaced"`, the number of layers, and `"seed"`.
+        checkpoint (`Path`): Folder of the model.
+        path (`str` or `Path`): Where the new one is saved.
+    """
+    model = SparseBertForMaskedLM.from_pretrained(checkpoint)
+    torch.manual_seed(cell["seed"])
+    for layer in model.base_model.encoder.layer[: cell["replaced"]]:
+        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            linear.weight.data.normal_(std=model.config.initializer_range)
+            linear.bias.data.zero_()
+    model.save_pretrained(path)
+
+
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     Go on from the shared checkpoint with convolutions or new attention in its first layers and, if there is a task,
@@ -100,7 +118,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as start:
         data = {}
         if cell["series"] == "attention" and replaced:
-            _with_new_attention(cell, shared_checkpoint(cell, folder.parents[1]), start)
+            save_with_new_attention(cell, shared_checkpoint(cell, folder.parents[1]), start)
             data["base_model"] = start
         metrics = continue_training(cell, folder, data, model)
     if cell["task"] is not None:
@@ -118,17 +136,6 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         output = finetune({"data": data | own, "model": {}, "training": training})
         metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
     return metrics
-
-
-def _with_new_attention(cell, checkpoint, path):
-    """Save the checkpoint with attention in its first layers that has learned no more than a new convolution."""
-    model = SparseBertForMaskedLM.from_pretrained(checkpoint)
-    torch.manual_seed(cell["seed"])
-    for layer in model.base_model.encoder.layer[: cell["replaced"]]:
-        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
-            linear.weight.data.normal_(std=model.config.initializer_range)
-            linear.bias.data.zero_()
-    model.save_pretrained(path)
 
 
 EXPERIMENT = Experiment(

@@ -65,12 +65,13 @@ def _means(experiment, title, finished):
     for metric, (heading, form) in experiment.columns.items():
         for name, values in _by_seed(finished, metric).items():
             summary = summarize(list(values.values()))
-            rows[name][heading] = " ± ".join(form.format(value) for value in summary.values())
+            shown = summary.values() if len(set(values.values())) > 1 else [summary["mean"]]
+            rows[name][heading] = " ± ".join(form.format(value) for value in shown)
             rows[name][f"{heading}, paper"] = _text(form, experiment.paper(name).get(metric))
     for name, row in rows.items():
         row[f"minus {experiment.baseline}"], row["p (Holm)"] = compared.get(name, ("", ""))
         row["seeds"] = str(len(judged.get(name, {})))
-    note = "±: deviation over seeds"
+    note = "±: deviation over seeds, if they differ"
     if compared:
         note += f"; minus {experiment.baseline}: in {experiment.columns[experiment.plot[1]][0]}, {COMPARED}"
     return Table.of(f"{title}: means over seeds", list(rows.values()), (note,))
