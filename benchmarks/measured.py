@@ -54,7 +54,7 @@ def _pretrain(kind):
 
 def reproduced(name, folder=REPRODUCED, scale="tiny"):
     """
-    The tables of an experiment: its summary, or one laid out like the paper's, or all cells.
+    The tables of an experiment: one laid out like the paper's, or its summary, or means over seeds, or all cells.
 
     Args:
         name (`str`): A key of `EXPERIMENTS`.
@@ -66,8 +66,9 @@ def reproduced(name, folder=REPRODUCED, scale="tiny"):
     """
     if not (folder / f"{name}_{scale}.json").is_file():
         return []
-    found = experiment_tables(EXPERIMENTS[name], scale, _read(f"{name}_{scale}", folder)["cells"])
-    return found[:-1] or found
+    experiment = EXPERIMENTS[name]
+    found = experiment_tables(experiment, scale, _read(f"{name}_{scale}", folder)["cells"])
+    return found[:1] if experiment.layout else found[:-1] or found
 
 
 # Functions that return a list of [`Table`].

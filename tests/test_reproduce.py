@@ -583,8 +583,8 @@ def test_an_accuracy_of_the_paper_stands_beside_the_mean_over_seeds():
         }
         for seed, value in enumerate((0.1, 0.3))
     }  # fmt: skip
-    means, pivot, _ = experiment_tables(EXPERIMENTS["copying"], "tiny", cells)
-    assert pivot.rows == [["star", "20.0% / 0.8%"]]
+    pivot, means, _ = experiment_tables(EXPERIMENTS["copying"], "tiny", cells)
+    assert pivot.rows == [["star", "20.0% ± 14.1% / 0.8%"]]
     assert means.as_json()["rows"][0]["accuracy, second half"] == "20.0% ± 14.1%"
 
 

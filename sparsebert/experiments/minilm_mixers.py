@@ -116,13 +116,13 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     mixers = [cell["series"]] * replaced + ["attention"] * (num_layers - replaced)
     model = {"pattern": "dense", "token_mixers": mixers}
     with tempfile.TemporaryDirectory() as start:
-        data = {}
+        own = {}
         if cell["series"] == "attention" and replaced:
             save_with_new_attention(cell, shared_checkpoint(cell, folder.parents[1]), start)
-            data["base_model"] = start
-        metrics = continue_training(cell, folder, data, model)
+            own["base_model"] = start
+        metrics = continue_training(cell, folder, own, model)
     if cell["task"] is not None:
-        data = {name: cell[name] for name in ("task", "data", "max_train_examples")}
+        data: dict[str, Any] = {name: cell[name] for name in ("task", "data", "max_train_examples")}
         data |= {"model": str(folder), "max_length": cell["max_length"], "test_split": []}
         training = {
             "output_dir": str(folder / "task"),
@@ -132,8 +132,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
         training |= {"learning_rate": cell["task_learning_rate"], "num_train_epochs": cell["task_epochs"]}
         training |= {"save_strategy": "no", "dataloader_pin_memory": False} | precision(cell["bf16"])
-        own = {"simple_baseline": False, "skip_bad": True}
-        output = finetune({"data": data | own, "model": {}, "training": training})
+        data |= {"simple_baseline": False, "skip_bad": True}
+        output = finetune({"data": data, "model": {}, "training": training})
         metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
     return metrics
 

@@ -23,8 +23,8 @@ def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str,
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell, from [`read_results`].
 
     Returns:
-        `list[Table]`: The experiment's summary, if it has one, or means if there are several seeds; if it has a
-        layout, a table laid out like the paper's; then one with a row per cell.
+        `list[Table]`: A table laid out like the paper's, if the experiment has a layout; its summary, if it has one,
+        or means if there are several seeds; then a table with a row per cell.
     """
     title = f"{experiment.title}, scale {scale}"
     rows = []
@@ -36,12 +36,12 @@ def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str,
                 row[f"{heading}, paper"] = _text(form, experiment.paper(name).get(metric))
         rows.append(row)
     result = [Table.of(title, rows, (*_differences(experiment, finished), *experiment.notes))]
-    if experiment.layout is not None:
-        result.insert(0, _pivot(experiment, title, finished))
     if experiment.summary is not None:
         result = [*experiment.summary(finished), *result]
     elif len({unseeded(name) for name in finished}) < len(finished):
         result.insert(0, _means(experiment, title, finished))
+    if experiment.layout is not None:
+        result.insert(0, _pivot(experiment, title, finished))
     return result
 
 
@@ -64,9 +64,7 @@ def _means(experiment, title, finished):
     rows: dict[str, dict[str, str]] = {name: {"cell": name} for name in map(unseeded, finished)}
     for metric, (heading, form) in experiment.columns.items():
         for name, values in _by_seed(finished, metric).items():
-            summary = summarize(list(values.values()))
-            shown = summary.values() if len(set(values.values())) > 1 else [summary["mean"]]
-            rows[name][heading] = " ± ".join(form.format(value) for value in shown)
+            rows[name][heading] = _mean_text(form, values)
             rows[name][f"{heading}, paper"] = _text(form, experiment.paper(name).get(metric))
     for name, row in rows.items():
         row[f"minus {experiment.baseline}"], row["p (Holm)"] = compared.get(name, ("", ""))
@@ -98,11 +96,18 @@ def _pivot(experiment, title, finished):
     found = _by_seed(finished, metric)
     for name, value in zip(finished, values, strict=True):
         paper = _text(form, experiment.paper(name).get(metric))
-        ours = form.format(statistics.fmean(found[unseeded(name)].values()))
+        ours = _mean_text(form, found[unseeded(name)])
         rows[value[row_key]][f"{column_key} {value[column_key]}"] = f"{ours} / {paper}"
     names = [row_key, *(f"{column_key} {column}" for column in columns)]
     body = [[row.get(name, "") for name in names] for row in rows.values()]
     return Table(f"{title}: {heading}, ours / the paper's", names, body)
+
+
+def _mean_text(form, values):
+    """Mean over seeds and, if they differ, deviation."""
+    summary = summarize(list(values.values()))
+    shown = summary.values() if len(set(values.values())) > 1 else [summary["mean"]]
+    return " ± ".join(form.format(value) for value in shown)
 
 
 def _text(form, value):
