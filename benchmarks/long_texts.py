@@ -161,7 +161,8 @@ def measured(options):
             cells[-1]["removed"] = 1 - mask.density_at(part) if mask is not None else 0.0
             cells[-1] |= {"cpu_ms": 1000 * seconds, "scores": scores}
             print(f"{name}, {length} tokens, {precision}: {fmean(scores):.3f}, {1000 * seconds:.0f} ms", flush=True)
-    found = {"weights": options.weights, "known": known, "texts": len(beginnings)}
+    found = {"weights": options.weights, "masked": options.masked, "from": options.text or options.reviews}
+    found |= {"known": known, "texts": len(beginnings)}
     return found | {"score": "MRR" if options.text else "accuracy", "cells": cells}
 
 
