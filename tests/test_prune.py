@@ -13,6 +13,7 @@ from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, 
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
 from sparsebert.commands import main
+from sparsebert.masks.mask_files import MaskFileError
 from sparsebert.search.learned_mask import MASK_PROBS_NAME, save_probs
 from sparsebert.training.two_stage_pruning import (
     PruningArguments,
@@ -190,6 +191,17 @@ def test_masks_that_were_half_written_are_completed(tmp_path):
     (output / "pruning.json").unlink()
     with pytest.raises(FileExistsError, match="is not empty"):
         prune(run, output, [0.4])
+
+
+def test_a_mask_that_was_damaged_is_named(tmp_path):
+    run, output = search(tmp_path / "run"), tmp_path / "masks"
+    prune(run, output, [0.4, 0.8])
+    (output / "p_0.8" / "mask.safetensors").write_bytes(b"damaged")
+    with pytest.raises(MaskFileError, match=r"p_0\.8"):
+        prune(run, output, [0.4, 0.8])
+    assert (output / "p_0.8" / "mask.safetensors").read_bytes() == b"damaged"
+    prune(run, output, [0.4, 0.8], overwrite=True)
+    assert SparseMask.from_pretrained(output / "p_0.8").sparsity == pytest.approx(0.8, abs=0.02)
 
 
 def test_rows_that_keep_nothing_are_counted(tmp_path):

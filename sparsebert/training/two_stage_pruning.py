@@ -10,7 +10,6 @@ position is kept.
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -304,15 +303,20 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
 
     Raises:
         FileExistsError: If `output` holds other masks or anything else, unless `overwrite`.
+        MaskFileError: If a mask was damaged after all were written, unless `overwrite`.
     """
     table = {"masks": describe(masks)}
+    listed = json.loads((output / TABLE_NAME).read_text())["masks"].keys() if (output / TABLE_NAME).is_file() else None
     saved = {}
     for name in masks:
         if (output / name / MASK_CONFIG_NAME).is_file():
-            with suppress(MaskFileError):  # half written
+            try:
                 saved[name] = SparseMask.from_pretrained(output / name)
+            except MaskFileError:
+                if listed is not None and not overwrite:
+                    raise
+                # Else it is half written, or to be replaced.
     same = all(mask == masks[name] for name, mask in saved.items())
-    listed = json.loads((output / TABLE_NAME).read_text())["masks"].keys() if (output / TABLE_NAME).is_file() else None
     if same and saved.keys() == masks.keys() == listed:
         return
     # What else is in a folder without a table is of another command.
