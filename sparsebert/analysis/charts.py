@@ -75,10 +75,11 @@ def plot_lines(
     for index, (name, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda point: point[0])
         style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "ms": 5}
-        axes[0].plot([x for x, _, _ in points], [y for _, y, _ in points], "-", lw=1.4, label=name, **style)
+        dashes = "-" if index < len(_COLOURS) else ":"
+        axes[0].plot([x for x, _, _ in points], [y for _, y, _ in points], dashes, lw=1.4, label=name, **style)
         papers = [(x, paper) for x, _, paper in points if paper is not None]
         if papers:
-            line = "-" if len(papers) == len(points) else "none"
+            line = dashes if len(papers) == len(points) else "none"
             axes[1].plot(*zip(*papers, strict=True), ls=line, lw=1.4, **style)
     figure.suptitle(title)
     axes[0].set_ylabel(ylabel)
@@ -89,7 +90,7 @@ def plot_lines(
         axis.set_xlabel(xlabel)
         for name in percent:
             getattr(axis, f"{name}axis").set_major_formatter(PercentFormatter(1, decimals=0))
-        if all(isinstance(x, int) for points in lines.values() for x, _, _ in points):
+        if all(float(x).is_integer() for points in lines.values() for x, _, _ in points):
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
