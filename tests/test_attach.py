@@ -672,3 +672,52 @@ def test_real_weights(tmp_path, real_bert):
     model.save_pretrained(tmp_path)
     extract.model = load(tmp_path).eval()
     torch.testing.assert_close(torch.stack([extract(text)[0].mean(0) for text in texts]), sparse)
+
+
+@pytest.mark.parametrize("search", ["dense", "dam_s"])
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        (torch.ones(LENGTH), r"\(12,\)"),
+        (torch.ones(3, LENGTH, LENGTH), r"\(3, 12, 12\)"),
+        (torch.ones(1, LENGTH), r"\(1, 12\)"),
+        ({"full_attention": None}, "dict"),
+    ],
+)
+def test_attention_masks_of_other_shapes_are_refused(search, given, found):
+    torch.manual_seed(0)
+    model = attach(transformers.BertModel(transformers.BertConfig(**TEXT)), search, mask_length=LENGTH)
+    with pytest.raises(ValueError, match=rf"attention_mask must be .* here \(3, 12\), .* got {found}"):
+        model(IDS, attention_mask=given)
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_the_encoder_of_a_head_is_saved_with_its_mask(stock, tmp_path, caplog):
+    torch.manual_seed(0)
+    fields = {"mask_length": LENGTH, "target_sparsity": 0.6}
+    if stock:
+        model = attach(transformers.BertForMaskedLM(transformers.BertConfig(**TEXT)), "dam_s", **fields)
+    else:
+        model = SparseBertForMaskedLM(sparsebert.SparseBertConfig(**TEXT, search="dam_s", **fields))
+    model.bert.save_pretrained(tmp_path / "searching")
+    assert ("BertModel is saved without its search" in caplog.text) == stock
+    model.freeze()
+    model.eval().bert.save_pretrained(tmp_path / "frozen")
+    encoder = transformers.AutoModel.from_pretrained(tmp_path / "frozen").eval()
+    assert encoder.sparse_attention.mask == model.sparse_attention.mask
+    assert torch.equal(encoder(IDS).last_hidden_state, model.bert(IDS).last_hidden_state)
+
+
+def test_logits_are_float32_whatever_the_model_is():
+    config = sparsebert.SparseBertConfig(**TEXT, search="dam_s", mask_length=LENGTH)
+    model = transformers.AutoModelForMaskedLM.from_config(config, dtype=torch.bfloat16)
+    assert model.sparse_attention.mask_logits.dtype == torch.float32
+    assert model(IDS).logits.dtype == torch.bfloat16
+
+
+def test_a_model_that_runs_by_its_own_code_takes_no_other_mask():
+    model = transformers.BertModel(transformers.BertConfig(**TEXT))
+    model.mask_files = ("config", "weights")
+    with pytest.raises(ValueError, match="BertModel applies a mask by the code that is saved with it"):
+        attach(model, "window", mask_length=LENGTH)
+    assert "sparse_attention" not in model._modules

@@ -7,6 +7,7 @@ import torch
 from conftest import TINY
 from safetensors.torch import load_file
 from test_training import LENGTH, history, make_trainer, rows, weights
+from transformers import TrainerCallback
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.masks.expansion import parameter_index, special_entries
@@ -366,3 +367,18 @@ def test_attention_needs_its_probabilities(tmp_path):
 def test_one_step_is_too_few(tmp_path):
     with pytest.raises(ValueError, match="at least 2 steps, got max_steps 1"):
         train(tmp_path, model_of("dam_u"), {}, max_steps=1)
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_a_model_can_be_pruned_again_after_an_interruption(tmp_path):
+    model = model_of("dense")
+    arguments = {"max_steps": 4}
+    pruning = lambda: ProgressivePruning(0.5, score="attention", end=0.5)  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(model, tmp_path, callbacks=[pruning(), Interrupt()], **arguments).train()
+    make_trainer(model, tmp_path / "again", callbacks=[pruning()], **arguments).train()
+    assert model.sparse_attention.mask.sparsity == pytest.approx(0.5, abs=0.02)

@@ -151,6 +151,31 @@ def test_the_best_model_of_two_states_is_refused(tiny_config, tmp_path):
     make_trainer(model, tmp_path, callbacks=[SearchSchedule()], **arguments)
 
 
+@pytest.mark.parametrize("end, steps", [(0.95, 4), (0.5, 1)])
+def test_a_search_that_ends_with_the_last_step_is_frozen(tiny_config, tmp_path, end, steps):
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", target_sparsity=0.6, mask_length=16))
+    make_trainer(model, tmp_path, callbacks=[SearchSchedule(end)], max_steps=steps).train()
+    assert not model.sparse_attention.searching
+
+
+def test_a_stock_trainer_does_not_search_again_after_the_freeze(tiny_config, tmp_path):
+    config = tiny_config(search="dam_s", target_sparsity=0.6, mask_length=16)
+    arguments = {"trainer_class": Trainer, "save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+
+    def trainer(model, steps):
+        return make_trainer(model, tmp_path, callbacks=[SearchSchedule(0.3)], max_steps=steps, **arguments)
+
+    trainer(SparseBertForMaskedLM(copy.deepcopy(config)), 3).train()
+    again = SparseBertForMaskedLM(copy.deepcopy(config))
+    with pytest.raises(ValueError, match="checkpoint-3 has a frozen mask, and the model .* is searching"):
+        trainer(again, 6).train(resume_from_checkpoint=True)
+    assert again.sparse_attention.searching
+    frozen = SparseBertForMaskedLM.from_pretrained(tmp_path / "checkpoint-3")
+    mask = frozen.sparse_attention.mask
+    trainer(frozen, 6).train(resume_from_checkpoint=True)
+    assert frozen.sparse_attention.mask == mask
+
+
 @pytest.mark.parametrize("end", [0.0, -1.0, 1.5])
 def test_search_end_out_of_range(end):
     with pytest.raises(ValueError, match="search_end must be"):

@@ -161,6 +161,10 @@ def attach(
         raise ValueError(
             f"{type(inner).__name__} carries a mask already: change it with set_mask, or detach the model first"
         )
+    if getattr(inner.base_model, "mask_files", None) is not None:
+        raise ValueError(
+            f"{type(inner).__name__} applies a mask by the code that is saved with it: load it with sparsebert.load"
+        )
     check_architecture(inner.config.model_type)
     attn_implementation = sparse_name(attn_implementation)
     if not isinstance(mask_or_search, (SparseMask, str, PathLike)):

@@ -99,9 +99,16 @@ def _with_mask_inputs(model, names, args, kwargs):
         num_queries, num_keys = operator.index(num_queries), operator.index(num_keys)
     padding, needs = given.get("attention_mask"), set()
     if padding is not None:
-        if padding.dim() == 4:
+        dimensions = padding.dim() if isinstance(padding, torch.Tensor) else 0
+        if dimensions == 4:
             needs.add("additive")
-        padding = padding.to(device).bool() if padding.dim() == 2 else None
+        elif dimensions != 2 or not exported and len(padding) != batch:
+            found = tuple(padding.shape) if isinstance(padding, torch.Tensor) else type(padding).__name__
+            raise ValueError(
+                f"attention_mask must be a tensor of shape (batch, tokens), here ({batch}, {num_keys}), or of four "
+                f"dimensions, then added to the scores, got {found}"
+            )
+        padding = padding.to(device).bool() if dimensions == 2 else None
     # As in transformers, a mask without padding is no mask. In a graph the question would depend on data.
     if padding is not None and not exported and not torch.compiler.is_compiling():
         if bool(padding.all()):

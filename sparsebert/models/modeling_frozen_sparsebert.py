@@ -189,6 +189,8 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         queries = states.shape[1]
         keys = queries + (past_key_values.get_seq_length() if past_key_values is not None else 0)
         padding = torch.ones(1, keys, dtype=torch.bool, device=states.device)
+        if attention_mask is not None and attention_mask.dim() not in (2, 4):
+            raise ValueError(f"attention_mask must have two or four dimensions, got {tuple(attention_mask.shape)}")
         if attention_mask is not None and attention_mask.dim() == 2:
             padding, attention_mask = attention_mask.to(states.device).bool(), None
         if (

@@ -104,7 +104,8 @@ class SparseAttention(Float32Module):
         elif not config.frozen:
             self.search = mask_search(config)
             shape = (self.search.num_layers, self.search.num_heads, self.search.num_parameters)
-            self.mask_logits = nn.Parameter(torch.empty(shape))
+            # Whatever the dtype of the model: steps of a search are too small for half precision.
+            self.mask_logits = nn.Parameter(torch.empty(shape, dtype=torch.float32))
             self.reset_parameters()
 
     # For deepcopy and pickle, which cannot take a tensor with a graph.

@@ -244,9 +244,24 @@ def _attach_of_base(model, source):
         )
 
 
+def _save_mask_of_encoder(encoder, save_directory, is_main_process=True, *args, **kwargs):
+    """The encoder in a model with a mask was saved alone."""
+    sparse_attention = encoder.sparse_attention
+    if sparse_attention.mask is not None and is_main_process:
+        sparse_attention.mask.save_pretrained(save_directory)
+    elif sparse_attention.searching and isinstance(encoder.config, Derived):
+        logger.warning(
+            f"{type(encoder).__name__} is saved without its search: save the model that it is part of, from which "
+            "load(folder, AutoModel) reads the encoder"
+        )
+
+
 @wraps(_stock_save_pretrained)
 def _save_pretrained(self, *args, **kwargs):
     result = _stock_save_pretrained(self, *args, **kwargs)
+    if "sparse_attention" in self._modules and not isinstance(self, SparseModelMixin):
+        _save_mask_of_encoder(self, *args, **kwargs)
+        return result
     parts = [name for name, part in self.named_modules() if "sparse_attention" in part._modules]
     # Models with a mask of their own save it, and a SparseBERT has it in its configuration.
     if parts and not isinstance(self, SparseModelMixin) and isinstance(self.get_submodule(parts[0]).config, Derived):

@@ -328,7 +328,7 @@ class ProgressivePruning(TrainerCallback):
 
         def collect(layer):
             def hook(module, args, kwargs, output):
-                if not module.training:
+                if not module.training or output[1] is None:  # left by a training that was interrupted
                     return
                 weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
                 size = weights.shape[-1]

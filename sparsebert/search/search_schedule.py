@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.utils import logging
 
 from ..checks import check_range
+from ..masks.mask_files import MASK_CONFIG_NAME
 from .learned_mask import save_probs
 from .rank_agreement import check_same_mask
 from .searches import check_selection
@@ -44,7 +45,8 @@ class SearchSchedule(TrainerCallback):
     Raises:
         ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Raised before the
             first step if `end` is less than 1 and the mask is pruned, because [`ProgressivePruning`] freezes it, or
-            `load_best_model_at_end` is set: the best weights may be from before the mask was frozen.
+            `load_best_model_at_end` is set: the best weights may be from before the mask was frozen. Raised also if a
+            training resumes from a checkpoint with a frozen mask, and its model is not that of the checkpoint.
         MaskMismatchError: Raised by the training if the processes have different masks.
     """
 
@@ -97,6 +99,12 @@ class SearchSchedule(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         sparse_attention = sparse_attention_of(model)
+        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if sparse_attention is not None and sparse_attention.searching and (checkpoint / MASK_CONFIG_NAME).is_file():
+            raise ValueError(
+                f"{checkpoint} has a frozen mask, and the model that resumes from it is searching: make it with "
+                f"sparsebert.load({str(checkpoint)!r}), or use SparseBertTrainer"
+            )
         if sparse_attention is not None:
             check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 
@@ -114,10 +122,33 @@ class SearchSchedule(TrainerCallback):
             return
         if self.end < 1 and sparse_attention.search.pruning:
             raise ValueError(f"search_end {self.end} has no meaning with pruning, which freezes the mask itself")
-        step, last = (state.global_step, state.max_steps) if self._position is None else self._position(state)
-        done = step / max(self.end * last, 1)
+        done = self._done(state)
         sparse_attention.set_progress(min(done, 1.0))
-        if self.end < 1 and done >= 1 and not self._refused:
+        if done >= 1:
+            self._end(args, state, sparse_attention, optimizer)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sparse_attention = sparse_attention_of(model)
+        # A search that ends with the last step, after which none begins.
+        if sparse_attention is not None and sparse_attention.searching and self._done(state) >= 1:
+            self._end(args, state, sparse_attention, optimizer)
+
+    def _done(self, state):
+        """How much of the search has been done, more than 1 after its end."""
+        step, last = (state.global_step, state.max_steps) if self._position is None else self._position(state)
+        return step / max(self.end * last, 1)
+
+    def _end(self, args, state, sparse_attention, optimizer):
+        """Freeze the mask, if it can be, unless the search lasts as long as the training."""
+        if self.end < 1 and not self._refused:
             try:
                 self.freeze(sparse_attention, optimizer)
             except ValueError as error:
