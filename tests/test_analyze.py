@@ -29,7 +29,7 @@ def search(folder, seed=0, probs=False, **fields):
         model.freeze(sparsity=0.5)
     model.save_pretrained(folder)
     if probs:
-        save_probs(folder, *saved)
+        save_probs(folder, *saved, model.sparse_attention.mask)
     return found
 
 
@@ -206,6 +206,9 @@ def test_damaged_runs(tmp_path):
     refused([run], r"probs must be in \[0, 1\]", out)
     save_file({"p": probs}, run / MASK_PROBS_NAME)
     refused([run], "got nothing", out)
+    search(run, seed=1, probs=True)
+    build_pattern("window", 20, 4, num_layers=1).save_pretrained(run)
+    refused([run], "P of another mask than the one beside it", out)
     (run / MASK_PROBS_NAME).write_bytes(b"damaged")
     refused([run], "damaged or not a safetensors file", out)
 

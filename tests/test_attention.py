@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from conftest import TINY
 from transformers import AttentionInterface, BertConfig, StaticCache
 
 from sparsebert import (
     PATTERNS,
     SEARCHES,
+    SparseBertConfig,
     SparseBertForMaskedLM,
     SparseBertLMHeadModel,
     SparseBertModel,
@@ -810,3 +812,11 @@ def test_layer_without_its_base_model_is_an_error(tiny_config, name):
     model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name))
     with pytest.raises(RuntimeError, match="without its base model"):
         model.encoder.layer[0](torch.randn(1, 8, 32))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "sparse_auto"])
+def test_shapes_on_the_meta_device(backend):
+    config = SparseBertConfig(**TINY, pattern="window", mask_length=20, attn_implementation=backend)
+    with torch.device("meta"):
+        model, ids = SparseBertModel(config), torch.zeros(2, 20, dtype=torch.long)
+    assert model(ids).last_hidden_state.shape == (2, 20, config.hidden_size)

@@ -128,8 +128,8 @@ def test_what_a_run_has_pruned_does_not_come_back(form, tmp_path):
     learned = model.sparse_attention.learned
     learned.prune(torch.randn(learned.logits.shape), 0.6)
     model.sparse_attention.start_pruning()
-    save_probs(tmp_path, model.sparse_attention.mask_probs(), learned.log_odds())
-    model.freeze()
+    found = model.sparse_attention.mask_probs(), learned.log_odds()
+    save_probs(tmp_path, *found, model.freeze())
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="sparsities must be at least that of the run"):
         prune_by_probs(read_run(tmp_path), 0.3)

@@ -9,7 +9,17 @@ import torch
 from conftest import TINY
 from transformers import BertConfig, BertModel
 
-from sparsebert import SEARCHES, MaskFileError, SparseBertConfig, SparseBertModel, SparseMask, attach, detach, load
+from sparsebert import (
+    SEARCHES,
+    MaskFileError,
+    SparseBertConfig,
+    SparseBertLMHeadModel,
+    SparseBertModel,
+    SparseMask,
+    attach,
+    detach,
+    load,
+)
 from sparsebert.analysis.runs import read_run
 from sparsebert.models.configuration_sparsebert import MASK_FORMS
 
@@ -210,3 +220,30 @@ def test_a_mask_written_beside_any_weights_is_no_cause_for_a_warning(tmp_path, c
     for folder in (tmp_path / "before", tmp_path / "after"):
         assert load(folder).sparse_attention.mask == mask
     assert "weights" not in caplog.text
+
+
+def test_temperature_of_the_search_is_not_that_of_generation(tmp_path):
+    model = SparseBertLMHeadModel(SparseBertConfig(**TINY, search="dam_s", temperature=0.5, is_decoder=True))
+    assert model.generation_config.temperature is None
+    model.generation_config.update(temperature=0.7, do_sample=True)
+    model.save_pretrained(tmp_path)
+    loaded = SparseBertLMHeadModel.from_pretrained(tmp_path)
+    assert (loaded.generation_config.temperature, loaded.config.temperature) == (0.7, 0.5)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+def test_layers_removed_from_the_model_alone(tmp_path, attached):
+    mask = SparseMask(torch.ones(2, 4, 20, 20, dtype=torch.bool), 20)
+    if attached:
+        model = attach(BertModel(BertConfig(**TINY)), mask)
+    else:
+        model = SparseBertModel(SparseBertConfig(**TINY, pattern="window", mask_length=20))
+        model.set_mask(mask)
+    model.encoder.layer = model.encoder.layer[:1]
+    model.config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match="the mask has 2 layers, the configuration 1 with attention"):
+        model.save_pretrained(tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
+    stock = BertModel(BertConfig(**TINY | {"num_hidden_layers": 1}))
+    attach(stock, mask.replace(keep=mask.keep[:1])).save_pretrained(tmp_path / "cut")
+    assert load(tmp_path / "cut").sparse_attention.mask.num_layers == 1

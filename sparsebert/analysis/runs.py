@@ -34,7 +34,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
-from ..search.learned_mask import MASK_PROBS_NAME, expand_probs
+from ..search.learned_mask import MASK_PROBS_NAME, expand_probs, is_of_mask
 from .pictures import KEPT
 
 
@@ -159,9 +159,11 @@ def _read_search(source, config, hub_arguments):
 def _read_probs(path, mask):
     """P before freezing, checked against the mask that it was frozen to, and the log-odds or `None`."""
     try:
-        found = load_file(path)
+        found, matches = load_file(path), is_of_mask(path, mask)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: damaged or not a safetensors file ({error})") from error
+    if not matches:
+        raise ValueError(f"{path}: P of another mask than the one beside it; without this file the mask alone is read")
     probs, log_odds, n = found.get("probs"), found.get("log_odds"), mask.length
     heads = (mask.num_layers, mask.num_heads)
     expected = [(n, n)] if mask.form == "table" else [(n, n), (mask.keep.shape[-1],)]

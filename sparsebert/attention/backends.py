@@ -17,7 +17,7 @@ from . import choice, cpu, flex, triton, triton_limits
 from .capabilities import WANTED, Backend, Request
 from .eager import eager_attention
 from .mask_biases import prepare_bias
-from .mask_inputs import MaskInputs
+from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
 from .probability_maps import PROBABILITY_MAPS
 from .sdpa import sdpa_attention
@@ -161,11 +161,9 @@ def run_backend(
     Returns:
         `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
     """
-    device = query.device.type
     own_operator = inputs.compiled[0] is not None or inputs.learned[0] is not None
-    if own_operator and torch.is_autocast_enabled(device):
+    if own_operator and (dtype := autocast_dtype(query.device.type)):
         # PyTorch's operators cast their inputs under autocast, ours do not.
-        dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     backend, documents = BACKENDS[inputs.backend], inputs.documents
     if documents is None:

@@ -190,3 +190,10 @@ class MaskInputs:
 def per_sequence(positions: torch.Tensor | None, batch: int) -> torch.Tensor | None:
     """Positions `(B,)` or `(1,)` for every sequence of a batch of this size: `(B,)`, contiguous."""
     return None if positions is None else positions.expand(batch).contiguous()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device, `None` if it is off or, as on the meta device, does not exist."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

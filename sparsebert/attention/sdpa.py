@@ -4,7 +4,7 @@ import torch
 
 from ..masks.exported import exporting
 from .bias_attention import bias_attention
-from .mask_inputs import MaskInputs
+from .mask_inputs import MaskInputs, autocast_dtype
 from .padded_tokens import without_padding
 
 
@@ -46,9 +46,8 @@ def sdpa_attention(
         output = bias_attention(query, key, value, fixed.expand(shape), dropout=dropout, scale=scaling)
         return (output if live is None else output * live).transpose(1, 2).contiguous(), None
     if bias is not None:
-        device = query.device.type
         # Under autocast the operator casts its inputs, the bias included.
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+        dtype = autocast_dtype(query.device.type) or query.dtype
         if dtype == torch.float16:
             # Kept finite, since a query without a key would otherwise give NaN.
             bias = bias.clamp(min=torch.finfo(dtype).min)

@@ -95,8 +95,8 @@ def load_documents(
                 yield document
         if not selected:
             raise ValueError(
-                f"the split {split!r} of {source!r} is empty with holdout_every={holdout_every}; use another "
-                "holdout_every, or a separate corpus for validation"
+                f"the split {split!r} of {source!r} is empty, since about one document in {holdout_every} "
+                "is held out: give more documents, or a separate corpus for validation"
             )
 
     def fingerprint() -> str | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
+from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
 from .architectures import input_shape
 from .derived import Derived
@@ -133,7 +134,6 @@ def _with_mask_inputs(model, names, args, kwargs):
     if documents is not None:
         batch, num_queries = documents.shape
         num_keys, padding = num_queries, None if documents.uniform else documents.padding
-    autocast = torch.is_autocast_enabled(device.type)
     mask_inputs = sparse_attention(
         config._attn_implementation,
         batch,
@@ -142,7 +142,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         padding,
         dropout=sparse_attention.config.attention_probs_dropout_prob if model.training else 0.0,
         device=device,
-        dtype=torch.get_autocast_dtype(device.type) if autocast else next(model.parameters()).dtype,
+        dtype=autocast_dtype(device.type) or next(model.parameters()).dtype,
         needs=needs,
         documents=documents,
     )

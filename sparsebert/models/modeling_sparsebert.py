@@ -129,6 +129,10 @@ class SparseBertForMaskedLM(SparseBertPreTrainedModel, BertForMaskedLM):
 class SparseBertLMHeadModel(SparseBertPreTrainedModel, BertLMHeadModel):
     """[`BertLMHeadModel`] (causal) with a sparse attention mask."""
 
+    def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.generation_config.temperature = None  # transformers takes that of the search
+
 
 class SparseBertForNextSentencePrediction(SparseBertPreTrainedModel, BertForNextSentencePrediction):
     """[`BertForNextSentencePrediction`] with a sparse attention mask."""

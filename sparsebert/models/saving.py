@@ -130,8 +130,12 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         Save the model as transformers does, the frozen mask as `mask_config.json` and `mask.safetensors`, and a card.
         A folder holds one state of a mask: the files of a search or a mask that was saved there before are removed. A
         README.md of the user stays. The arguments are those of `PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: If layers were removed from the model, but not from its mask.
         """
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
+        self._check_layers()
         self.sparse_attention.record_progress()
         if is_main_process:
             # Before anything is written: what an interrupted save leaves must not pass for a model.
@@ -148,6 +152,17 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
             self.push_to_hub(**hub, token=kwargs.get("token"))
+
+    def _check_layers(self):
+        """Raise a `ValueError` before a folder is written that cannot be loaded."""
+        sparse_attention = self.sparse_attention
+        found = sparse_attention.mask or sparse_attention.search
+        layers = getattr(self.config, "num_attention_layers", self.config.num_hidden_layers)
+        if found is not None and found.num_layers not in (1, layers):
+            raise ValueError(
+                f"the mask has {found.num_layers} layers, the configuration {layers} with attention: remove layers "
+                "from the stock model, and then attach the mask of those that are left, mask.replace(keep=...)"
+            )
 
     def _with_logits(self, state_dict):
         """The weights to save, with logits that are kept out of the parameters of the model."""

@@ -4,6 +4,7 @@ A mask while it is learned: how its logits become probabilities, a sample, and t
 Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, P the keep probability.
 """
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -41,12 +42,16 @@ _MARGIN = 1e-3
 
 # Beside a frozen model: what [`save_probs`] writes.
 MASK_PROBS_NAME = "mask_probs.safetensors"
-# Where that file holds the outcome of the search.
-_OUTCOME = "search_outcome"
+# Where that file holds the outcome of the search, and what identifies the mask that was frozen.
+_OUTCOME, _MASK = "search_outcome", "mask"
+
+
+def _digest(mask: SparseMask) -> str:
+    return hashlib.blake2b(mask.keep.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def save_probs(
-    folder: Path, probs: torch.Tensor, log_odds: torch.Tensor, outcome: dict[str, Any] | None = None
+    folder: Path, probs: torch.Tensor, log_odds: torch.Tensor, mask: SparseMask, outcome: dict[str, Any] | None = None
 ) -> None:
     """
     Save what a search found, as `mask_probs.safetensors`.
@@ -56,11 +61,12 @@ def save_probs(
         probs (`torch.Tensor`): P before freezing, see [`LearnedMask.found_probs`]; in the file under the key
             `"probs"`, with L and H joined.
         log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, with L and H joined, too.
+        mask ([`SparseMask`]): The mask that was frozen, which P is not used without.
         outcome (`dict`, *optional*): See [`LearnedMask.freeze`].
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"probs": probs.flatten(0, 1).contiguous(), "log_odds": log_odds.flatten(0, 1).contiguous()}
-    metadata = None if outcome is None else {_OUTCOME: json.dumps(outcome)}
+    metadata = {_MASK: _digest(mask)} | ({} if outcome is None else {_OUTCOME: json.dumps(outcome)})
     replace_files({folder / MASK_PROBS_NAME: safetensors.torch.save(tensors, metadata)})
 
 
@@ -81,13 +87,22 @@ def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     return fill_fixed_entries(table, mask.special_tokens, mask.diagonal)
 
 
+def _read_metadata(path: Path) -> dict[str, str]:
+    with safetensors.safe_open(path, "pt") as file:
+        return file.metadata() or {}
+
+
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """The outcome of a search that [`save_probs`] wrote to a folder, `None` if there is none."""
     try:
-        with safetensors.safe_open(folder / MASK_PROBS_NAME, "pt") as file:
-            return json.loads((file.metadata() or {}).get(_OUTCOME, "null"))
+        return json.loads(_read_metadata(folder / MASK_PROBS_NAME).get(_OUTCOME, "null"))
     except FileNotFoundError:
         return None
+
+
+def is_of_mask(path: Path, mask: SparseMask) -> bool:
+    """Whether a file that [`save_probs`] wrote belongs to this mask; `True` if the file does not say."""
+    return _read_metadata(path).get(_MASK) in (None, _digest(mask))
 
 
 def _watch_penalty(sample: torch.Tensor) -> None:

@@ -313,7 +313,7 @@ class ProgressivePruning(TrainerCallback):
             sparse_attention.freeze(metadata={"pruning": self.settings})
             if optimizer is not None:
                 forget(optimizer, logits)
-            save_probs(output, probs, log_odds)
+            save_probs(output, probs, log_odds, sparse_attention.mask)
         else:
             self._unwatch(sparse_attention)
         asked, got = self.final_sparsity, sparse_attention.mask.sparsity

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..checks import check_range
 from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.sparse_mask import SparseMask
 from .learned_mask import save_probs
 from .rank_agreement import check_same_mask
 from .searches import check_selection
@@ -40,6 +41,7 @@ class SearchSchedule(TrainerCallback):
     Attributes:
         probs (`torch.Tensor`): P when the mask was frozen, see [`LearnedMask.found_probs`]; `None` before.
         log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`], likewise.
+        mask ([`SparseMask`]): The frozen mask, likewise.
         outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
 
     Raises:
@@ -68,6 +70,7 @@ class SearchSchedule(TrainerCallback):
         self._refused = False
         self.probs: torch.Tensor | None = None
         self.log_odds: torch.Tensor | None = None
+        self.mask: SparseMask | None = None
         self.outcome: dict[str, Any] | None = None
 
     def on_init_end(
@@ -176,14 +179,14 @@ class SearchSchedule(TrainerCallback):
             raise
         check_same_mask(sparse_attention.mask)
         self.outcome = outcome
-        self.probs, self.log_odds = probs, log_odds
+        self.probs, self.log_odds, self.mask = probs, log_odds, sparse_attention.mask
         if optimizer is not None:
             forget(optimizer, logits)
 
     def save(self, folder: Path) -> None:
         """Save what was found when the mask was frozen, see [`save_probs`]."""
-        if self.probs is not None and self.log_odds is not None:
-            save_probs(folder, self.probs, self.log_odds, self.outcome)
+        if self.probs is not None and self.log_odds is not None and self.mask is not None:
+            save_probs(folder, self.probs, self.log_odds, self.mask, self.outcome)
 
 
 def sparse_attention_of(model: Any) -> Any:

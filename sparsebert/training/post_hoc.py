@@ -125,7 +125,7 @@ def _search(
         plot_heads(mask, output / "heads.png")
     if learned is not None:
         probs = learned.found_probs()
-        save_probs(output, probs, learned.log_odds(), outcome)
+        save_probs(output, probs, learned.log_odds(), mask, outcome)
         if find_spec("matplotlib"):
             probs = expand_probs(probs, mask)
             plot_mean_probs(probs, output / "mean_probs.png")
