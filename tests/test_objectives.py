@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_attach import base_model, head_model
+import transformers
+from test_attach import MODELS, base_model, config_of, head_model
 
 from sparsebert import attach, build_pattern
 from sparsebert.training.matching import agreement, random_batches, recover
@@ -17,6 +18,14 @@ def masked(model, window_size=1):
     return attach(model, build_pattern("window", LENGTH, HEADS, window_size=window_size), attn_implementation="sdpa")
 
 
+def model_for(objective, architecture="bert"):
+    """A model that has what the objective compares."""
+    if objective != "answers":
+        return head_model(architecture)
+    torch.manual_seed(3)
+    return getattr(transformers, f"{MODELS[architecture][0]}ForSequenceClassification")(config_of(architecture)).eval()
+
+
 def test_squared_errors():
     target = torch.randn(2, 3, 5)
     mean = target.mean((0, 1)).expand_as(target)
@@ -26,12 +35,12 @@ def test_squared_errors():
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("architecture", ["bert", "distilbert"])
 def test_nothing_is_lost_without_a_mask(name, architecture):
-    objective, teacher = OBJECTIVES[name], head_model(architecture)
+    objective, teacher = OBJECTIVES[name], model_for(name, architecture)
     assert objective.refuse(teacher) is None
     with torch.no_grad():
         wanted = objective.record(teacher, ROWS[:4])
         assert objective.loss(objective.record(teacher, ROWS[:4]), wanted).abs() < 1e-5
-    model = masked(head_model(architecture))
+    model = masked(model_for(name, architecture))
     loss = objective.loss(objective.record(model, ROWS[:4]), wanted)
     loss.backward()
     assert loss > 1e-4
@@ -67,9 +76,23 @@ def test_tokens_is_the_divergence_of_the_predictions():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
+def test_answers_are_the_logits_and_the_output_of_every_layer(head):
+    torch.manual_seed(3)
+    model = getattr(transformers, f"Bert{head}")(config_of("bert")).eval()
+    batch = {"input_ids": ROWS[:4, :9], "token_type_ids": torch.ones(4, 9, dtype=torch.long)}
+    *states, logits = OBJECTIVES["answers"].record(model, batch)
+    output = model(**batch, output_hidden_states=True)
+    torch.testing.assert_close(states, list(output.hidden_states[1:]))
+    expected = output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], -1)
+    torch.testing.assert_close(logits, expected)
+    loss = OBJECTIVES["answers"].loss([*states, logits + 2], [*states, logits])
+    torch.testing.assert_close(loss, torch.tensor(4.0))
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_losses_in_bfloat16(name):
-    stock, model, objective = head_model("bert"), masked(head_model("bert")), OBJECTIVES[name]
+    stock, model, objective = model_for(name), masked(model_for(name)), OBJECTIVES[name]
     exact = objective.loss(objective.record(model, ROWS[:8]), objective.record(stock, ROWS[:8]))
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = (objective.record(each, ROWS[:8]) for each in (model, stock))
@@ -80,7 +103,7 @@ def test_losses_in_bfloat16(name):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_recovery_with_each(name):
-    stock, model = head_model("bert"), masked(head_model("bert"))
+    stock, model = model_for(name), masked(model_for(name))
     losses = []
     recover(model, stock, random_batches(ROWS, 16, 25), 25, 1e-3, lambda step, loss: losses.append(loss), name)
     assert losses[-1] < 0.9 * losses[0]
@@ -94,5 +117,7 @@ def test_models_without_what_is_compared():
         recover(model, model, [], 0, 1e-3, objective="relations")
     with pytest.raises(ValueError, match="objective 'tokens' has no meaning here: ModernBertModel does not predict"):
         recover(model, model, [], 0, 1e-3, objective="tokens")
+    with pytest.raises(ValueError, match="objective 'answers' has no meaning here: ModernBertModel has no head"):
+        recover(model, model, [], 0, 1e-3, objective="answers")
     with pytest.raises(ValueError, match="objective must be one of"):
         recover(model, model, [], 0, 1e-3, objective="cosine")

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import json
+import random
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from test_attach import base_model, head_model
+from test_attach import base_model, config_of, head_model
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach, build_pattern, load
 from sparsebert.commands import main
+from sparsebert.training.finetuning import finetune
 from sparsebert.training.matching import (
     agreement,
     carrier,
@@ -72,7 +74,7 @@ def test_batches_use_every_row_and_keep_the_last_token():
 def test_start_is_the_mean_attention(search):
     model = searching("bert", search=search, special_tokens="none", hard=search != "soft")
     stock = base_model("bert")
-    start_from_attention(model, carrier(model), [ROWS[:8], ROWS[:4, :9], ROWS[8:16]])
+    start_from_attention(model, carrier(model), [ROWS[:8], {"input_ids": ROWS[8:16]}])
     stock.set_attn_implementation("eager")
     with torch.no_grad():
         attention = torch.stack(stock(ROWS[:16], output_attentions=True).attentions).mean(1)  # (L, H, n, n)
@@ -84,6 +86,27 @@ def test_start_is_the_mean_attention(search):
         expected = attention.flatten(-2)
     expected = expected.log()
     torch.testing.assert_close(alpha.detach(), expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
+
+
+def test_start_from_short_inputs():
+    """An offset starts with its mean attention times the length, without the special tokens at both ends."""
+    model, stock = searching("bert", special_tokens="first_last", share_layers=True), base_model("bert")
+    batches = [ROWS[:4, :9], ROWS[4:8, :6]]
+    start_from_attention(model, carrier(model), batches)
+    stock.set_attn_implementation("eager")
+    totals, counts = 0, torch.zeros(LENGTH)
+    for batch in batches:
+        n = batch.shape[1]
+        with torch.no_grad():
+            attention = torch.stack(stock(batch, output_attentions=True).attentions).mean((0, 1))  # (H, n, n)
+        inner = n * attention[:, 1:-1, 1:-1]
+        sides = [[inner.diagonal(sign * k, -2, -1).sum(-1) for k in range(n - 2)] for sign in (1, -1)]
+        totals = totals + torch.nn.functional.pad(sum(torch.stack(side, -1) for side in sides), (0, LENGTH - n + 2))
+        counts += torch.tensor([2 * max(n - 2 - k, 0) for k in range(LENGTH)])
+    alpha, seen = model.sparse_attention.learned.alpha().detach()[0], slice(0, 7)
+    expected = (totals / counts)[:, seen].log()
+    torch.testing.assert_close(alpha[:, seen].diff(), expected.diff(), atol=1e-3, rtol=1e-3)
+    assert (alpha[:, 7:] < alpha[:, seen].amin(1, keepdim=True)).all()  # distances that no input has
 
 
 def test_with_one_budget_all_heads_start_alike():
@@ -369,6 +392,7 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"mask": "window"}, "recover must be at least 1 if mask is given"),
         ({"mask": "window", "recover": 2, "search": "dam_s"}, "model.search has no meaning here: the mask is given"),
         ({"mask": "window", "recover": 2, "recover_from": 0.5}, "recover_from has no meaning with mask"),
+        ({"objective": "answers"}, "objective 'answers' has no meaning here: RobertaForMaskedLM has no head"),
         ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),
         ({"mask": "window", "recover": 2, "train": "norms"}, "train has no meaning with mask"),
         ({"mask": "no_diag", "recover": 2}, "target_sparsity has no meaning with mask 'no_diag'"),
@@ -403,6 +427,118 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
     (tmp_path / "short.txt").write_text("w1 w2 w3")
     with pytest.raises(ValueError, match="too few for one row"):
         search(model_folder, tmp_path / "short.txt", tmp_path / "new")
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+    """RTE: which of two words is in a pair of texts of different lengths."""
+    folder = tmp_path_factory.mktemp("rte")
+    draw = random.Random(0)
+    for split, count in (("train", 80), ("dev", 30)):
+        lines = ["index\tsentence1\tsentence2\tlabel"]
+        for row in range(count):
+            label = draw.choice(("entailment", "not_entailment"))
+            words = [f"w{draw.randrange(2, 90)}" for _ in range(draw.randrange(2, 8))]
+            words.insert(draw.randrange(len(words)), "w0" if label == "entailment" else "w1")
+            lines.append(f"{row}\t{' '.join(words)}\tw5 w6\t{label}")
+        (folder / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task_model(tmp_path_factory, model_folder, task_folder):
+    folder = tmp_path_factory.mktemp("fine-tuned")
+    training = {"output_dir": str(folder), "num_train_epochs": 4, "learning_rate": 3e-3, "disable_tqdm": True}
+    training |= {"report_to": "none", "per_device_train_batch_size": 8}
+    data = {"task": "rte", "model": str(model_folder), "data": str(task_folder), "max_length": 32, "overwrite": True}
+    finetune({"data": data, "model": {}, "training": training})
+    return folder
+
+
+def test_on_the_inputs_of_a_task(task_model, task_folder, tmp_path, capsys):
+    fields = {"task": "rte", "validation": None, "target_sparsity": 0.6, "steps": 6}
+    metrics = search(task_model, task_folder, tmp_path / "out", recover=3, **fields)
+    found, expected = metrics["agreement"], json.loads((task_model / "metrics.json").read_text())["score"]
+    assert found["dense"]["score"] == pytest.approx(expected) and found["dense"]["input_sparsity"] == 0
+    assert set(found) > {"learned", "dense model's attention", "window", "learned, recovered"}
+    assert all(0 <= numbers["score"] <= 1 for numbers in found.values())
+    assert 0 < found["learned"]["input_sparsity"] < 0.6  # short inputs keep more than the mask at its length
+    assert metrics["objectives"] == ["answers", "answers"] and metrics["inference_seconds"]["masked"] > 0
+    table = agreement_table(metrics)
+    assert {"score", "removed on inputs"} <= set(table.columns) and "task rte" in table.markdown()
+    model = load(tmp_path / "out")
+    assert type(model).__name__ == "RobertaForSequenceClassification" and model.sparse_attention.mask.length == 32
+    assert "text-classification" in (tmp_path / "out/README.md").read_text()
+    capsys.readouterr()
+    # The stock client scores the folder as the search did.
+    words = ["finetune", "--task", "rte", "--model", str(tmp_path / "out"), "--data", str(task_folder)]
+    words += ["--num_train_epochs", "0.01", "--learning_rate", "0", "--max_length", "32"]
+    assert main([*words, "--output_dir", str(tmp_path / "tuned")]) == 0
+    score = json.loads((tmp_path / "tuned/metrics.json").read_text())["score"]
+    assert score == pytest.approx(found["learned, recovered"]["score"])
+
+
+def test_on_squad(word_tokenizer, squad_folder, tmp_path):
+    torch.manual_seed(0)
+    transformers.BertForQuestionAnswering(config_of("bert", max_position_embeddings=48)).save_pretrained(
+        tmp_path / "model"
+    )
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    fields = {"task": "squad_v2", "validation": None, "max_length": 48, "mask": "window", "recover": 3}
+    metrics = search(tmp_path / "model", squad_folder, tmp_path / "out", patterns=False, **fields)
+    assert 0 <= metrics["agreement"]["given, recovered"]["score"] <= 1
+    fields |= {"mask": None, "recover": 0}
+    metrics = search(tmp_path / "model", squad_folder, tmp_path / "out2", search="vertical_slash", **fields)
+    assert metrics["agreement"]["learned"]["input_sparsity"] > 0.5
+    assert type(load(tmp_path / "out2")).__name__ == "BertForQuestionAnswering"
+
+
+def test_weights_and_scores_stay_without_recovery(task_model, task_folder, tmp_path):
+    fields = {"task": "rte", "validation": None, "patterns": False}
+    runs = [search(task_model, task_folder, tmp_path / name, **fields) for name in ("first", "second")]
+    assert runs[0]["agreement"] == runs[1]["agreement"]
+    read = transformers.RobertaForSequenceClassification.from_pretrained
+    before, after = (read(folder).state_dict() for folder in (task_model, tmp_path / "first"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": "rtx"}, "unknown task 'rtx'"),
+        ({"task": "swag"}, "task swag has several inputs per example: the search takes"),
+        ({"task": "squad"}, "task squad needs a model that was fine-tuned on it"),
+        ({"validation": "FILE"}, "validation has no meaning with task"),
+        ({"task": None, "skip_bad": True, "validation": "FILE"}, "skip_bad has no meaning without task"),
+        ({"objective": "tokens"}, "objective 'tokens' has no meaning here"),
+        ({"data": "no/such/folder"}, "no/such/folder"),
+        ({"output_dir": None}, "--output_dir is needed"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_errors_of_tasks(task_model, task_folder, tmp_path, fields, message):
+    given = {"task": "rte", "validation": None, "data": str(task_folder)} | fields
+    with pytest.raises((ValueError, OSError), match=message):
+        search(task_model, task_folder, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_answer_the_task(model_folder, task_model, task_folder, tmp_path):
+    fields = {"task": "rte", "validation": None}
+    with pytest.raises(ValueError, match="needs a model that was fine-tuned on it .*RobertaForMaskedLM"):
+        search(model_folder, task_folder, tmp_path / "out", **fields)
+    config = json.loads((task_model / "config.json").read_text())
+    for name, changed in (
+        ("more", {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}),
+        ("swapped", {"id2label": dict(enumerate(reversed(config["id2label"].values())))}),
+    ):
+        shutil.copytree(task_model, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match="has 3 labels, the task has 2"):
+        search(tmp_path / "more", task_folder, tmp_path / "out", **fields)
+    with pytest.raises(ValueError, match="labels in the order not_entailment, entailment"):
+        search(tmp_path / "swapped", task_folder, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

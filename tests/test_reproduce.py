@@ -460,6 +460,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
     values |= {"base_model": checkpoints["stock"]}
     tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
     own = {"minilm_tasks": tasks | {"max_length": 32}}
+    own["minilm_task_masks"] = {"data": str(glue_folder), "tasks": ["rte"], "max_length": 32, "sparsity": 0.5}
     reviews = tmp_path / "reviews"
     reviews.mkdir()
     for split in ("train", "test"):
@@ -741,6 +742,21 @@ def test_tasks_are_compared_over_seeds():
     assert [row["system"] for row in table.as_json()["rows"] if row["task"] == "mean"] == ["dense"]
 
 
+def test_masks_of_tasks_are_compared_with_the_learned_one():
+    scores = {"dense": [0.84, 0.83], "learned": [0.83, 0.83], "window": [0.1, 0.2]}
+    metrics = [
+        {f"score_{name}": values[seed] for name, values in scores.items()}
+        | {"removed_dense": 0.0, "removed_learned": 0.6, "removed_window": 0.62}
+        for seed in (0, 1)
+    ]
+    settings = [{"task": "stsb", "seed": seed} for seed in (0, 1)]
+    (table,) = EXPERIMENTS["minilm_task_masks"].summary(finished(settings, metrics))
+    rows = table.as_json()["rows"]
+    assert [row["mask"] for row in rows] == ["dense", "learned", "window"]
+    assert rows[0]["learned minus this"].startswith("-0.5 [") and rows[1]["learned minus this"] == ""
+    assert rows[2]["removed on inputs"] == "62.0%" and rows[2]["score"] == "15.0 ± 7.1"
+
+
 def test_the_original_model_is_a_system(inputs, checkpoints, tmp_path):
     settings = inputs("minilm_tasks") | {"systems": ["stock", "original"], "original": checkpoints["stock"]}
     cells = cells_of("minilm_tasks", **settings)
@@ -767,9 +783,9 @@ def test_draws_of_a_seed_are_one_system():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["minilm_tasks", "minilm_mixers", "mixers"])
+@pytest.mark.parametrize("name", ["minilm_tasks", "minilm_task_masks", "minilm_mixers", "mixers"])
 def test_tasks_without_data_are_refused_first(name, inputs):
-    settings = inputs(name) | ({"tasks": ["rte", "mrpc"]} if name == "minilm_tasks" else {"task": "mrpc"})
+    settings = inputs(name) | ({"tasks": ["rte", "mrpc"]} if name.startswith("minilm_task") else {"task": "mrpc"})
     settings["data"] = inputs("minilm_tasks")["data"]
     with pytest.raises(ValueError, match="task mrpc: split 'train' is missing"):
         cells_of(name, **settings)
@@ -787,6 +803,7 @@ def test_folders_that_are_missing_or_empty_are_named(name, field, inputs, tmp_pa
     "name, settings, message",
     [
         ("sparsebert_table3", {"targets": [0.99]}, "target_sparsity must be at most 0.9690, got 0.99"),
+        ("minilm_task_masks", {"sparsity": 0.98}, "target_sparsity must be at most 0.8789, got 0.98"),
         ("minilm", {"masks": ["dam_u"], "sparsities": [0.98]}, "target_sparsity must be at most 0.9690, got 0.98"),
         ("sparsebert_table3", {"search_end": 2}, "search_end must be a number from 0 to 1, got 2"),
         ("sparsebert_figure7", {"initial_decay": -1}, "initial_decay"),

@@ -1,7 +1,8 @@
 """
 Learn a mask for a trained model, from unlabeled text and without changing the weights.
 
-The mask is learned by matching the dense model, see `--objective`. `--recover STEPS` then trains the weights through
+The mask is learned by matching the dense model, see `--objective`. With `--task`, a model that was fine-tuned on the
+task gets a mask from the inputs of the task, without their labels. `--recover STEPS` then trains the weights through
 the frozen mask; with `--mask` there is no search, and the weights are trained through the given mask. The result is
 compared with random and manual masks of the same sparsity. Writes to `output_dir` the model with its mask (stock
 files, read back by `sparsebert.load`), the tokenizer, `metrics.json` and pictures (with the extra `viz`), and after a
@@ -25,7 +26,7 @@ def command(words):
         {**SECTIONS, "print": Printing},
         examples=(
             "--model DIR --data FILE --max_length 512 --target_sparsity 0.9 --output_dir DIR2",
-            "--model DIR --data FILE --target_sparsity 0.9 --recover 500 --output_dir DIR3",
+            "--model DIR --task mrpc --data GLUE_DIR --target_sparsity 0.9 --output_dir DIR3",
         ),
         # The model keeps its own configuration, and the mask is as long as the rows.
         excluded={"model": tuple(sorted(fields - meaningful))},
@@ -34,7 +35,8 @@ def command(words):
 
 
 def run(values):
-    needed(values, "data.model", "data.data", "data.output_dir")
+    source = ("data.data",) if values["data"].get("task") is None else ()
+    needed(values, "data.model", *source, "data.output_dir")
     try:
         metrics = search_post_hoc(values)
     except KeyboardInterrupt as error:

@@ -20,6 +20,11 @@ from .recipe_sections import check_task, precision
 
 # The system that is no cell: the model as it was, without a mask and without recovery.
 ORIGINAL = "original"
+# Settings of the fine-tuning that every cell has.
+TRAINED_FIELDS = (
+    *("learning_rate", "num_train_epochs", "warmup_steps"),
+    *("bf16", "max_train_examples", "max_length"),
+)
 
 
 @dataclass
@@ -59,11 +64,7 @@ class MiniLMTasks:
 
 def cells(settings: MiniLMTasks) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
-    names = (
-        *("data", "learning_rate", "num_train_epochs", "warmup_steps"),
-        *("bf16", "max_train_examples", "max_length"),
-    )
-    common = {name: getattr(settings, name) for name in names}
+    common = {name: getattr(settings, name) for name in ("data", *TRAINED_FIELDS)}
     return {
         f"{task}_{system}_seed_{seed}": common
         | {"task": task, "system": system, "model": _model(settings, system), "seed": seed}
@@ -109,6 +110,22 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
+    found = finetuned(cell, folder)
+    names = ("score", "train_examples", "input_sparsity", "train_seconds", "main_metric")
+    return {name: found[name] for name in names}
+
+
+def finetuned(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Fine-tune the model of a cell, in the folder `run`.
+
+    Args:
+        cell (`dict`): Settings with `"model"`, `"task"`, `"data"`, `"seed"` and `TRAINED_FIELDS`.
+        folder (`Path`): Folder of the cell.
+
+    Returns:
+        `dict`: Metrics of the fine-tuning.
+    """
     data = {name: cell[name] for name in ("task", "data", "max_train_examples", "max_length")}
     data["model"] = located(cell["model"])
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
@@ -117,9 +134,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
     own = {"test_split": [], "simple_baseline": False, "skip_bad": True}
     output = finetune({"data": data | own, "model": {}, "training": training})
-    found = json.loads((output / "metrics.json").read_text())
-    names = ("score", "train_examples", "input_sparsity", "train_seconds", "main_metric")
-    return {name: found[name] for name in names}
+    return json.loads((output / "metrics.json").read_text())
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:

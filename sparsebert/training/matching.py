@@ -8,7 +8,7 @@ Letters: B batch, N rows of text, L layers (1 when the mask is shared), H heads,
 parameters per head.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from ..models.architectures import attention_modules, describe
 from ..models.attaching import get_sparse_attention, make_sparse_attention
 from ..models.sparse_attention import SparseAttention
 from ..search.mask_search import MaskSearch
-from .objectives import OBJECTIVES, hidden_states, recorded, squared_errors, token_logits
+from .objectives import OBJECTIVES, Batch, hidden_states, inputs_of, recorded, squared_errors, token_logits
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..masks.sparse_mask import SparseMask
 
 # Tokens of the batch whose inference is timed, and rounds.
-_TIMED_TOKENS, _ROUNDS = 4096, 5
+TIMED_TOKENS, _ROUNDS = 4096, 5
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
 
@@ -85,43 +85,58 @@ def random_batches(
         yield ids
 
 
-def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[torch.Tensor]) -> None:
+def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[Batch]) -> None:
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
     probability over the entries that share a parameter, up to a constant per head. With a target, all heads start with
-    the same number of entries.
+    the same number of entries. In shorter inputs the probabilities count in proportion to the length, since those of
+    a row sum to 1. Parameters of entries that no input has start lowest.
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
         dense ([`SparseAttention`]): The dense mask, from [`carrier`].
-        batches (`Iterable[torch.Tensor]`): Token ids of shape `(B, n)`. Batches shorter than the mask are skipped.
+        batches (`Iterable[Batch]`): Inputs that are at most as long as the mask.
     """
     sparse_attention = get_sparse_attention(model)
     config, implementation = sparse_attention.config, model.config._attn_implementation
     search, logits = _searched(sparse_attention)
-    length, num_batches = search.length, 0
-    totals = torch.zeros((), device=model.device)
+    totals = counts = torch.zeros((), device=model.device)
     model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
     with torch.no_grad(), running_through(model, dense):
-        for ids in batches:
-            if ids.shape[1] == length:
-                sums: list[torch.Tensor] = []
-                # The probabilities of one layer at a time: those of all would take L * H * n * n numbers.
-                with recorded(
-                    attention_modules(model), sums, lambda output: search.sums(output[1].float().mean(0)[None])
-                ):
-                    model.base_model(input_ids=ids)
-                totals = totals + torch.cat(sums)  # (L, H, K)
-                num_batches += 1
+        for batch in batches:
+            inputs = inputs_of(batch)
+            length = inputs["input_ids"].shape[1]
+            sums: list[torch.Tensor] = []
+            # The probabilities of one layer at a time: those of all would take L * H * n * n numbers.
+            with recorded(
+                attention_modules(model), sums, lambda output: _sums(search, output[1].float().mean(0)[None])
+            ):
+                model.base_model(**inputs)
+            totals = totals + torch.cat(sums) * (length / search.length)  # (L, H, K)
+            counts = counts + _sums(search, totals.new_ones(1, 1, length, length))  # (1, 1, K)
     model.set_attn_implementation(implementation)
-    totals = totals.to(logits.device)  # under DeepSpeed and FSDP they are on the accelerator before the weights are
+    # Under DeepSpeed and FSDP they are on the accelerator before the weights are.
+    totals, counts = totals.to(logits.device), counts.to(logits.device)
     if config.share_layers:
         totals = totals.mean(0, keepdim=True)
-    counts = search.counts_on(logits.device)
-    density = totals / counts.clamp(min=1) / num_batches  # each of the n rows of probabilities sums to 1
+    density = totals / counts.clamp(min=1)  # each of the n rows of probabilities sums to 1
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
         logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)
+
+
+def _sums(search: MaskSearch, table: torch.Tensor) -> torch.Tensor:
+    """The sum of the values `(L, H, m, m)` of an input of m tokens over the entries of each parameter: `(L, H, K)`."""
+    missing = search.length - table.shape[-1]
+    if missing and search.special_tokens == "first_last":  # the last token is that of the mask
+        tokens = torch.arange(table.shape[-1], device=table.device)
+        tokens[-1] = search.length - 1
+        whole = table.new_zeros(*table.shape[:2], search.length, search.length)
+        whole[..., tokens[:, None], tokens] = table
+        table = whole
+    elif missing:
+        table = torch.nn.functional.pad(table, (0, missing, 0, missing))
+    return search.sums(table)
 
 
 def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.Parameter]:
@@ -133,7 +148,7 @@ def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.P
 
 def learn_mask(
     model: "PreTrainedModel",
-    batches: Iterable[torch.Tensor],
+    batches: Iterable[Batch],
     steps: int,
     learning_rate: float,
     dense: "SparseAttention | None" = None,
@@ -147,7 +162,7 @@ def learn_mask(
 
     Args:
         model (`PreTrainedModel`): A model whose mask is being searched.
-        batches (`Iterable[torch.Tensor]`): Token ids of shape `(B, n)`, one batch per step.
+        batches (`Iterable[Batch]`): Text or inputs without padding, one batch per step.
         steps (`int`): Number of steps, over which the schedules of the search run.
         learning_rate (`float`): Learning rate of the logits alpha (Adam); it decays linearly to a tenth.
         dense ([`SparseAttention`], *optional*): The dense mask, if there is one from [`carrier`] already.
@@ -180,11 +195,11 @@ def learn_mask(
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
-    for step, ids in enumerate(_progress(batches, steps, "Searching")):
+    for step, batch in enumerate(_progress(batches, steps, "Searching")):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
-            targets = compared.record(model, ids)
-        loss = compared.loss(compared.record(model, ids), targets)
+            targets = compared.record(model, batch)
+        loss = compared.loss(compared.record(model, batch), targets)
         model.zero_grad()
         loss.backward()
         if parts is not None:
@@ -242,7 +257,7 @@ def _swapped(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -
 def recover(
     model: "PreTrainedModel",
     teacher: "PreTrainedModel",
-    batches: Iterable[torch.Tensor],
+    batches: Iterable[Batch],
     steps: int,
     learning_rate: float,
     log: Callable[[int, float], None] | None = None,
@@ -256,7 +271,7 @@ def recover(
     Args:
         model (`PreTrainedModel`): A model with a frozen mask.
         teacher (`PreTrainedModel`): The dense model.
-        batches (`Iterable[torch.Tensor]`): Token ids of shape `(B, n)`, one batch per step.
+        batches (`Iterable[Batch]`): Text or inputs without padding, one batch per step.
         steps (`int`): Number of steps.
         learning_rate (`float`): Peak learning rate (AdamW), reached after a tenth of the steps; it then decays
             linearly to 0.
@@ -271,19 +286,19 @@ def recover(
     """
     compared, sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
     model.eval().requires_grad_(True)
-    trained = model if objective == "tokens" else model.base_model
+    trained = model if compared.of_head else model.base_model
     # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
     optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     warmup = max(steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
     )
-    for step, ids in enumerate(_progress(batches, steps, "Recovering")):
+    for step, batch in enumerate(_progress(batches, steps, "Recovering")):
         if masks is not None and step in masks:
             sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
         with torch.no_grad():
-            targets = compared.record(teacher, ids)
-        loss = compared.loss(compared.record(model, ids), targets)
+            targets = compared.record(teacher, batch)
+        loss = compared.loss(compared.record(model, batch), targets)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -299,9 +314,9 @@ def _objective(name, model, bf16):
     if reason := objective.refuse(model):
         raise ValueError(f"objective {name!r} has no meaning here: {reason}")
 
-    def record(model, ids):
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
-            return objective.record(model, ids)
+    def record(model, batch):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            return objective.record(model, batch)
 
     return replace(objective, record=record)
 
@@ -314,7 +329,7 @@ def _progress(batches: Iterable, total: int, description: str) -> Iterable:
 def agreement(
     model: "PreTrainedModel",
     masks: "Mapping[str, SparseMask | None]",
-    rows: torch.Tensor,
+    rows: torch.Tensor | Sequence[Batch],
     teacher: "PreTrainedModel | None" = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     batch_size: int = 16,
@@ -326,10 +341,12 @@ def agreement(
     Args:
         model (`PreTrainedModel`): A model with any mask.
         masks (`Mapping[str, SparseMask | None]`): Masks by name; `None` stands for the model's own.
-        rows (`torch.Tensor` of shape `(N, n)`): Token ids, without padding.
+        rows (`torch.Tensor` of shape `(N, n)`, or `Sequence[Batch]`): Token ids, or N inputs in batches, without
+            padding.
         teacher (`PreTrainedModel`, *optional*): The dense model, if its weights differ from those of `model`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Report the MLM loss too; needs a model with that head.
-        batch_size (`int`, *optional*, defaults to 16): Rows per batch.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Report the MLM loss too; needs a model with that head, and
+            batches of token ids.
+        batch_size (`int`, *optional*, defaults to 16): Rows per batch of token ids.
         seed (`int`, *optional*, defaults to 0): Seed of the choice of tokens to predict.
 
     Returns:
@@ -341,19 +358,21 @@ def agreement(
         name: get_sparse_attention(model) if mask is None else carrier(model, mask) for name, mask in masks.items()
     }
     dense = carrier(model)
+    batches = rows.split(batch_size) if isinstance(rows, torch.Tensor) else rows
     cosines, errors, losses = ({name: list[torch.Tensor]() for name in masks} for _ in range(3))
     collator = None if tokenizer is None else DataCollatorForLanguageModeling(tokenizer, seed=seed)
     model.eval()
     with torch.no_grad():
-        for ids in _progress(rows.split(batch_size), -(-len(rows) // batch_size), "Comparing masks"):
+        for batch in _progress(batches, len(batches), "Comparing masks"):
+            ids = inputs_of(batch)["input_ids"]
             with running_through(model, dense):
-                targets = hidden_states(teacher or model, ids)
+                targets = hidden_states(teacher or model, batch)
             if collator is not None:
-                batch = collator([{"input_ids": row} for row in ids.cpu()])
-                masked, labels = batch["input_ids"].to(ids.device), batch["labels"].to(ids.device)
+                hidden = collator([{"input_ids": row} for row in ids.cpu()])
+                masked, labels = hidden["input_ids"].to(ids.device), hidden["labels"].to(ids.device)
             for name, sparse_attention in carriers.items():
                 with running_through(model, sparse_attention):
-                    states = hidden_states(model, ids)
+                    states = hidden_states(model, batch)
                     if collator is not None:
                         logits = token_logits(model, masked).flatten(0, 1).float()
                         losses[name].append(
@@ -367,26 +386,28 @@ def agreement(
         report[name] = {
             "cosine": cosine.mean().item(),
             "cosine_5": cosine.quantile(0.05).item(),
-            "layer_error": (torch.stack(errors[name]).sum(0) / len(rows)).sqrt().tolist(),
+            "layer_error": (torch.stack(errors[name]).sum(0) / len(cosine)).sqrt().tolist(),
         }
         if collator is not None:
             report[name]["mlm_loss"] = torch.cat(losses[name]).mean().item()
     return report
 
 
-def inference_seconds(models: "Mapping[str, PreTrainedModel]", rows: torch.Tensor) -> dict[str, float]:
+def inference_seconds(models: "Mapping[str, PreTrainedModel]", batch: Batch) -> dict[str, float]:
     """
-    Time the base models of several models on the same text, in turns.
+    Time the base models of several models on the same inputs, in turns.
 
     Args:
         models (`Mapping[str, PreTrainedModel]`): Models by name, all on one device.
-        rows (`torch.Tensor` of shape `(N, n)`): Token ids, of which up to 4096 make a batch.
+        batch (`Batch`): Inputs of n tokens, of which as many are used as have 4096 tokens together.
 
     Returns:
         `dict[str, float]`: Median seconds of a forward pass, by name.
     """
-    ids = rows[: max(1, _TIMED_TOKENS // rows.shape[1])]
+    inputs = inputs_of(batch)
+    count = max(1, TIMED_TOKENS // inputs["input_ids"].shape[1])
+    inputs = {name: values[:count] for name, values in inputs.items()}
     encoders = {name: model.base_model.eval() for name, model in models.items()}
     with torch.no_grad():
-        functions = {name: lambda encoder=encoder: encoder(input_ids=ids) for name, encoder in encoders.items()}
-        return measure(functions, ids.device.type, _ROUNDS)
+        functions = {name: lambda encoder=encoder: encoder(**inputs) for name, encoder in encoders.items()}
+        return measure(functions, inputs["input_ids"].device.type, _ROUNDS)

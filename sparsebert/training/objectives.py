@@ -2,16 +2,16 @@
 What a masked model is trained to have in common with the dense model, in the search for its mask and in the recovery
 of its weights. A new objective is a function that records, a function that compares, and a row in `OBJECTIVES`.
 
-Letters: B batch, n length, L layers, H heads, d head size, D hidden size, V vocabulary.
+Letters: B batch, n length, L layers, H heads, d head size, D hidden size, V vocabulary, C classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import cosine_similarity, kl_div
+from torch.nn.functional import cosine_similarity, kl_div, mse_loss
 
 from ..models.architectures import attention_modules
 
@@ -19,8 +19,12 @@ from ..models.architectures import attention_modules
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Token ids `(B, n)`, or the arguments of a model by name, among them `"input_ids"`. None has padding.
+Batch = torch.Tensor | Mapping[str, torch.Tensor]
 # Weight of the cosine in "pooled" and "layers_pooled", against the relative error.
 POOLED_WEIGHT = 4.0
+# Ends of the names of the models that "answers" is for: one input per example, and logits.
+ANSWERING = ("ForSequenceClassification", "ForQuestionAnswering")
 # What the projections of self-attention are called.
 _PROJECTIONS = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
 
@@ -31,21 +35,27 @@ class Objective:
     A quantity in which the masked model should match the dense one.
 
     Args:
-        record (`Callable`): `(model, input_ids) -> tensors`: runs the model on token ids `(B, n)` and returns what is
-            compared.
+        record (`Callable`): `(model, batch) -> tensors`: runs the model on a `Batch` and returns what is compared.
         loss (`Callable`): `(ours, theirs) -> scalar`: how far the tensors of the masked model are from those of the
             dense model, 0 if they are equal.
         refuse (`Callable`, *optional*): `(model) -> str or None`: the reason why a model has no such quantity.
+        of_head (`bool`): Whether the head of the model takes part in it, and is trained in a recovery.
     """
 
-    record: Callable[["PreTrainedModel", torch.Tensor], Sequence[torch.Tensor]]
+    record: Callable[["PreTrainedModel", Batch], Sequence[torch.Tensor]]
     loss: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
     refuse: Callable[["PreTrainedModel"], str | None] = lambda model: None
+    of_head: bool = False
 
 
-def hidden_states(model: "PreTrainedModel", ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output of every layer for token ids `(B, n)`: tensors of shape `(B, n, D)`."""
-    return model.base_model(input_ids=ids, output_hidden_states=True).hidden_states[1:]
+def inputs_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """The arguments of a model for a batch, by name."""
+    return {"input_ids": batch} if isinstance(batch, torch.Tensor) else dict(batch)
+
+
+def hidden_states(model: "PreTrainedModel", batch: Batch) -> tuple[torch.Tensor, ...]:
+    """The output of every layer for a batch: tensors of shape `(B, n, D)`."""
+    return model.base_model(**inputs_of(batch), output_hidden_states=True).hidden_states[1:]
 
 
 def squared_errors(states: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -88,8 +98,8 @@ def _mean_error(ours, theirs):
     return squared_errors(ours, theirs).mean()
 
 
-def _last_state(model, ids):
-    return hidden_states(model, ids)[-1:]
+def _last_state(model, batch):
+    return hidden_states(model, batch)[-1:]
 
 
 def _pooled_loss(ours, theirs):
@@ -97,10 +107,10 @@ def _pooled_loss(ours, theirs):
     return _mean_error(ours, theirs) + POOLED_WEIGHT * (1 - cosine).mean()
 
 
-def _attention_outputs(model, ids):
+def _attention_outputs(model, batch):
     outputs: list = []
     with recorded(attention_modules(model), outputs):
-        model.base_model(input_ids=ids)
+        model.base_model(**inputs_of(batch))
     return [output[0] for output in outputs]
 
 
@@ -114,13 +124,13 @@ def _projections(model):
     return None
 
 
-def _relations(model, ids):
+def _relations(model, batch):
     """Queries with queries, keys with keys and values with values of the last layer: `(B, H, n, n)` each, log P."""
     outputs: list = []
     with recorded(_projections(model), outputs):
-        model.base_model(input_ids=ids)
+        model.base_model(**inputs_of(batch))
     relations = []
-    with torch.autocast(ids.device.type, enabled=False):
+    with torch.autocast(model.device.type, enabled=False):
         for output in outputs:
             heads = (
                 output.float().unflatten(-1, (model.config.num_attention_heads, -1)).transpose(1, 2)
@@ -138,14 +148,26 @@ def _divergence(ours, theirs):
     return torch.stack(terms).mean()
 
 
-def token_logits(model: "PreTrainedModel", ids: torch.Tensor) -> torch.Tensor:
-    """What the head for masked tokens says of every token, for token ids `(B, n)`: `(B, n, V)`."""
-    output = model(input_ids=ids)
+def token_logits(model: "PreTrainedModel", batch: Batch) -> torch.Tensor:
+    """What the head for masked tokens says of every token: `(B, n, V)`."""
+    output = model(**inputs_of(batch))
     return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
-def _token_probs(model, ids):
-    return (token_logits(model, ids).float().log_softmax(-1),)
+def _token_probs(model, batch):
+    return (token_logits(model, batch).float().log_softmax(-1),)
+
+
+def _answers(model, batch):
+    """The output of every layer, and the logits: `(B, C)`, or `(B, n, 2)` for start and end of a span."""
+    output = model(**inputs_of(batch), output_hidden_states=True)
+    spans = "start_logits" in output
+    logits = torch.stack([output.start_logits, output.end_logits], -1) if spans else output.logits
+    return *output.hidden_states[1:], logits
+
+
+def _answers_loss(ours, theirs):
+    return mse_loss(ours[-1].float(), theirs[-1].float()) + _mean_error(ours[:-1], theirs[:-1])
 
 
 def _no_relations(model):
@@ -158,6 +180,12 @@ def _no_tokens(model):
     if predicts_tokens(model):
         return None
     return f"{type(model).__name__} does not predict masked tokens"
+
+
+def _no_answers(model):
+    if type(model).__name__.endswith(ANSWERING):
+        return None
+    return f"{type(model).__name__} has no head for a task ({', '.join(ANSWERING)})"
 
 
 def predicts_tokens(model: "PreTrainedModel") -> bool:
@@ -174,5 +202,6 @@ OBJECTIVES = {
     "layers_pooled": Objective(hidden_states, _pooled_loss),
     "attention": Objective(_attention_outputs, _mean_error),
     "relations": Objective(_relations, _divergence, _no_relations),
-    "tokens": Objective(_token_probs, _divergence, _no_tokens),
+    "tokens": Objective(_token_probs, _divergence, _no_tokens, of_head=True),
+    "answers": Objective(_answers, _answers_loss, _no_answers, of_head=True),
 }

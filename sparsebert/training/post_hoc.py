@@ -15,25 +15,32 @@ from transformers import set_seed
 
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..analysis.tables import Table
-from ..data.documents import load_documents
-from ..data.examples import pretraining_dataset
 from ..files import locked_output, write_metrics
 from ..hub import read_tokenizer
 from ..masks.matched import MATCHED, matched_patterns
+from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.loading import model_class_of
 from ..search.budget import scheduled
 from ..search.learned_mask import LearnedMask, expand_probs, save_probs
-from .matching import agreement, carrier, inference_seconds, learn_mask, random_batches, recover, start_from_attention
+from .matching import (
+    agreement,
+    carrier,
+    inference_seconds,
+    learn_mask,
+    recover,
+    running_through,
+    start_from_attention,
+)
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
+from .post_hoc_inputs import TaskInputs, TextRows, read_inputs, read_rows
 from .run_cards import add_search, hardware
 from .run_folders import MODEL_FILES, run_folder
-from .search_start import START_BATCHES
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
 GROWTH, GROWTH_STAGES = 0.5, 8
@@ -73,7 +80,7 @@ def _search(
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, held_out = (part.to(device) for part in read_rows(options, tokenizer))
+    source = read_rows(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
     seconds = {"prepare": time.perf_counter() - start}
 
     model: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
@@ -86,7 +93,7 @@ def _search(
     outcome, learned = None, None
     masks = {} if given is None else {GIVEN: given}
     if given is None:
-        started_from, outcome, learned = _learn(model, options, fields, rows)
+        started_from, outcome, learned = _learn(model, options, fields, source)
         masks = {LEARNED: model.freeze(metadata={"run": output.name}), STARTED_FROM: started_from}
         seconds["search"] = time.perf_counter() - begin
     mask = model.sparse_attention.mask
@@ -98,27 +105,27 @@ def _search(
         )
     begin = time.perf_counter()
     model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
-    compared = {"dense": carrier(model).mask} | masks
-    report = agreement(model, compared, held_out, teacher, mlm_tokenizer, seed=options.seed)
+    compared = {"dense": build_pattern("dense", 1, config.num_attention_heads)} | masks
+    report = _compare(model, compared, source, teacher, mlm_tokenizer, options.seed)
     seconds["report"] = time.perf_counter() - begin
     if options.recover and teacher is not None:
         begin = time.perf_counter()
-        batches = random_batches(rows, options.batch_size, options.recover, options.seed + 1, options.shortest)
+        batches = source.batches(options.batch_size, options.recover, options.seed + 1)
         growing = None
         if options.recover_from is not None and learned is not None:
             growing = _growing_masks(learned, mask, options.recover_from, options.recover)
         recover(
             model, teacher, batches, options.recover, options.recover_learning_rate,
-            objective=options.recover_objective, masks=growing, bf16=options.bf16,
+            objective=options.objectives[1], masks=growing, bf16=options.bf16,
         )  # fmt: skip
         seconds["recover"] = time.perf_counter() - begin
         recovered = RECOVERED.format(LEARNED if given is None else GIVEN)
-        report |= agreement(model, {recovered: mask}, held_out, teacher, mlm_tokenizer, seed=options.seed)
+        report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
         masks[recovered] = mask
     inference = None
     if options.timed:
         stock: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
-        inference = inference_seconds({"dense": stock.to(device), "masked": model}, held_out)
+        inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     if find_spec("matplotlib"):
@@ -134,12 +141,13 @@ def _search(
     seconds["total"] = time.perf_counter() - start
     metrics = {
         "model": options.model,
+        "task": options.task,
         "mask": options.mask,
         "search": fields.get("search"),
         "share_layers": fields.get("share_layers"),
         "steps": options.steps,
         "recover": options.recover,
-        "objectives": [options.objective, options.recover_objective],
+        "objectives": list(options.objectives),
         "bf16": options.bf16,
         "search_outcome": outcome,
         "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
@@ -149,7 +157,7 @@ def _search(
         "seconds": seconds,
     }
     metrics["hardware"] = hardware()
-    add_search(output, metrics, model, options.data or "", [agreement_table(metrics)])
+    add_search(output, metrics, model, options.data, [agreement_table(metrics)])
     return write_metrics(output / "metrics.json", metrics)
 
 
@@ -157,18 +165,35 @@ def _learn(
     model: Any,
     options: PostHocArguments,
     fields: dict[str, Any],
-    rows: torch.Tensor,
+    source: TextRows | TaskInputs,
 ) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
     """Run the search: the mask that it starts from, how well it decides, and what it learned."""
     sparse_attention, dense = model.sparse_attention, carrier(model)
-    start_from_attention(model, dense, random_batches(rows, options.batch_size, START_BATCHES, options.seed))
+    start_from_attention(model, dense, source.start(options.batch_size, options.seed))
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
-    batches = random_batches(rows, options.batch_size, options.steps, options.seed, options.shortest)
+    batches = source.batches(options.batch_size, options.steps, options.seed)
     learn_mask(
-        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", options.objective,
+        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", options.objectives[0],
         options.bf16,
     )  # fmt: skip
     return started_from, sparse_attention.outcome(), sparse_attention.learned
+
+
+def _compare(
+    model: Any,
+    masks: dict[str, SparseMask],
+    source: TextRows | TaskInputs,
+    teacher: "PreTrainedModel | None",
+    mlm_tokenizer: "PreTrainedTokenizerBase | None",
+    seed: int,
+) -> dict[str, dict[str, Any]]:
+    """How close the masks keep the model to the dense one and, with a task, the score that it has through each."""
+    report = agreement(model, masks, source.held_out, teacher, mlm_tokenizer, seed=seed)
+    if isinstance(source, TaskInputs):
+        for name, mask in masks.items():
+            with running_through(model, carrier(model, mask)):
+                report[name] |= {"score": source.score(model), "input_sparsity": source.removed(mask)}
+    return report
 
 
 def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps: int) -> dict[int, SparseMask]:
@@ -180,30 +205,6 @@ def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps
         sparsity = scheduled(done, 0.0, 1.0, initial, last.sparsity).item()
         masks[round(done * ends)] = learned.thresholded_mask(sparsity=sparsity)
     return masks | {round(ends): last}
-
-
-def read_rows(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase") -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Packed text for the search, and held-out text: two tensors of token ids of shape `(N, n)`.
-
-    Raises:
-        ValueError: If there is too little text for one batch.
-    """
-    rows = []
-    text: Any = options.data
-    for split, source, max_tokens in (
-        ("train", text, options.max_tokens),
-        ("validation", options.validation or text, options.max_validation_tokens),
-    ):
-        documents = load_documents(source, "all" if options.validation else split)
-        packed = pretraining_dataset(documents, tokenizer, options.max_length, max_tokens=max_tokens)
-        rows.append(torch.tensor(packed.with_format("numpy")["input_ids"][:]))
-    if len(rows[0]) < options.batch_size:
-        raise ValueError(
-            f"data: the text gives {len(rows[0])} rows of {options.max_length} tokens, too few for a batch of "
-            f"{options.batch_size}: use more text, or a smaller batch_size or max_length"
-        )
-    return rows[0], rows[1]
 
 
 def agreement_table(metrics: dict[str, Any]) -> Table:
@@ -218,17 +219,24 @@ def agreement_table(metrics: dict[str, Any]) -> Table:
     """
     rows = []
     for name, numbers in metrics["agreement"].items():
-        row = {
-            "mask": name,
-            "removed": f"{metrics['sparsity'][name]:.1%}",
+        row = {"mask": name, "removed": f"{metrics['sparsity'][name]:.1%}"}
+        if "score" in numbers:
+            row |= {"removed on inputs": f"{numbers['input_sparsity']:.1%}", "score": f"{100 * numbers['score']:.1f}"}
+        row |= {
             "cosine": f"{numbers['cosine']:.3f}",
             "5 % quantile": f"{numbers['cosine_5']:.3f}",
             "error of the layers": " ".join(f"{error:.2f}" for error in numbers["layer_error"]),
         }
         rows.append(row | ({"MLM loss": f"{numbers['mlm_loss']:.3f}"} if "mlm_loss" in numbers else {}))
-    notes = (
+    notes: tuple[str, ...] = (
         "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
         "hidden states from the dense model's, relative to that of their mean",
         MATCHED,
     )
+    if metrics["task"] is not None:
+        notes = (
+            f"score: the main metric of task {metrics['task']} on its validation split, times 100; removed on inputs: "
+            "of the attention between the tokens that they have",
+            *notes,
+        )
     return Table.of("Agreement with the dense model", rows, notes)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import check_choice, check_range
+from ..checks import check_choice, check_range, nearest
+from ..data.tasks import TASKS
 from ..files import check_output_dir
 from ..hub import HubArguments, read_config
 from ..masks.matched import VARIED, matched_pattern
@@ -16,8 +17,10 @@ from ..models.attaching import MASK_FIELDS, allowed_fields, attach
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
-from .objectives import OBJECTIVES
+from .finetuning_arguments import FinetuningArguments
+from .objectives import ANSWERING, OBJECTIVES
 from .sources import check_source, read_given_mask
+from .task_data import choose_splits
 
 
 if TYPE_CHECKING:
@@ -50,25 +53,31 @@ class PostHocArguments(HubArguments):
 
     Args:
         model (`str`): Folder or Hub id of a text encoder without a mask.
-        data (`str` or `list`): Unlabeled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`].
+        data (`str` or `list`): Unlabeled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`]. With
+            `task`, the folder with its files in their original formats; by default the Hub.
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
+        task (`str`, *optional*): Task that the model was fine-tuned on, a key of `TASKS`, to search on its inputs
+            instead of text. Masks are then also compared by their score on the validation split.
+        skip_bad (`bool`): Skip malformed rows of the task instead of stopping at the first one.
         output_dir (`str`): Output folder.
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
             pattern. Parameters that vary its sparsity are chosen to come closest to `target_sparsity`. `"dense"`
             trains without a mask.
-        max_length (`int`): Tokens per row of text, and length of the mask.
-        max_tokens (`int`): Maximum number of tokens of text to read.
-        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
+        max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
+            score of a task takes all inputs.
         steps (`int`): Number of steps of the search; with 0, the mask keeps what the dense model attends to most.
-        batch_size (`int`): Rows of text per step.
+        batch_size (`int`): Rows of text, or inputs of the task, per step.
         learning_rate (`float`): Learning rate of the mask logits.
-        shortest (`int`, *optional*): Cut every other batch to a random length from here to `max_length`, for a mask
-            that also serves short inputs; `null` to keep all batches whole.
+        shortest (`int`, *optional*): Cut every other batch of text to a random length from here to `max_length`, for
+            a mask that also serves short inputs; `null` to keep all batches whole. Inputs of a task are not cut.
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
         recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
-        objective (`str`): What the search compares between the masked and the dense model, a key of `OBJECTIVES`.
-        recover_objective (`str`): What the recovery compares, a key of `OBJECTIVES`.
+        objective (`str`, *optional*): What the search compares between the masked and the dense model, a key of
+            `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
+        recover_objective (`str`, *optional*): What the recovery compares, with the same default.
         recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
             first half of it. By default the recovery begins with the final mask.
         bf16 (`bool`): Compute search and recovery in bfloat16 (autocast); the weights keep their dtype. Faster on a
@@ -82,6 +91,8 @@ class PostHocArguments(HubArguments):
     model: str | None = None
     data: str | list | None = None
     validation: str | list | None = None
+    task: str | None = None
+    skip_bad: bool = False
     output_dir: str | None = None
     mask: str | None = None
     max_length: int = 128
@@ -94,14 +105,20 @@ class PostHocArguments(HubArguments):
     train: str | None = None
     recover: int = 0
     recover_learning_rate: float = 1e-4
-    objective: str = "pooled"
-    recover_objective: str = "pooled"
+    objective: str | None = None
+    recover_objective: str | None = None
     recover_from: float | None = None
     bf16: bool = False
     patterns: bool = True
     timed: bool = True
     seed: int = 0
     overwrite: bool = False
+
+    @property
+    def objectives(self) -> tuple[str, str]:
+        """What the search and the recovery compare: keys of `OBJECTIVES`."""
+        default = "pooled" if self.task is None else "answers"
+        return self.objective or default, self.recover_objective or default
 
 
 SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
@@ -146,9 +163,10 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
             fields = FIELDS | SOFT_FIELDS | {"hard": False} | given
         elif not fields["hard"]:
             fields = FIELDS | SOFT_FIELDS | given
-    for name in ("model", "data", "output_dir"):
+    for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
+    _check_task(options)
     check_output_dir(str(options.output_dir), options.overwrite)
     if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
@@ -165,8 +183,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if fields.get("target_sparsity") is not None and options.mask not in (None, *VARIED):
         raise ValueError(f"--target_sparsity has no meaning with mask {options.mask!r}, whose sparsity is given")
     check_choice("train", options.train, (None, "norms"))
-    for name in ("objective", "recover_objective"):
-        check_choice(name, getattr(options, name), tuple(OBJECTIVES))
+    compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
+    for name, objective in compared.items():
+        check_choice(name, objective, tuple(OBJECTIVES))
     for name in ("recover_from", "train"):
         if getattr(options, name) is not None and options.mask:
             raise ValueError(f"{name} has no meaning with mask: there is no search then")
@@ -201,13 +220,39 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         model_class: Any = model_class_of(config)
         # The class of a checkpoint that does not name one is an Auto class.
         model = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
-    for name in ("objective", "recover_objective"):
-        if reason := OBJECTIVES[getattr(options, name)].refuse(model):
-            raise ValueError(f"{name} {getattr(options, name)!r} has no meaning here: {reason}")
+    head = "" if options.task is None else TASKS[options.task].head.removeprefix("AutoModel")
+    if not type(model).__name__.endswith(head):
+        raise ValueError(
+            f"task {options.task} needs a model that was fine-tuned on it (...{head}), {options.model} is a "
+            f"{type(model).__name__}"
+        )
+    for name, objective in compared.items():
+        if reason := OBJECTIVES[objective].refuse(model):
+            raise ValueError(f"{name} {objective!r} has no meaning here: {reason}")
     if len(attention_modules(model)) < config.num_hidden_layers:
         fields = {**fields, "share_layers": True} | given  # the same weights in every layer
     attach_mask(model, options, fields, given_mask(options, fields, config))
     return config, fields
+
+
+def _check_task(options: PostHocArguments) -> None:
+    if options.task is None:
+        if options.skip_bad:
+            raise ValueError("skip_bad has no meaning without task")
+        return
+    if options.task not in TASKS:
+        raise nearest("task", options.task, list(TASKS))
+    if not TASKS[options.task].head.endswith(ANSWERING):
+        able = ", ".join(name for name, task in TASKS.items() if task.head.endswith(ANSWERING))
+        raise ValueError(f"task {options.task} has several inputs per example: the search takes {able}")
+    if options.validation is not None:
+        raise ValueError(f"validation has no meaning with task: {options.task} has its own validation split")
+    if not isinstance(options.data, str | None):
+        raise ValueError(f"data must be the folder of task {options.task}, got {options.data!r}")
+    choose_splits(
+        TASKS[options.task].splits(options.data),
+        FinetuningArguments(task=options.task, data=options.data, test_split=[]),
+    )
 
 
 def attach_mask(

