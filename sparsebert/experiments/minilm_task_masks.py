@@ -12,12 +12,12 @@ from ..analysis.tables import Table
 from ..checks import check_choice, check_range
 from ..data.tasks import TASKS
 from ..hub import read_config
-from ..masks.matched import MATCHED
+from ..masks.matched import MATCHED, VARIED
 from ..models.configuration_sparsebert import SparseBertConfig, mask_search
 from ..models.loading import check_folder
 from ..search.searches import SEARCHES
 from ..training.objectives import ANSWERING
-from ..training.post_hoc import LEARNED, RECOVERED, STARTED_FROM, search_post_hoc
+from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, STARTED_FROM, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
@@ -26,7 +26,7 @@ from .recipe_sections import check_task
 
 
 # What the metrics call the masks that a search reports; manual ones keep their names.
-_RENAMED = {LEARNED: "learned", STARTED_FROM: "attention", RECOVERED.format(LEARNED): "recovered"}
+_RENAMED = {LEARNED: "learned", STARTED_FROM: "attention", RECOVERED.format(LEARNED): "learned_recovered"}
 
 
 @dataclass
@@ -45,7 +45,8 @@ class MiniLMTaskMasks:
         search (`str`): A key of `SEARCHES`.
         sparsity (`float`): Fraction of the attention to remove at `max_length`.
         steps, batch_size: Of the search, see [`PostHocArguments`].
-        recover (`int`): Steps that adapt the weights to the learned mask, on the same inputs.
+        recover (`int`): Steps that adapt the weights to a mask, on the same inputs; 0 leaves them as they are.
+        controls (`list[str]`): Manual masks that the weights are adapted to as well.
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
     """
 
@@ -62,11 +63,12 @@ class MiniLMTaskMasks:
     sparsity: float = 0.9
     steps: int = 300
     batch_size: int = 32
-    recover: int = 0
+    recover: int = 300
+    controls: list[str] = field(default_factory=lambda: ["window"])
     bf16: bool = False
 
 
-SEARCH_FIELDS = ("search", "sparsity", "steps", "batch_size", "recover")
+SEARCH_FIELDS = ("search", "sparsity", "steps", "batch_size", "recover", "controls")
 
 
 def cells(settings: MiniLMTaskMasks) -> dict[str, dict[str, Any]]:
@@ -96,6 +98,8 @@ def check(cell: dict[str, Any]) -> None:
     for name in ("max_train_examples", "batch_size", "steps"):
         check_range(name, cell[name], 1)
     check_range("recover", cell["recover"], 0)
+    for name in cell["controls"]:
+        check_choice("controls", name, tuple(VARIED))
     if not TASKS[cell["task"]].head.endswith(ANSWERING):
         raise ValueError(f"tasks: {cell['task']} has several inputs per example, for which there is no search")
     check_folder(located(cell["model"]), "model")
@@ -121,20 +125,23 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     names = ("task", "data", "max_length", "steps", "batch_size", "recover", "bf16", "seed")
     data = {name: cell[name] for name in names}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
-    model = {"search": cell["search"], "target_sparsity": cell["sparsity"]}
-    found = search_post_hoc({"data": data, "model": model})
+    target = {"target_sparsity": cell["sparsity"]}
+    found = search_post_hoc({"data": data, "model": target | {"search": cell["search"]}})
     metrics = {name: trained[name] for name in ("train_examples", "train_seconds", "main_metric")}
     metrics["search_seconds"] = found["seconds"]["search"]
-    for name, numbers in found["agreement"].items():
-        short = _RENAMED.get(name, name)
-        metrics[f"score_{short}"] = numbers["score"]
-        metrics[f"removed_{short}"] = numbers["input_sparsity"]
-    return metrics
+    scores = {_RENAMED.get(name, name): numbers for name, numbers in found["agreement"].items()}
+    for name in cell["controls"] if cell["recover"] else ():
+        own = {"mask": name, "output_dir": str(folder / name), "patterns": False}
+        adapted = search_post_hoc({"data": data | own, "model": target})["agreement"]
+        scores[f"{name}_recovered"] = adapted[RECOVERED.format(GIVEN)]
+    metrics |= {f"score_{name}": numbers["score"] for name, numbers in scores.items()}
+    return metrics | {f"removed_{name}": numbers["input_sparsity"] for name, numbers in scores.items()}
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
-    Means over seeds by task and mask, and what the learned mask has more than each of the others.
+    Means over seeds by task and mask, and what the learned mask has more than each of the others, with adapted weights
+    if there are some.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
@@ -143,11 +150,14 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         `list[Table]`: One table.
     """
     scores, removed = _by_task(finished, "score_"), _by_task(finished, "removed_")
+    best = {
+        task: "learned, recovered" if "learned, recovered" in masks else "learned" for task, masks in scores.items()
+    }
     pairs = {
-        (task, mask): (masks["learned"], values)
+        (task, mask): (masks[best[task]], values)
         for task, masks in scores.items()
         for mask, values in masks.items()
-        if mask != "learned"
+        if mask != best[task]
     }
     compared = compare_seeds(pairs, 1)
     rows = []
@@ -162,8 +172,9 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
         f"the fine-tuning, the search and random masks; {COMPARED}",
-        f"attention: what the fine-tuned model attends to most; {MATCHED}, at the length of the mask; removed on "
-        "inputs: of the attention between the tokens that they have",
+        "recovered: with weights that were adapted to the mask, on inputs of the task without their labels; "
+        "removed on inputs: of the attention between the tokens that they have; attention: what the fine-tuned model "
+        f"attends to most; {MATCHED}",
     )
     return [Table.of("Masks for fine-tuned models", rows, notes)]
 
@@ -175,7 +186,8 @@ def _by_task(finished, prefix):
         masks = found.setdefault(cell["settings"]["task"], {})
         for name, value in cell["metrics"].items():
             if name.startswith(prefix):
-                masks.setdefault(name.removeprefix(prefix), {})[cell["settings"]["seed"]] = 100 * value
+                mask = name.removeprefix(prefix).replace("_recovered", ", recovered")
+                masks.setdefault(mask, {})[cell["settings"]["seed"]] = 100 * value
     return found
 
 
@@ -205,7 +217,9 @@ EXPERIMENT = Experiment(
     columns={
         "score_dense": ("dense", "{:.3f}"),
         "score_learned": ("learned", "{:.3f}"),
+        "score_learned_recovered": ("learned, recovered", "{:.3f}"),
         "score_attention": ("attention", "{:.3f}"),
+        "score_window_recovered": ("window, recovered", "{:.3f}"),
         "removed_learned": ("removed on inputs", "{:.1%}"),
         "train_examples": ("training examples", "{:,.0f}"),
         "train_seconds": ("training, s", "{:.0f}"),
