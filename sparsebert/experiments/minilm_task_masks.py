@@ -167,7 +167,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
             row["removed on inputs"] = f"{statistics.fmean(removed[task][mask].values()):.1f}%"
             row["score"] = mean_text(values.values(), 1)
             if (task, mask) in compared:
-                row["learned minus this"], row["p (Holm)"] = compared[task, mask]
+                row[f"{best[task]} minus this"], row["p (Holm)"] = compared[task, mask]
             rows.append(row | {"seeds": str(len(values))})
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
