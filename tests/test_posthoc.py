@@ -512,6 +512,7 @@ def test_weights_and_scores_stay_without_recovery(task_model, task_folder, tmp_p
         ({"task": None, "skip_bad": True, "validation": "FILE"}, "skip_bad has no meaning without task"),
         ({"objective": "tokens"}, "objective 'tokens' has no meaning here"),
         ({"data": "no/such/folder"}, "no/such/folder"),
+        ({"task": "mnli", "data": "."}, "task mnli: data '.' must hold inputs to search on .* got"),
         ({"output_dir": None}, "--output_dir is needed"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

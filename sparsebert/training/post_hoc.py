@@ -110,7 +110,7 @@ def _search(
     seconds["report"] = time.perf_counter() - begin
     if options.recover and teacher is not None:
         begin = time.perf_counter()
-        batches = source.batches(options.batch_size, options.recover, options.seed + 1)
+        batches = source.batches(options.sizes[1], options.recover, options.seed + 1)
         growing = None
         if options.recover_from is not None and learned is not None:
             growing = _growing_masks(learned, mask, options.recover_from, options.recover)
@@ -145,7 +145,7 @@ def _search(
         "mask": options.mask,
         "search": fields.get("search"),
         "share_layers": fields.get("share_layers"),
-        "steps": options.steps,
+        "steps": options.sizes[0],
         "recover": options.recover,
         "objectives": list(options.objectives),
         "bf16": options.bf16,
@@ -169,11 +169,12 @@ def _learn(
 ) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
     """Run the search: the mask that it starts from, how well it decides, and what it learned."""
     sparse_attention, dense = model.sparse_attention, carrier(model)
-    start_from_attention(model, dense, source.start(options.batch_size, options.seed))
+    steps, batch_size = options.sizes
+    start_from_attention(model, dense, source.start(batch_size, options.seed))
     started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
-    batches = source.batches(options.batch_size, options.steps, options.seed)
+    batches = source.batches(batch_size, steps, options.seed)
     learn_mask(
-        model, batches, options.steps, options.learning_rate, dense, options.train == "norms", options.objectives[0],
+        model, batches, steps, options.learning_rate, dense, options.train == "norms", options.objectives[0],
         options.bf16,
     )  # fmt: skip
     return started_from, sparse_attention.outcome(), sparse_attention.learned

@@ -20,7 +20,7 @@ from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
 from .sources import check_source, read_given_mask
-from .task_data import choose_splits
+from .task_data import MissingSplitError, choose_splits
 
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class PostHocArguments(HubArguments):
         max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
             score of a task takes all inputs.
-        steps (`int`): Number of steps of the search; with 0, the mask keeps what the dense model attends to most.
-        batch_size (`int`): Rows of text, or inputs of the task, per step.
+        steps (`int`, *optional*): Number of steps of the search, by default 60, with a task 300. With 0, the mask
+            keeps what the dense model attends to most.
+        batch_size (`int`, *optional*): Rows of text per step, by default 8, or inputs of the task, by default 32.
         learning_rate (`float`): Learning rate of the mask logits.
         shortest (`int`, *optional*): Cut every other batch of text to a random length from here to `max_length`, for
             a mask that also serves short inputs; `null` to keep all batches whole. Inputs of a task are not cut.
@@ -98,8 +99,8 @@ class PostHocArguments(HubArguments):
     max_length: int = 128
     max_tokens: int = 1_000_000
     max_validation_tokens: int = 8192
-    steps: int = 60
-    batch_size: int = 8
+    steps: int | None = None
+    batch_size: int | None = None
     learning_rate: float = 0.05
     shortest: int | None = 8
     train: str | None = None
@@ -113,6 +114,15 @@ class PostHocArguments(HubArguments):
     timed: bool = True
     seed: int = 0
     overwrite: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of steps of the search, and the batch size."""
+        steps, batch_size = (60, 8) if self.task is None else (300, 32)  # the inputs of a task are short
+        return (
+            steps if self.steps is None else self.steps,
+            batch_size if self.batch_size is None else self.batch_size,
+        )
 
     @property
     def objectives(self) -> tuple[str, str]:
@@ -199,7 +209,10 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name in ("learning_rate", "recover_learning_rate"):
         check_range(name, getattr(options, name), 0, 1e6, (int, float))
     check_range("seed", options.seed, 0, 2**32 - 1)
-    for name, least in (("steps", 0), ("recover", 0), ("batch_size", 1), ("max_length", 8)):
+    steps, batch_size = options.sizes
+    check_range("steps", steps, 0)
+    check_range("batch_size", batch_size, 1)
+    for name, least in (("recover", 0), ("max_length", 8)):
         check_range(name, getattr(options, name), least)
     if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
@@ -249,10 +262,14 @@ def _check_task(options: PostHocArguments) -> None:
         raise ValueError(f"validation has no meaning with task: {options.task} has its own validation split")
     if not isinstance(options.data, str | None):
         raise ValueError(f"data must be the folder of task {options.task}, got {options.data!r}")
-    choose_splits(
-        TASKS[options.task].splits(options.data),
-        FinetuningArguments(task=options.task, data=options.data, test_split=[]),
-    )
+    available = TASKS[options.task].splits(options.data)
+    try:
+        choose_splits(available, FinetuningArguments(task=options.task, data=options.data, test_split=[]))
+    except MissingSplitError as error:  # its advice is for other commands
+        raise ValueError(
+            f"task {options.task}: data {options.data!r} must hold inputs to search on (train...) and to compare "
+            f"masks on (val... or dev...), got {', '.join(available) or 'none'}"
+        ) from error
 
 
 def attach_mask(

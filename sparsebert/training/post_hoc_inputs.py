@@ -149,10 +149,11 @@ def read_rows(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", d
         documents = load_documents(source, "all" if options.validation else split)
         packed = pretraining_dataset(documents, tokenizer, options.max_length, max_tokens=max_tokens)
         rows.append(torch.tensor(packed.with_format("numpy")["input_ids"][:], device=device))
-    if len(rows[0]) < options.batch_size:
+    batch_size = options.sizes[1]
+    if len(rows[0]) < batch_size:
         raise ValueError(
             f"data: the text gives {len(rows[0])} rows of {options.max_length} tokens, too few for a batch of "
-            f"{options.batch_size}: use more text, or a smaller batch_size or max_length"
+            f"{batch_size}: use more text, or a smaller batch_size or max_length"
         )
     return TextRows(rows[0], rows[1], options.shortest)
 
@@ -221,8 +222,7 @@ def _check_classes(data: TaskData, config: "PreTrainedConfig") -> None:
         raise ValueError(
             f"{described} has {config.num_labels} labels, the task has {expected}: fine-tune a model on it first"
         )
-    own = list((config.id2label or {}).values())
-    if names is not None and own != names and set(own) == set(names):
-        raise ValueError(
-            f"{described} has the labels in the order {', '.join(map(str, own))}, the task in {', '.join(names)}"
-        )
+    own = [str(name) for name in (config.id2label or {}).values()]
+    lower, ordered = [name.lower() for name in own], [name.lower() for name in names or own]
+    if lower != ordered and set(lower) == set(ordered):
+        raise ValueError(f"{described} has the labels in the order {', '.join(own)}, the task in {', '.join(ordered)}")
