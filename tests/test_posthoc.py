@@ -31,6 +31,7 @@ from sparsebert.training.matching import (
 from sparsebert.training.objectives import hidden_states, recorded, squared_errors
 from sparsebert.training.post_hoc import agreement_table, search_post_hoc
 from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments, given_mask
+from sparsebert.training.post_hoc_inputs import read_text
 
 
 LENGTH, HEADS = 16, 4
@@ -478,6 +479,25 @@ def test_on_the_inputs_of_a_task(task_model, task_folder, tmp_path, capsys):
     assert score == pytest.approx(found["learned, recovered"]["score"])
 
 
+def test_on_whole_documents(task_model, text, tmp_path):
+    fields = {"pack": False, "objective": "answers", "max_length": 16, "patterns": False, "batch_size": 4}
+    metrics = search(task_model, text, tmp_path / "out", **fields)
+    assert metrics["objectives"] == ["answers", "pooled"] and "score" not in metrics["agreement"]["learned"]
+    assert load(tmp_path / "out").sparse_attention.mask.length == 16
+    again = search(task_model, text, tmp_path / "again", validation=None, recover=2, **fields)
+    assert again["agreement"]["learned, recovered"]["cosine"] > 0.5
+
+
+def test_documents_are_not_joined(text, word_tokenizer):
+    options = PostHocArguments(data=str(text), pack=False, max_length=16, max_tokens=100, max_validation_tokens=40)
+    inputs = read_text(options, word_tokenizer, "cpu")
+    (batch,) = inputs.train.values()
+    first = text.read_text().split("\n\n")[:8]
+    assert len(batch["input_ids"]) == 6 and len(inputs.held_out[0]["input_ids"]) == 2  # 100 and 40 tokens
+    assert batch["input_ids"].tolist()[0] in word_tokenizer(first, truncation=True, max_length=16)["input_ids"]
+    assert {row["input_ids"].shape for row in inputs.batches(4, 3, 0)} == {(4, 16)}
+
+
 def test_on_squad(word_tokenizer, squad_folder, tmp_path):
     torch.manual_seed(0)
     transformers.BertForQuestionAnswering(config_of("bert", max_position_embeddings=48)).save_pretrained(
@@ -508,6 +528,7 @@ def test_weights_and_scores_stay_without_recovery(task_model, task_folder, tmp_p
         ({"task": "rtx"}, "unknown task 'rtx'"),
         ({"task": "swag"}, "task swag has several inputs per example: the search takes"),
         ({"task": "squad"}, "task squad needs a model that was fine-tuned on it"),
+        ({"pack": False}, "pack has no meaning with task"),
         ({"validation": "FILE"}, "validation has no meaning with task"),
         ({"task": None, "skip_bad": True, "validation": "FILE"}, "skip_bad has no meaning without task"),
         ({"objective": "tokens"}, "objective 'tokens' has no meaning here"),

@@ -34,7 +34,7 @@ from .matching import (
 )
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
-from .post_hoc_inputs import TaskInputs, TextRows, read_inputs, read_rows
+from .post_hoc_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
 from .run_cards import add_search, hardware
 from .run_folders import MODEL_FILES, run_folder
 
@@ -80,7 +80,7 @@ def _search(
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = read_rows(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
+    source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
     seconds = {"prepare": time.perf_counter() - start}
 
     model: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
@@ -165,7 +165,7 @@ def _learn(
     model: Any,
     options: PostHocArguments,
     fields: dict[str, Any],
-    source: TextRows | TaskInputs,
+    source: TextRows | Inputs,
 ) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
     """Run the search: the mask that it starts from, how well it decides, and what it learned."""
     sparse_attention, dense = model.sparse_attention, carrier(model)
@@ -183,7 +183,7 @@ def _learn(
 def _compare(
     model: Any,
     masks: dict[str, SparseMask],
-    source: TextRows | TaskInputs,
+    source: TextRows | Inputs,
     teacher: "PreTrainedModel | None",
     mlm_tokenizer: "PreTrainedTokenizerBase | None",
     seed: int,

@@ -63,6 +63,8 @@ class PostHocArguments(HubArguments):
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
             pattern. Parameters that vary its sparsity are chosen to come closest to `target_sparsity`. `"dense"`
             trains without a mask.
+        pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
+            to `max_length`, as a classifier of documents gets them.
         max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
         max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
         max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
@@ -72,7 +74,7 @@ class PostHocArguments(HubArguments):
         batch_size (`int`, *optional*): Rows of text per step, by default 8, or inputs of the task, by default 32.
         learning_rate (`float`): Learning rate of the mask logits.
         shortest (`int`, *optional*): Cut every other batch of text to a random length from here to `max_length`, for
-            a mask that also serves short inputs; `null` to keep all batches whole. Inputs of a task are not cut.
+            a mask that also serves short inputs; `null` to keep all batches whole. Only packed text is cut.
         train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
         recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
         recover_learning_rate (`float`): Learning rate of these steps.
@@ -96,6 +98,7 @@ class PostHocArguments(HubArguments):
     skip_bad: bool = False
     output_dir: str | None = None
     mask: str | None = None
+    pack: bool = True
     max_length: int = 128
     max_tokens: int = 1_000_000
     max_validation_tokens: int = 8192
@@ -258,6 +261,8 @@ def _check_task(options: PostHocArguments) -> None:
     if not TASKS[options.task].head.endswith(ANSWERING):
         able = ", ".join(name for name, task in TASKS.items() if task.head.endswith(ANSWERING))
         raise ValueError(f"task {options.task} has several inputs per example: the search takes {able}")
+    if not options.pack:
+        raise ValueError(f"pack has no meaning with task: the inputs of {options.task} are not packed")
     if options.validation is not None:
         raise ValueError(f"validation has no meaning with task: {options.task} has its own validation split")
     if not isinstance(options.data, str | None):

@@ -4,7 +4,7 @@ compare masks on.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from .task_models import input_sparsity
 
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ..masks.sparse_mask import SparseMask
@@ -63,17 +62,15 @@ class TextRows:
 
 
 @dataclass
-class TaskInputs:
+class Inputs:
     """
-    The inputs of a task. All inputs of a batch have the same length, so that there is no padding.
+    Inputs of different lengths. All inputs of a batch have the same length, so that there is no padding.
 
     Attributes:
-        data ([`TaskData`]): Examples and inputs of the task.
         train (`dict[int, Batch]`): The inputs to learn from, by their length.
-        held_out (`list[Batch]`): Inputs of the first validation split.
+        held_out (`list[Batch]`): Inputs to compare masks on.
     """
 
-    data: TaskData
     train: dict[int, dict[str, torch.Tensor]]
     held_out: list[dict[str, torch.Tensor]]
 
@@ -100,11 +97,23 @@ class TaskInputs:
 
     def timed(self) -> Batch:
         """What inference is timed on: inputs of the median length, repeated."""
-        lengths = self.data.lengths[self.data.evaluation_splits[0]]
+        lengths = [batch["input_ids"].shape[1] for batch in self.held_out for _ in batch["input_ids"]]
         median = sorted(lengths)[len(lengths) // 2]
-        batch = min(self.held_out, key=lambda batch: abs(batch["input_ids"].shape[1] - median))
+        batch = next(batch for batch in self.held_out if batch["input_ids"].shape[1] == median)
         times = -(-TIMED_TOKENS // batch["input_ids"].numel())
         return {name: values.repeat(times, 1) for name, values in batch.items()}
+
+
+@dataclass
+class TaskInputs(Inputs):
+    """
+    The inputs of a task, held out those of the first validation split.
+
+    Attributes:
+        data ([`TaskData`]): Examples and inputs of the task.
+    """
+
+    data: TaskData
 
     def removed(self, mask: "SparseMask") -> float:
         """The share of the attention that a mask removes on the first validation split."""
@@ -128,26 +137,31 @@ class TaskInputs:
         return self.data.evaluate(split, outputs)[1][task.main_metric]
 
 
-def read_rows(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", device: str) -> TextRows:
+def read_text(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", device: str) -> TextRows | Inputs:
     """
-    Read text and pack it into rows.
+    Read text: as packed rows, or each document as an input.
 
     Args:
         options ([`PostHocArguments`]): Names text and lengths.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the model.
-        device (`str`): Where the rows are needed.
+        device (`str`): Where the text is needed.
 
     Raises:
-        ValueError: If there is too little text for one batch.
+        ValueError: If there is too little text for one batch of rows.
     """
-    rows = []
     text: Any = options.data
-    for split, source, max_tokens in (
-        ("train", text, options.max_tokens),
-        ("validation", options.validation or text, options.max_validation_tokens),
-    ):
-        documents = load_documents(source, "all" if options.validation else split)
-        packed = pretraining_dataset(documents, tokenizer, options.max_length, max_tokens=max_tokens)
+    documents = [load_documents(text, "all" if options.validation else "train")]
+    documents.append(load_documents(options.validation or text, "all" if options.validation else "validation"))
+    sizes = options.max_tokens, options.max_validation_tokens
+    if not options.pack:
+        train, held_out = (
+            _by_length(_encoded(part, tokenizer, options.max_length), size, device)
+            for part, size in zip(documents, sizes, strict=True)
+        )
+        return Inputs(train, _batches(held_out))
+    rows = []
+    for part, size in zip(documents, sizes, strict=True):
+        packed = pretraining_dataset(part, tokenizer, options.max_length, max_tokens=size)
         rows.append(torch.tensor(packed.with_format("numpy")["input_ids"][:], device=device))
     batch_size = options.sizes[1]
     if len(rows[0]) < batch_size:
@@ -156,6 +170,14 @@ def read_rows(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", d
             f"{batch_size}: use more text, or a smaller batch_size or max_length"
         )
     return TextRows(rows[0], rows[1], options.shortest)
+
+
+def _encoded(
+    documents: Iterable[list[str]], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> Iterator[dict[str, Any]]:
+    """The documents as inputs, cut to a maximum length."""
+    for paragraphs in documents:
+        yield tokenizer(" ".join(paragraphs), truncation=True, max_length=max_length)
 
 
 def read_inputs(options: PostHocArguments, config: "PreTrainedConfig", device: str) -> TaskInputs:
@@ -181,22 +203,16 @@ def read_inputs(options: PostHocArguments, config: "PreTrainedConfig", device: s
     }
     data = prepare(FinetuningArguments(**fields, test_split=[]))
     _check_classes(data, config)
-    train = _by_length(data.features[data.train_split], options.max_tokens, options.seed, device)
-    held_out = _by_length(data.features[data.evaluation_splits[0]], options.max_validation_tokens, 0, device)
-    batches: list[dict[str, torch.Tensor]] = []
-    for inputs in held_out.values():
-        parts = {name: values.split(_HELD_OUT_BATCH) for name, values in inputs.items()}
-        batches += [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
-    return TaskInputs(data, train, batches)
+    train = _by_length(data.features[data.train_split].shuffle(seed=options.seed), options.max_tokens, device)
+    held_out = data.features[data.evaluation_splits[0]].shuffle(seed=0)
+    return TaskInputs(train, _batches(_by_length(held_out, options.max_validation_tokens, device)), data)
 
 
-def _by_length(
-    features: "datasets.Dataset", max_tokens: int, seed: int, device: str
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Random inputs of at most this many tokens together, but at least one, by their length."""
+def _by_length(rows: Iterable[dict[str, Any]], max_tokens: int, device: str) -> dict[int, dict[str, torch.Tensor]]:
+    """The first inputs, of at most this many tokens together, but at least one, by their length."""
     by_length: dict[int, list[dict[str, Any]]] = {}
     total = 0
-    for row in features.shuffle(seed=seed):
+    for row in rows:
         length = len(row["input_ids"])
         total += length
         if by_length and total > max_tokens:
@@ -206,6 +222,14 @@ def _by_length(
         length: {name: torch.tensor([row[name] for row in rows], device=device) for name in _READ if name in rows[0]}
         for length, rows in sorted(by_length.items())
     }
+
+
+def _batches(by_length: dict[int, dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    batches: list[dict[str, torch.Tensor]] = []
+    for inputs in by_length.values():
+        parts = {name: values.split(_HELD_OUT_BATCH) for name, values in inputs.items()}
+        batches += [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+    return batches
 
 
 def _check_classes(data: TaskData, config: "PreTrainedConfig") -> None:
