@@ -743,18 +743,19 @@ def test_tasks_are_compared_over_seeds():
 
 
 def test_masks_of_tasks_are_compared_with_the_learned_one():
-    scores = {"dense": [0.84, 0.83], "learned": [0.83, 0.83], "window": [0.1, 0.2]}
+    scores = {"dense": [0.84, 0.83], "learned": [0.83, 0.83], "window": [0.1, 0.2], "window_recovered": [0.2, 0.3]}
     metrics = [
         {f"score_{name}": values[seed] for name, values in scores.items()}
-        | {"removed_dense": 0.0, "removed_learned": 0.6, "removed_window": 0.62}
+        | {"removed_dense": 0.0, "removed_learned": 0.6, "removed_window": 0.62, "removed_window_recovered": 0.62}
         for seed in (0, 1)
     ]
     settings = [{"task": "stsb", "seed": seed} for seed in (0, 1)]
-    (table,) = EXPERIMENTS["minilm_task_masks"].summary(finished(settings, metrics))
-    rows = table.as_json()["rows"]
-    assert [row["mask"] for row in rows] == ["dense", "learned", "window"]
-    assert rows[0]["learned minus this"].startswith("-0.5 [") and rows[1]["learned minus this"] == ""
-    assert rows[2]["removed on inputs"] == "62.0%" and rows[2]["score"] == "15.0 ± 7.1"
+    means, differences = EXPERIMENTS["minilm_task_masks"].summary(finished(settings, metrics))
+    rows = {row["mask"]: row for row in means.as_json()["rows"]}
+    assert list(rows) == ["dense", "learned", "window, recovered", "window", "seeds"] and rows["seeds"]["stsb"] == "2"
+    assert rows["window"]["removed on inputs"] == "62.0%" and rows["window"]["stsb"] == "15.0 ± 7.1"
+    found = {row["than"]: row["learned: more"] for row in differences.as_json()["rows"]}
+    assert found.keys() == {"dense", "window, recovered"} and found["dense"].startswith("-0.5 [")
 
 
 def test_the_original_model_is_a_system(inputs, checkpoints, tmp_path):

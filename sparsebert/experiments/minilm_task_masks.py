@@ -26,7 +26,10 @@ from .recipe_sections import check_task
 
 
 # What the metrics call the masks that a search reports; manual ones keep their names.
-_RENAMED = {LEARNED: "learned", STARTED_FROM: "attention", RECOVERED.format(LEARNED): "learned_recovered"}
+ATTENTION = "attention"
+_RENAMED = {STARTED_FROM: ATTENTION, RECOVERED.format(LEARNED): f"{LEARNED}_recovered"}
+# The same in tables, with weights that were adapted to a mask.
+_ADAPTED = "{}, recovered"
 
 
 @dataclass
@@ -140,43 +143,50 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
-    Means over seeds by task and mask, and what the learned mask has more than each of the others, with adapted weights
-    if there are some.
+    Means over seeds by mask and task, and what the learned mask, with adapted weights if there are some, has more than
+    the dense model and than the masks that come from the model or that its weights were adapted to.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
 
     Returns:
-        `list[Table]`: One table.
+        `list[Table]`: Two tables.
     """
     scores, removed = _by_task(finished, "score_"), _by_task(finished, "removed_")
-    best = {
-        task: "learned, recovered" if "learned, recovered" in masks else "learned" for task, masks in scores.items()
-    }
+    masks = list(dict.fromkeys(mask for by_mask in scores.values() for mask in by_mask))
+    rows = []
+    for mask in sorted(masks, key=lambda mask: -_mean(scores, mask)):
+        row = {"mask": mask, "removed on inputs": f"{_mean(removed, mask):.1f}%"}
+        rows.append(row | {task: mean_text(by_mask[mask].values(), 1) for task, by_mask in scores.items()})
+    rows.append({"mask": "seeds"} | {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()})
+    best = LEARNED if _ADAPTED.format(LEARNED) not in masks else _ADAPTED.format(LEARNED)
     pairs = {
-        (task, mask): (masks[best[task]], values)
-        for task, masks in scores.items()
-        for mask, values in masks.items()
-        if mask != best[task]
+        (task, mask): (by_mask[best], values)
+        for task, by_mask in scores.items()
+        for mask, values in by_mask.items()
+        if mask != best and (mask in ("dense", LEARNED, ATTENTION) or mask.endswith(_ADAPTED.format("")))
     }
     compared = compare_seeds(pairs, 1)
-    rows = []
-    for task, masks in scores.items():
-        for mask, values in sorted(masks.items(), key=lambda item: -statistics.fmean(item[1].values())):
-            row = {"task": task, "mask": mask}
-            row["removed on inputs"] = f"{statistics.fmean(removed[task][mask].values()):.1f}%"
-            row["score"] = mean_text(values.values(), 1)
-            if (task, mask) in compared:
-                row[f"{best[task]} minus this"], row["p (Holm)"] = compared[task, mask]
-            rows.append(row | {"seeds": str(len(values))})
+    differences = [
+        {"task": task, "than": mask, f"{best}: more": difference, "p (Holm)": p}
+        for (task, mask), (difference, p) in compared.items()
+    ]
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
-        f"the fine-tuning, the search and random masks; {COMPARED}",
+        "the fine-tuning, the search and random masks",
         "recovered: with weights that were adapted to the mask, on inputs of the task without their labels; "
-        "removed on inputs: of the attention between the tokens that they have; attention: what the fine-tuned model "
-        f"attends to most; {MATCHED}",
+        "removed on inputs: of the attention between the tokens that they have, mean over the tasks; attention: what "
+        f"the fine-tuned model attends to most; {MATCHED}",
     )
-    return [Table.of("Masks for fine-tuned models", rows, notes)]
+    tables = [Table.of("Scores of fine-tuned models through masks", rows, notes)]
+    if differences:
+        tables.append(Table.of("What the learned mask scores more", differences, (COMPARED,)))
+    return tables
+
+
+def _mean(by_task, mask):
+    """Mean over the tasks that have a mask of the means over seeds."""
+    return statistics.fmean(statistics.fmean(masks[mask].values()) for masks in by_task.values() if mask in masks)
 
 
 def _by_task(finished, prefix):
@@ -186,7 +196,7 @@ def _by_task(finished, prefix):
         masks = found.setdefault(cell["settings"]["task"], {})
         for name, value in cell["metrics"].items():
             if name.startswith(prefix):
-                mask = name.removeprefix(prefix).replace("_recovered", ", recovered")
+                mask = name.removeprefix(prefix).replace("_recovered", _ADAPTED.format(""))
                 masks.setdefault(mask, {})[cell["settings"]["seed"]] = 100 * value
     return found
 
