@@ -287,7 +287,7 @@ def test_run(model_folder, text, tmp_path, capsys):
     assert "Masks" in capsys.readouterr().out
     table = agreement_table(metrics)
     assert [row[0] for row in table.rows] == list(metrics["agreement"]) and "MLM loss" in table.columns
-    assert "| learned, recovered |" in table.markdown()
+    assert "| learned, recovered |" in table.markdown() and "manual masks" in table.markdown()
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
         "heads.png",
         "mean_probs.png",
@@ -373,6 +373,7 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
     before, after = (read(folder).state_dict() for folder in (model_folder, tmp_path))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert set(metrics["agreement"]) == {"dense", "learned", "dense model's attention"}
+    assert "manual masks" not in agreement_table(metrics).markdown()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..analysis.tables import Table
 from ..files import locked_output, write_metrics
 from ..hub import read_tokenizer
-from ..masks.matched import MATCHED, matched_patterns
+from ..masks.matched import MATCHED, VARIED, matched_patterns
 from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..models.loading import model_class_of
@@ -232,8 +232,9 @@ def agreement_table(metrics: dict[str, Any]) -> Table:
     notes: tuple[str, ...] = (
         "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
         "hidden states from the dense model's, relative to that of their mean",
-        MATCHED,
     )
+    if metrics["agreement"].keys() & set(VARIED):
+        notes = (*notes, MATCHED)
     if metrics["task"] is not None:
         notes = (
             f"score: the main metric of task {metrics['task']} on its validation split, times 100; removed on inputs: "
