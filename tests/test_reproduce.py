@@ -468,6 +468,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
         (reviews / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
     own["long_reviews"]["longer_than"] = 16
+    own["long_review_masks"] = {"reviews": str(reviews), "max_length": 16, "longer_than": 16, "sparsity": 0.5}
     # These start from a model that has its words already.
     for name in (
         "minilm",

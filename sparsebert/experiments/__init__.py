@@ -12,6 +12,7 @@ and `kept_files` has what outlives them.
 from . import (
     copying,
     language_modelling,
+    long_review_masks,
     long_reviews,
     minilm,
     minilm_mixers,
@@ -39,6 +40,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "minilm_tasks": minilm_tasks.EXPERIMENT,
     "minilm_task_masks": minilm_task_masks.EXPERIMENT,
     "long_reviews": long_reviews.EXPERIMENT,
+    "long_review_masks": long_review_masks.EXPERIMENT,
     "sparsebert_table1": sparsebert_table1.EXPERIMENT,
     "sparsebert_table2": sparsebert_table2.EXPERIMENT,
     "sparsebert_table3": sparsebert_table3.EXPERIMENT,

@@ -128,12 +128,26 @@ def check(cell: dict[str, Any]) -> None:
     check_range("longer_than", cell["longer_than"], 0)
     check_folder(located(cell["model"]), "model")
     read_config(located(cell["model"]))
-    if cell["reviews"] is None:
+    check_reviews(cell["reviews"])
+
+
+def check_reviews(reviews: str | None) -> None:
+    """
+    Check that there are texts.
+
+    Args:
+        reviews (`str`, *optional*): Folder of the texts.
+
+    Raises:
+        ValueError: If it is missing, or lacks a split.
+        FileNotFoundError: If there is no such folder.
+    """
+    if reviews is None:
         raise ValueError("--reviews is needed: a folder of texts")
-    if not Path(cell["reviews"]).is_dir():
-        raise FileNotFoundError(f"reviews: there is no folder {cell['reviews']!r}")
-    if missing := {"train", "test"} - set(glue.splits(TASK, cell["reviews"])):
-        raise ValueError(f"reviews {cell['reviews']} lacks the files of {', '.join(sorted(missing))}")
+    if not Path(reviews).is_dir():
+        raise FileNotFoundError(f"reviews: there is no folder {reviews!r}")
+    if missing := {"train", "test"} - set(glue.splits(TASK, reviews)):
+        raise ValueError(f"reviews {reviews} lacks the files of {', '.join(sorted(missing))}")
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -147,37 +161,96 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics: accuracy and the CPU time of a text, of the dense model at the first length also split.
     """
+    rows = write_rows(cell, folder)
+    found = trained(cell, folder, long_enough(cell["model"], cell["max_length"], folder))
+    model = classifier(folder / "run", cell["bf16"])
+    tokenizer = AutoTokenizer.from_pretrained(folder / "run")
+    metrics = {name: found[name] for name in ("train_seconds", "input_sparsity", "train_examples")}
+    metrics |= {"test_examples": len(rows["test"])}
+    for in_parts in (False, True) if cell["split"] else (False,):
+        prefix = "split_" if in_parts else ""
+        scores = score(model, tokenizer, rows["test"], cell["max_length"], in_parts)
+        metrics |= {f"{prefix}{name}": value for name, value in scores.items()}
+    return metrics
+
+
+def write_rows(cell: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """
+    Draw the long texts of a cell and write them to the folder `data`, in the format of `TASK`.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell.
+
+    Returns:
+        `dict[str, list[dict]]`: `"sentence"` and `"label"` of each text, by split (`"train"`, `"test"`).
+    """
     tokenizer = AutoTokenizer.from_pretrained(located(cell["model"]))
     numbers = {"train": cell["train_examples"], "test": cell["test_examples"]}
+    drawn = long_rows(cell["reviews"], tokenizer, cell["longer_than"], numbers)
     (folder / "data").mkdir(exist_ok=True)
-    for split, rows in long_rows(cell["reviews"], tokenizer, cell["longer_than"], numbers).items():
+    for split, rows in drawn.items():
         name = {"train": "train", "test": "dev"}[split]
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model_folder = long_enough(cell["model"], cell["max_length"], folder)
+    return drawn
+
+
+def trained(
+    cell: dict[str, Any], folder: Path, model_folder: str, model: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """
+    Fine-tune a model on the texts of a cell, in the folder `run`.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell, with the texts.
+        model_folder (`str`): Folder or Hub id of the model.
+        model (`dict`, *optional*): Fields of the section `model` of the recipe.
+
+    Returns:
+        `dict`: Metrics of the fine-tuning.
+    """
     data: dict[str, Any] = {"task": TASK, "data": str(folder / "data"), "model": model_folder}
     data |= {"max_length": cell["max_length"], "test_split": [], "simple_baseline": False, "skip_bad": True}
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
     training |= {"output_dir": str(folder / "run"), "per_device_train_batch_size": cell["batch_size"]}
     training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
     training |= {"disable_tqdm": True, "report_to": "none"} | precision(cell["bf16"])
-    output = finetune({"data": data, "model": {}, "training": training})
-    found = json.loads((output / "metrics.json").read_text())
-    model: Any = load(output, AutoModelForSequenceClassification) if carries_mask(str(output)) else None
-    model = (model or AutoModelForSequenceClassification.from_pretrained(output)).eval()
-    if cell["bf16"]:
-        model.to(torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    rows = [json.loads(line) for line in (folder / "data" / "dev.jsonl").read_text().splitlines()]
-    metrics = {name: found[name] for name in ("train_seconds", "input_sparsity", "train_examples")}
-    metrics |= {"test_examples": len(rows)}
-    for in_parts in (False, True) if cell["split"] else (False,):
-        start = time.process_time()
-        predicted = classify(model, tokenizer, [row["sentence"] for row in rows], cell["max_length"], in_parts)
-        seconds = (time.process_time() - start) / len(rows)
-        right = sum(int(label == row["label"]) for label, row in zip(predicted, rows, strict=True)) / len(rows)
-        prefix = "split_" if in_parts else ""
-        metrics |= {f"{prefix}accuracy": right, f"{prefix}ms_per_text": 1000 * seconds}
-    return metrics
+    output = finetune({"data": data, "model": dict(model or {}), "training": training})
+    return json.loads((output / "metrics.json").read_text())
+
+
+def classifier(folder: Path, bf16: bool) -> Any:
+    """
+    A classifier, with its mask if it has one, in evaluation mode.
+
+    Args:
+        folder (`Path`): Folder of the model.
+        bf16 (`bool`): Whether the weights become bfloat16.
+    """
+    model: Any = load(folder, AutoModelForSequenceClassification) if carries_mask(str(folder)) else None
+    model = (model or AutoModelForSequenceClassification.from_pretrained(folder)).eval()
+    return model.to(torch.bfloat16) if bf16 else model
+
+
+def score(
+    model: Any, tokenizer: Any, rows: list[dict[str, Any]], max_length: int, split: bool = False
+) -> dict[str, float]:
+    """
+    Classify texts and take the time.
+
+    Args:
+        model, tokenizer, max_length, split: See [`classify`].
+        rows (`list[dict]`): `"sentence"` and `"label"` of each text.
+
+    Returns:
+        `dict[str, float]`: `"accuracy"`, and `"ms_per_text"`, the CPU time of a text in milliseconds.
+    """
+    start = time.process_time()
+    predicted = classify(model, tokenizer, [row["sentence"] for row in rows], max_length, split)
+    seconds = (time.process_time() - start) / len(rows)
+    right = sum(int(label == row["label"]) for label, row in zip(predicted, rows, strict=True)) / len(rows)
+    return {"accuracy": right, "ms_per_text": 1000 * seconds}
 
 
 def long_rows(
