@@ -759,6 +759,25 @@ def test_masks_of_tasks_are_compared_with_the_learned_one():
     assert found.keys() == {"dense", "window, recovered"} and found["dense"].startswith("-0.5 [")
 
 
+def test_split_texts_through_a_mask_are_compared_with_truncated_ones():
+    accuracy = {"dense_truncated": 0.80, "dense_split": 0.82, "learned_recovered_split": 0.83}
+    times = {"dense_truncated": 100.0, "dense_split": 150.0, "learned_recovered_split": 99.0}
+    metrics = [
+        {f"accuracy_{name}": value + 0.01 * seed for name, value in accuracy.items()}
+        | {f"ms_per_text_{name}": value for name, value in times.items()}
+        | {"removed": 0.9}
+        for seed in (0, 1)
+    ]
+    (table,) = EXPERIMENTS["long_review_masks"].summary(finished([{"seed": 0}, {"seed": 1}], metrics))
+    rows = {row["system"]: row for row in table.as_json()["rows"]}
+    assert list(rows) == ["learned, recovered, split", "dense, truncated", "dense, split"]  # the fastest first
+    assert rows["learned, recovered, split"]["minus dense, truncated"].startswith("+3.0 [")
+    assert rows["learned, recovered, split"]["minus dense, split"].startswith("+1.0 [")
+    assert (
+        rows["dense, truncated"]["minus dense, truncated"] == "" and rows["dense, split"]["accuracy"] == "82.5 ± 0.7"
+    )
+
+
 def test_the_original_model_is_a_system(inputs, checkpoints, tmp_path):
     settings = inputs("minilm_tasks") | {"systems": ["stock", "original"], "original": checkpoints["stock"]}
     cells = cells_of("minilm_tasks", **settings)
@@ -793,7 +812,9 @@ def test_tasks_without_data_are_refused_first(name, inputs):
         cells_of(name, **settings)
 
 
-@pytest.mark.parametrize("name, field", [("minilm", "stsb"), ("long_reviews", "reviews")])
+@pytest.mark.parametrize(
+    "name, field", [("minilm", "stsb"), ("long_reviews", "reviews"), ("long_review_masks", "reviews")]
+)
 def test_folders_that_are_missing_or_empty_are_named(name, field, inputs, tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{field}: there is no folder 'nowhere'"):
         cells_of(name, **inputs(name) | {field: "nowhere"})
