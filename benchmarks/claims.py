@@ -359,7 +359,7 @@ def weakest(comparisons: list[Comparison], digits: int) -> str:
     """The comparison that speaks most against the claim, or least for it, with its interval and corrected P value."""
     tests = {comparison.label: comparison.test() for comparison in comparisons if comparison.seeds()}
     if not tests:
-        return ""
+        return "no cells that can be compared"
 
     def support(label):
         difference, p = tests[label]["difference"], tests[label].get("p")
@@ -399,7 +399,7 @@ def table(folder: Path = REPRODUCED) -> Table:
         row |= {"found": "not run", "seeds": "", "from": f"`sparsebert reproduce {claim.experiment}`"}
         if path.is_file():
             comparisons = claim.compare(json.loads(path.read_text(encoding="utf-8"))["cells"])
-            seeds = [len(comparison.seeds()) for comparison in comparisons]
+            seeds = [len(comparison.seeds()) for comparison in comparisons if comparison.seeds()]
             row |= {"status": status(comparisons), "found": weakest(comparisons, claim.digits)}
             row |= {"seeds": str(min(seeds, default=0)), "from": f"`{path.name}`"}
         rows.append(row)

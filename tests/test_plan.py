@@ -52,7 +52,7 @@ def test_choices_are_those_of_auto():
         "training": "sparse_sdpa",
         "training with dropout": "sparse_cpu",
     }
-    assert "0.40 is above 0.30" in plan(half).choices["inference"][1]
+    assert "0.400 is above 0.300" in plan(half).choices["inference"][1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -483,7 +483,7 @@ def test_on_the_inputs_of_a_task(task_model, task_folder, tmp_path, capsys):
 def test_on_whole_documents(task_model, text, tmp_path):
     fields = {"pack": False, "objective": "answers", "max_length": 16, "patterns": False, "batch_size": 4}
     metrics = search(task_model, text, tmp_path / "out", **fields)
-    assert metrics["objectives"] == ["answers", "pooled"] and "score" not in metrics["agreement"]["learned"]
+    assert metrics["objectives"] == ["answers", "answers"] and "score" not in metrics["agreement"]["learned"]
     assert load(tmp_path / "out").sparse_attention.mask.length == 16
     again = search(task_model, text, tmp_path / "again", validation=None, recover=2, **fields)
     assert again["agreement"]["learned, recovered"]["cosine"] > 0.5

@@ -107,9 +107,9 @@ def by_table(
         name, reason = _on_cuda(backends, mask, request, ask)
     else:
         limit = _csr_limit(request)
-        name, reason = "sparse_cpu", f"density {mask.density:.2f} is at most {limit:.2f}"
+        name, reason = "sparse_cpu", f"density {mask.density:.3f} is at most {limit:.3f}"
         if mask.density > limit:
-            name, reason = None, f"density {mask.density:.2f} is above {limit:.2f}"
+            name, reason = None, f"density {mask.density:.3f} is above {limit:.3f}"
     if name:
         why_not = refusal(backends, name, request)
         if why_not is None:

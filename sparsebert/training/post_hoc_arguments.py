@@ -80,7 +80,8 @@ class PostHocArguments(HubArguments):
         recover_learning_rate (`float`): Learning rate of these steps.
         objective (`str`, *optional*): What the search compares between the masked and the dense model, a key of
             `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
-        recover_objective (`str`, *optional*): What the recovery compares, with the same default.
+        recover_objective (`str`, *optional*): What the recovery compares; by default `"answers"` with `task` or if
+            `objective` is `"answers"`, and else `"pooled"`.
         recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
             first half of it. By default the recovery begins with the final mask.
         bf16 (`bool`): Compute search and recovery in bfloat16 (autocast); the weights keep their dtype. Faster on a
@@ -130,8 +131,10 @@ class PostHocArguments(HubArguments):
     @property
     def objectives(self) -> tuple[str, str]:
         """What the search and the recovery compare: keys of `OBJECTIVES`."""
-        default = "pooled" if self.task is None else "answers"
-        return self.objective or default, self.recover_objective or default
+        search = self.objective or ("pooled" if self.task is None else "answers")
+        # A recovery by other measures would leave the head as it is.
+        answers = self.task is not None or search == "answers"
+        return search, self.recover_objective or ("answers" if answers else "pooled")
 
 
 SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
