@@ -68,7 +68,7 @@ def test_status():
 def test_the_weakest_comparison_is_shown():
     assert weakest([compared(2.0), Comparison("a - b", {0: 1.5}, {0: 1.25})], 2) == "a - b = +0.25 (weakest of 2)"
     assert weakest([compared(1.0, 1.5)], 1) == "one - other = +1.2 [-1.9, +4.4], p = 0.13"
-    assert weakest([compared()], 1) == ""
+    assert weakest([compared()], 1) == "no cells that can be compared"
     assert weakest([compared(2.0), compared()], 1) == "one - other = +2.0 (1 not run)"
 
 
