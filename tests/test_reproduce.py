@@ -469,6 +469,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
     own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
     own["long_reviews"]["longer_than"] = 16
     own["long_review_masks"] = {"reviews": str(reviews), "max_length": 16, "longer_than": 16, "sparsity": 0.5}
+    own["long_review_masks"]["train_examples"] = 4
     # These start from a model that has its words already.
     for name in (
         "minilm",
@@ -697,6 +698,21 @@ def test_only_long_texts_are_used(inputs, tmp_path):
         EXPERIMENTS["long_reviews"].run(cell | {"longer_than": 39}, tmp_path)
     metrics = EXPERIMENTS["long_reviews"].run(cell | {"test_examples": 100, "bf16": True}, tmp_path)
     assert metrics["test_examples"] == 8  # of 12
+
+
+def test_masks_are_searched_on_further_texts(inputs, tmp_path):
+    settings = known_fields("long_review_masks", SMALLEST) | inputs("long_review_masks")
+    (cell,) = cells_of("long_review_masks", **settings, seeds=[1]).values()
+    EXPERIMENTS["long_review_masks"].run(cell, tmp_path)
+    labeled, unlabeled = ((tmp_path / name).read_text() for name in ("data/train.jsonl", "unlabeled.jsonl"))
+    assert len(labeled.splitlines()) == 4 and len(unlabeled.splitlines()) > 1
+    texts = [
+        {json.loads(line)[name] for line in file.splitlines()}
+        for file, name in ((labeled, "sentence"), (unlabeled, "text"))
+    ]
+    assert not texts[0] & texts[1]
+    with pytest.raises(ValueError, match=r"unlabeled_examples: all \d+ long texts are used"):
+        EXPERIMENTS["long_review_masks"].run(cell | {"train_examples": 100}, tmp_path)
 
 
 def test_systems_of_long_texts_have_names_of_their_own():

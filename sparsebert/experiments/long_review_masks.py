@@ -42,8 +42,9 @@ class LongReviewMasks:
             [`sparsebert.data.tasks.glue.load`].
         max_length (`int`): Tokens to which texts are truncated, or per part, and length of the masks.
         longer_than (`int`): Only texts with more tokens are used: truncating others costs nothing.
-        train_examples, test_examples (`int`): Texts to train on and to classify, drawn with a fixed seed. The search
-            reads those to train on, truncated and without their labels.
+        train_examples, test_examples (`int`): Texts to train on and to classify, drawn with a fixed seed.
+        unlabeled_examples (`int`): Further texts of the split `train`, whose labels are not used, for the search and
+            the recovery; 0 to use those of the training.
         seeds (`list[int]`): Seeds of the head, the order of the texts, dropout and the search.
         learning_rate, num_train_epochs, warmup_steps: Of the fine-tuning, see `TrainingArguments`.
         dropout (`float`): Dropout of the attention in fine-tuning. Without it, PyTorch's fused attention can be used
@@ -62,6 +63,7 @@ class LongReviewMasks:
     max_length: int = 512
     longer_than: int = 512
     train_examples: int = 1000
+    unlabeled_examples: int = 2000
     test_examples: int = 1000
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
     learning_rate: float = 1e-4
@@ -97,7 +99,8 @@ def check(cell: dict[str, Any]) -> None:
     check_range("max_length", cell["max_length"], 8)
     for name in ("train_examples", "test_examples", "steps", "recover", "batch_size"):
         check_range(name, cell[name], 1)
-    check_range("longer_than", cell["longer_than"], 0)
+    for name in ("longer_than", "unlabeled_examples"):
+        check_range(name, cell[name], 0)
     check_range("dropout", cell["dropout"], 0, 1, (int, float))
     check_range("sparsity", cell["sparsity"], 0, 1, (int, float))
     check_choice("search", cell["search"], tuple(SEARCHES))
@@ -123,8 +126,15 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics: accuracy and CPU time per text of every system, truncated and split.
     """
-    rows = write_rows(cell, folder)
-    for name, texts in rows.items():
+    number = cell["train_examples"]
+    rows = write_rows(cell, folder, cell["unlabeled_examples"])
+    # The model is too sure of the classes of the texts that it was trained on.
+    unlabeled = rows["train"][number:] if cell["unlabeled_examples"] else rows["train"]
+    if not unlabeled:
+        raise ValueError(
+            f"unlabeled_examples: all {len(rows['train'])} long texts are used to train on; use fewer, or 0 unlabeled"
+        )
+    for name, texts in {"unlabeled": unlabeled, "test": rows["test"]}.items():
         lines = (json.dumps({"text": row["sentence"]}) + "\n" for row in texts)
         (folder / f"{name}.jsonl").write_text("".join(lines))
     start = long_enough(cell["model"], cell["max_length"], folder)
@@ -135,7 +145,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     names = ("max_length", "batch_size", "bf16", "seed")
     data = {name: cell[name] for name in names} | {"pack": False, "patterns": False, "timed": False}
-    data |= {"model": str(folder / "run"), "data": str(folder / "train.jsonl")}
+    data |= {"model": str(folder / "run"), "data": str(folder / "unlabeled.jsonl")}
     data |= {"validation": str(folder / "test.jsonl")}
     target = {"target_sparsity": cell["sparsity"]}
     own = {"objective": "answers", "steps": cell["steps"], "output_dir": str(folder / LEARNED)}
@@ -208,12 +218,13 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
                 row[f"minus dense, {way}"], row[f"p, {way}"] = compared[name, way]
         rows.append(row)
     removed = statistics.fmean(cell["metrics"]["removed"] for cell in finished.values())
+    own = not any(cell["settings"].get("unlabeled_examples") for cell in finished.values())
+    source = "the texts of the training without their labels" if own else "further, unlabeled texts"
     notes = (
         f"The learned masks remove {removed:.1%} of the attention of truncated texts, others as much. truncated: the "
         "beginning of the text; split: all parts of the text, whose probabilities are averaged; recovered: with "
-        "weights that were adapted to the mask, on the texts of the training without their labels; accuracy in "
-        "percent; ±: deviation over seeds, which vary the head, the order of the texts and the search, and not the "
-        f"texts; {COMPARED}",
+        f"weights that were adapted to the mask, on {source}; accuracy in percent; ±: deviation over seeds, which "
+        f"vary the head, the order of the texts and the search, and not the texts; {COMPARED}",
     )
     return [Table.of("Long texts through masks of a fine-tuned model", rows, notes)]
 

@@ -174,24 +174,28 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def write_rows(cell: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Any]]]:
+def write_rows(cell: dict[str, Any], folder: Path, further: int = 0) -> dict[str, list[dict[str, Any]]]:
     """
-    Draw the long texts of a cell and write them to the folder `data`, in the format of `TASK`.
+    Draw the long texts of a cell and write those to train on and to classify to the folder `data`, in the format of
+    `TASK`.
 
     Args:
         cell (`dict`): Settings of the cell.
         folder (`Path`): Output folder of the cell.
+        further (`int`, *optional*, defaults to 0): Number of texts to draw from the split `train` in addition, at
+            most. They stand at the end of its list, and are not written.
 
     Returns:
         `dict[str, list[dict]]`: `"sentence"` and `"label"` of each text, by split (`"train"`, `"test"`).
     """
     tokenizer = AutoTokenizer.from_pretrained(located(cell["model"]))
-    numbers = {"train": cell["train_examples"], "test": cell["test_examples"]}
+    numbers = {"train": cell["train_examples"] + further, "test": cell["test_examples"]}
     drawn = long_rows(cell["reviews"], tokenizer, cell["longer_than"], numbers)
     (folder / "data").mkdir(exist_ok=True)
     for split, rows in drawn.items():
         name = {"train": "train", "test": "dev"}[split]
-        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows[: cell[f"{split}_examples"]]]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(lines))
     return drawn
 
 
