@@ -843,6 +843,7 @@ def test_folders_that_are_missing_or_empty_are_named(name, field, inputs, tmp_pa
     [
         ("sparsebert_table3", {"targets": [0.99]}, "target_sparsity must be at most 0.9690, got 0.99"),
         ("minilm_task_masks", {"sparsity": 0.98}, "target_sparsity must be at most 0.8789, got 0.98"),
+        ("long_review_masks", {"controls": ["wndow"]}, "controls"),
         ("minilm", {"masks": ["dam_u"], "sparsities": [0.98]}, "target_sparsity must be at most 0.9690, got 0.98"),
         ("sparsebert_table3", {"search_end": 2}, "search_end must be a number from 0 to 1, got 2"),
         ("sparsebert_figure7", {"initial_decay": -1}, "initial_decay"),

@@ -12,17 +12,12 @@ from transformers import AutoTokenizer
 from ..analysis.charts import plot_lines
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
-from ..checks import check_choice, check_range
-from ..hub import read_config
-from ..masks.matched import VARIED
-from ..models.configuration_sparsebert import SparseBertConfig, mask_search
-from ..models.loading import check_folder
-from ..search.searches import SEARCHES
+from ..checks import check_range
 from ..training.post_hoc import LEARNED, search_post_hoc
-from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
-from .continued_pretraining import PACKAGE, located, long_enough
+from .continued_pretraining import PACKAGE, long_enough
 from .experiment import Experiment
 from .long_reviews import check_reviews, classifier, score, trained, write_rows
+from .minilm_task_masks import check_masks
 
 
 # How texts are read.
@@ -102,16 +97,7 @@ def check(cell: dict[str, Any]) -> None:
     for name in ("longer_than", "unlabeled_examples"):
         check_range(name, cell[name], 0)
     check_range("dropout", cell["dropout"], 0, 1, (int, float))
-    check_range("sparsity", cell["sparsity"], 0, 1, (int, float))
-    check_choice("search", cell["search"], tuple(SEARCHES))
-    for name in cell["controls"]:
-        check_choice("controls", name, tuple(VARIED))
-    check_folder(located(cell["model"]), "model")
-    config = read_config(located(cell["model"]))
-    sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
-    fields = POST_HOC_FIELDS | sizes | {"mask_length": cell["max_length"]}
-    # Rejects a sparsity out of reach.
-    mask_search(SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]}))
+    check_masks(cell)
     check_reviews(cell["reviews"])
 
 

@@ -96,15 +96,29 @@ def check(cell: dict[str, Any]) -> None:
         OSError: If there is no such model or task.
     """
     check_task(cell)
-    check_choice("search", cell["search"], tuple(SEARCHES))
-    check_range("sparsity", cell["sparsity"], 0, 1, (int, float))
     for name in ("max_train_examples", "batch_size", "steps"):
         check_range(name, cell[name], 1)
     check_range("recover", cell["recover"], 0)
-    for name in cell["controls"]:
-        check_choice("controls", name, tuple(VARIED))
     if not TASKS[cell["task"]].head.endswith(ANSWERING):
         raise ValueError(f"tasks: {cell['task']} has several inputs per example, for which there is no search")
+    check_masks(cell)
+
+
+def check_masks(cell: dict[str, Any]) -> None:
+    """
+    Check model, search and manual masks of a cell.
+
+    Args:
+        cell (`dict`): Settings of the cell: `"model"`, `"search"`, `"sparsity"`, `"max_length"` and `"controls"`.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model.
+    """
+    check_choice("search", cell["search"], tuple(SEARCHES))
+    check_range("sparsity", cell["sparsity"], 0, 1, (int, float))
+    for name in cell["controls"]:
+        check_choice("controls", name, tuple(VARIED))
     check_folder(located(cell["model"]), "model")
     config = read_config(located(cell["model"]))
     sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
