@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         (folder / f"{name}.jsonl").write_text("".join(lines))
     start = long_enough(cell["model"], cell["max_length"], folder)
     found = trained(cell, folder, start, {"attention_probs_dropout_prob": cell["dropout"]})
-    metrics = {name: found[name] for name in ("train_seconds", "train_examples")} | {
-        "test_examples": len(rows["test"])
-    }
+    metrics = {name: found[name] for name in ("train_seconds", "train_examples")}
+    metrics |= {"test_examples": len(rows["test"])}
 
     names = ("max_length", "batch_size", "bf16", "seed")
     data = {name: cell[name] for name in names} | {"pack": False, "patterns": False, "timed": False}
@@ -155,23 +154,18 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def _systems(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The name of each system in tables, and its system and way of reading in the metrics."""
-    for name in metrics:
-        if name.startswith("accuracy_"):
-            system, way = name.removeprefix("accuracy_").rsplit("_", 1)
-            yield f"{system.replace(RECOVERED, ', recovered')}, {way}", system, way
-
-
 def _by_system(finished):
     """Accuracy in percent by seed, and milliseconds per text, by system, the fastest first."""
     accuracy: dict[str, dict[int, float]] = {}
     times: dict[str, list[float]] = {}
     for cell in finished.values():
         metrics = cell["metrics"]
-        for name, system, way in _systems(metrics):
-            accuracy.setdefault(name, {})[cell["settings"]["seed"]] = 100 * metrics[f"accuracy_{system}_{way}"]
-            times.setdefault(name, []).append(metrics[f"ms_per_text_{system}_{way}"])
+        for metric in metrics:
+            if metric.startswith("accuracy_"):
+                system, way = metric.removeprefix("accuracy_").rsplit("_", 1)
+                name = f"{system.replace(RECOVERED, ', recovered')}, {way}"
+                accuracy.setdefault(name, {})[cell["settings"]["seed"]] = 100 * metrics[metric]
+                times.setdefault(name, []).append(metrics[f"ms_per_text_{system}_{way}"])
     order = sorted(times, key=lambda name: statistics.fmean(times[name]))
     return {name: accuracy[name] for name in order}, {name: statistics.fmean(times[name]) for name in order}
 
@@ -236,7 +230,8 @@ def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None
 EXPERIMENT = Experiment(
     title="Long reviews through masks of a fine-tuned model",
     arguments=LongReviewMasks,
-    scales={"tiny": {}, "paper": {"train_examples": 25_000, "test_examples": 25_000}},
+    # All texts to train on, so that there are no further ones.
+    scales={"tiny": {}, "paper": {"train_examples": 25_000, "test_examples": 25_000, "unlabeled_examples": 0}},
     cells=cells,
     check=check,
     run=run,
