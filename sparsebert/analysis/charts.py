@@ -10,6 +10,8 @@ from .figures import BLUE, COLOURS, VERMILION, new_figure, save_figure
 # One color more than there are markers, so that neighboring lines differ in both.
 _COLOURS = (*COLOURS, "#7F7F7F")
 _MARKERS = "osD^vPX"
+# How far lines are apart that would hide each other, in units of the horizontal axis.
+_DODGE = 0.04
 
 
 def plot_scores(
@@ -59,7 +61,7 @@ def plot_lines(
     Args:
         lines (`dict[str, list]`): Points `(x, y, published y or None)` by the name of the line, in any order. The
             line `"dense"` is drawn across the panel, for comparison. Published points are joined only where the whole
-            line was published.
+            line was published. Where all x are whole numbers, lines that share points are drawn beside each other.
         path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
         title, xlabel, ylabel (`str`): Texts of the figure.
         percent (`str`, *optional*): The axes, out of `"x"` and `"y"`, whose fractions are shown as percentages.
@@ -72,8 +74,12 @@ def plot_lines(
     lines = dict(sorted(lines.items()))
     for _, y, _ in lines.pop("dense", ()):
         axes[0].axhline(y, color="black", ls="--", lw=1.2, label="dense")
+    counts = all(float(x).is_integer() for points in lines.values() for x, _, _ in points)
+    drawn = [(x, y) for points in lines.values() for x, y, _ in points]
+    dodge = _DODGE if counts and len(set(drawn)) < len(drawn) else 0.0
     for index, (name, points) in enumerate(lines.items()):
-        points = sorted(points, key=lambda point: point[0])
+        shift = dodge * (index - (len(lines) - 1) / 2)
+        points = sorted(((x + shift, y, paper) for x, y, paper in points), key=lambda point: point[0])
         style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "ms": 5}
         dashes = "-" if index < len(_COLOURS) else ":"
         axes[0].plot([x for x, _, _ in points], [y for _, y, _ in points], dashes, lw=1.4, label=name, **style)
@@ -90,7 +96,7 @@ def plot_lines(
         axis.set_xlabel(xlabel)
         for name in percent:
             getattr(axis, f"{name}axis").set_major_formatter(PercentFormatter(1, decimals=0))
-        if all(float(x).is_integer() for points in lines.values() for x, _, _ in points):
+        if counts:
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
