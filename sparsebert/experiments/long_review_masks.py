@@ -41,7 +41,7 @@ class LongReviewMasks:
         unlabeled_examples (`int`): Further texts of the split `train`, whose labels are not used, for the search and
             the recovery; 0 to use those of the training.
         seeds (`list[int]`): Seeds of the head, the order of the texts, dropout and the search.
-        learning_rate, num_train_epochs, warmup_steps: Of the fine-tuning, see `TrainingArguments`.
+        learning_rate, num_train_epochs, warmup_steps: See `TrainingArguments`; they concern the fine-tuning.
         dropout (`float`): Dropout of the attention in fine-tuning. Without it, PyTorch's fused attention can be used
             on CPUs, too.
         search (`str`): A key of `SEARCHES`.

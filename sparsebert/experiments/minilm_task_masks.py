@@ -42,12 +42,12 @@ class MiniLMTaskMasks:
         tasks (`list[str]`): Keys of `TASKS`, of classification or regression.
         data (`str`, *optional*): Folder of the tasks' files, such as GLUE; by default the Hub.
         seeds (`list[int]`): Seeds of the head, the order of the examples, dropout, the search and random masks.
-        learning_rate, num_train_epochs, warmup_steps: Of the fine-tuning, see `TrainingArguments`.
+        learning_rate, num_train_epochs, warmup_steps: See `TrainingArguments`; they concern the fine-tuning.
         max_train_examples (`int`): Maximum number of examples to train on.
         max_length (`int`): Maximum number of tokens per input, and length of the masks.
         search (`str`): A key of `SEARCHES`.
         sparsity (`float`): Fraction of the attention to remove at `max_length`.
-        steps, batch_size: Of the search, see [`PostHocArguments`].
+        steps, batch_size: See [`PostHocArguments`]; they concern the search.
         recover (`int`): Steps that adapt the weights to a mask, on the same inputs; 0 leaves them as they are.
         controls (`list[str]`): Manual masks that the weights are adapted to as well.
         bf16 (`bool`): Fine-tune, search and recover in bfloat16 (autocast).
