@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,6 +85,23 @@ def prepare(parser, arguments):
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     return options
+
+
+@contextmanager
+def explained(parser, output=None):
+    """
+    Inside the block, what is wrong with the inputs ends the program with one line instead of a traceback.
+
+    Args:
+        parser (`argparse.ArgumentParser`): The parser of the command line.
+        output (`Path`, *optional*): File to write in the end; its folder must exist.
+    """
+    if output is not None and not output.parent.is_dir():
+        parser.error(f"--output: there is no folder {output.parent}")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 def _output(*command, **environment):

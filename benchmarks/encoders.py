@@ -31,6 +31,7 @@ from ._report import (
     FORWARD,
     STYLES,
     argument_parser,
+    explained,
     hardware_line,
     make_table,
     milliseconds,
@@ -304,7 +305,8 @@ def run(arguments=None):
     for name in names:
         for length in options.lengths:
             if (name, length, options.mask) not in done:
-                cells.append(measured(name, length, options))
+                with explained(parser):
+                    cells.append(measured(name, length, options))
                 write_json(options, cells, tokens=options.tokens)
     result = json.loads(path.read_text())
     for table in tables(result["cells"]).values():

@@ -43,7 +43,7 @@ from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.training.sentence_similarity import embed
 
-from ._report import RESULTS, STYLES, commit, hardware, hardware_line
+from ._report import RESULTS, STYLES, commit, explained, hardware, hardware_line
 from .encoders import PRECISIONS, in_precision
 from .positions import GAP, QUERY, reciprocal_ranks
 
@@ -256,7 +256,8 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, help="default: long_documents.json, or long_reviews.json")
     options = parser.parse_args(arguments)
     output = options.output or RESULTS / f"long_{'documents' if options.text else 'reviews'}.json"
-    found = measured(options)
+    with explained(parser, output):
+        found = measured(options)
     report = {"commit": commit(), "hardware": hardware()} | found
     output.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report).markdown(), end="")

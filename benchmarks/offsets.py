@@ -20,7 +20,7 @@ from sparsebert.analysis.figures import new_figure, save_figure
 from sparsebert.analysis.pictures import plot_heads
 from sparsebert.analysis.tables import Table
 
-from ._report import RESULTS, ROOT, commit
+from ._report import RESULTS, ROOT, commit, explained
 
 
 # Distances from which on neighbourhood plays no part.
@@ -116,8 +116,9 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, default=RESULTS / "offsets.json")
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs", metavar="DIR")
     options = parser.parse_args(arguments)
-    model = sparsebert.load(options.model)
-    report = {"commit": commit()} | measured(model)
+    with explained(parser, options.output):
+        model = sparsebert.load(options.model)
+        report = {"commit": commit()} | measured(model)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     plot(report, options.pictures / "offsets.png")
     picture_of_heads(model, options.pictures / "heads.png")

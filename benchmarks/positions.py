@@ -29,7 +29,7 @@ from sparsebert.models.architectures import num_positions
 from sparsebert.models.positions import METHODS
 from sparsebert.training.sentence_similarity import embed, similarity
 
-from ._report import RESULTS, commit
+from ._report import RESULTS, commit, explained
 
 
 # Tokens of the end of a document, and the least number of tokens between it and the beginning.
@@ -99,8 +99,9 @@ def main(arguments=None):
     parser.add_argument("--documents", type=int, default=400, help="documents to compare, at most")
     parser.add_argument("--output", type=Path, default=RESULTS / "positions.json")
     options = parser.parse_args(arguments)
-    pairs = glue.load("stsb", options.stsb, ["validation"])["validation"]
-    found = measured(located(options.weights), load_documents(options.text, "all"), pairs, options)
+    with explained(parser, options.output):
+        pairs = glue.load("stsb", options.stsb, ["validation"])["validation"]
+        found = measured(located(options.weights), load_documents(options.text, "all"), pairs, options)
     report = {"commit": commit(), "weights": options.weights} | found
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report).markdown(), end="")

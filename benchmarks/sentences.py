@@ -24,6 +24,8 @@ from sparsebert.models.attaching import read_mask
 from sparsebert.models.loading import find_file
 from sparsebert.training.sentence_similarity import similarity
 
+from ._report import explained
+
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sentences", description=__doc__.split("\n\n")[0])
@@ -40,9 +42,10 @@ def main(arguments=None):
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to write")
     options = parser.parse_args(arguments)
-    pairs = glue.load("stsb", options.data, [options.split])[options.split]
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModel.from_pretrained(options.model).eval()
+    with explained(parser, options.output):
+        pairs = glue.load("stsb", options.data, [options.split])[options.split]
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModel.from_pretrained(options.model).eval()
     rows = {}
     rows["dense"], dense = similarity(model, tokenizer, pairs)
     for source in options.masks:

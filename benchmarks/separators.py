@@ -28,7 +28,7 @@ from sparsebert.masks.matched import matched_pattern
 from sparsebert.models.architectures import attention_modules
 from sparsebert.training.matching import carrier, learn_mask, random_batches, start_from_attention
 
-from ._report import RESULTS, commit
+from ._report import RESULTS, commit, explained
 
 
 PATTERNS = ("window", "bigbird", "star")
@@ -157,11 +157,12 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, default=RESULTS / "separators.json")
     options = parser.parse_args(arguments)
     open_text = lzma.open if options.text.suffix == ".xz" else open
-    with open_text(options.text, "rt", encoding="utf-8") as file:
-        # A token takes a few characters; a whole corpus is not needed.
-        text = file.read(32 * options.rows * options.length)
     settings = {"weights": options.weights, "length": options.length, "rows": options.rows, "seed": options.seed}
-    report = {"commit": commit()} | settings | {"cells": measured(located(options.weights), text, options)}
+    with explained(parser, options.output):
+        with open_text(options.text, "rt", encoding="utf-8") as file:
+            # A token takes a few characters; a whole corpus is not needed.
+            text = file.read(32 * options.rows * options.length)
+        report = {"commit": commit()} | settings | {"cells": measured(located(options.weights), text, options)}
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report).markdown(), end="")
 

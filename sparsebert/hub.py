@@ -193,11 +193,31 @@ def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedC
     return _without_code(AutoConfig.from_pretrained, source, hub_arguments)
 
 
-def read_tokenizer(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a folder or on the Hub. Raises what [`read_config`] does."""
+def read_tokenizer(
+    source: str | os.PathLike, config: "PreTrainedConfig | None" = None, **hub_arguments: Any
+) -> "PreTrainedTokenizerBase":
+    """
+    The tokenizer in a folder or on the Hub.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        config ([`~transformers.PreTrainedConfig`], *optional*): Configuration of the model that will read its tokens.
+        hub_arguments: `revision`, `subfolder` and `token`.
+
+    Raises:
+        ValueError: If it is defined by code in that folder or repository, which is never run, has no tokens but
+            special ones, or more than the model.
+        OSError: If there is none.
+    """
     from transformers import AutoTokenizer
 
-    return _without_code(AutoTokenizer.from_pretrained, source, hub_arguments)
+    tokenizer = _without_code(AutoTokenizer.from_pretrained, source, hub_arguments)
+    # What transformers makes of a folder without a vocabulary.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(f"there is no tokenizer in {source}: save that of the model there, with save_pretrained")
+    if config is not None and len(tokenizer) > config.vocab_size:
+        raise ValueError(f"the tokenizer of {source} has {len(tokenizer)} tokens, the model {config.vocab_size}")
+    return tokenizer
 
 
 def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) -> Any:

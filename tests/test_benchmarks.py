@@ -1,6 +1,7 @@
 """The benchmarks run, report what they should, and refuse to time what is wrong."""
 
 import copy
+import importlib
 import json
 import shlex
 import sys
@@ -669,6 +670,34 @@ def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
             assert modules[words[1].removeprefix("benchmarks.")] is pretrain or all(
                 name.startswith("learned:") or build_mask(name, 128, 12) for name in options.masks
             )
+
+
+MISSING = {
+    "long_texts": ["--weights", "no/model", "--text", "no.txt"],
+    "separators": ["--weights", "no/model", "--text", "no.txt"],
+    "offsets": ["--model", "no/model"],
+    "positions": ["--weights", "no/model", "--text", "no.txt", "--stsb", "no/stsb"],
+    "sentences": ["--model", "no/model", "--data", "no/stsb"],
+    "encoders": ["--weights", "no/model", "--lengths", "32", "--device", "cpu"],
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_inputs_end_with_one_line(name, tmp_path, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit) as ended:
+        (module.run if name == "encoders" else module.main)([*MISSING[name], "--output", str(tmp_path / "out.json")])
+    error = capsys.readouterr().err.rpartition("error: ")[2]
+    assert ended.value.code == 2 and len(error) > 20 and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["long_texts", "separators", "offsets", "positions", "sentences"])
+def test_the_folder_of_the_results_is_checked_first(name, tmp_path, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit):
+        module.main([*MISSING[name], "--output", str(tmp_path / "no/out.json")])
+    assert f"--output: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -183,16 +183,19 @@ def post_hoc_flags(checkpoints, tmp_path):
     return lambda output, *flags: ["search", *words, "--output_dir", str(output), *map(str, flags)]
 
 
-def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp_path):
+@pytest.mark.parametrize(
+    "number, code, reason", [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp_path, number, code, reason):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.json").write_text("{}")
     process = start_command(post_hoc_flags(folder, "--steps", "1000000", "--overwrite"), tmp_path / "errors")
     wait_for(process, (folder / LOCK_NAME).exists)
-    errors = signalled(process, signal.SIGTERM, tmp_path / "errors")
-    assert process.exitcode == 143, errors
+    errors = signalled(process, number, tmp_path / "errors")
+    assert process.exitcode == code, errors
     assert errors.strip().splitlines()[-1] == (
-        "sparsebert search: stopped by SIGTERM: nothing was written, the same command starts from the beginning"
+        f"sparsebert search: {reason}: nothing was written, the same command starts from the beginning"
     )
     assert contents(folder) == {Path("metrics.json"): b"{}"}
 

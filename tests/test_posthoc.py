@@ -554,6 +554,7 @@ def test_models_that_do_not_answer_the_task(model_folder, task_model, task_folde
     for name, changed in (
         ("more", {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}),
         ("swapped", {"id2label": dict(enumerate(reversed(config["id2label"].values())))}),
+        ("several", {"problem_type": "multi_label_classification"}),
     ):
         shutil.copytree(task_model, tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
@@ -561,6 +562,28 @@ def test_models_that_do_not_answer_the_task(model_folder, task_model, task_folde
         search(tmp_path / "more", task_folder, tmp_path / "out", **fields)
     with pytest.raises(ValueError, match="labels in the order not_entailment, entailment"):
         search(tmp_path / "swapped", task_folder, tmp_path / "out", **fields)
+    with pytest.raises(ValueError, match="problem_type multi_label_classification, .* is a single_label_classif"):
+        search(tmp_path / "several", task_folder, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["packed", "documents", "task"])
+def test_tokenizers_that_do_not_fit_the_model(task_model, task_folder, text, tmp_path, word_tokenizer, source):
+    data = task_folder if source == "task" else text
+    fields = {"task": "rte", "validation": None} if source == "task" else {"pack": source == "packed"}
+    shutil.copytree(task_model, tmp_path / "none")
+    for path in (tmp_path / "none").glob("*token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="there is no tokenizer in"):
+        search(tmp_path / "none", data, tmp_path / "out", **fields)
+    small = transformers.RobertaConfig(
+        vocab_size=len(word_tokenizer) - 1, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=40,
+    )  # fmt: skip
+    transformers.RobertaForSequenceClassification(small).save_pretrained(tmp_path / "small")
+    word_tokenizer.save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=rf"has {len(word_tokenizer)} tokens, the model {small.vocab_size}"):
+        search(tmp_path / "small", data, tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
 
 

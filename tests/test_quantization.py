@@ -1,6 +1,7 @@
 """Linear layers in int8: which, how well, under which mask, and that such a model is not saved."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -63,7 +64,10 @@ def test_attention_sees_the_mask(tiny_config, backend):
 
 def test_copies_run():
     model = quantize(attach(base_model("bert"), "window", mask_length=LENGTH))
-    assert torch.equal(states(copy.deepcopy(model), "bert"), states(model, "bert"))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(states(other, "bert"), states(model, "bert"))
+        with pytest.raises(ValueError, match="are in int8"):
+            other.save_pretrained("never written")
 
 
 def test_no_warning_of_another_library(recwarn):

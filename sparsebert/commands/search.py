@@ -40,7 +40,9 @@ def run(values):
     try:
         metrics = search_post_hoc(values)
     except KeyboardInterrupt as error:
-        error.args = (f"{error or 'interrupted'}: nothing was written, the same command starts from the beginning",)
+        error.args = (
+            f"{str(error) or 'interrupted'}: nothing was written, the same command starts from the beginning",
+        )
         raise
     lines = [f"written to {values['data']['output_dir']}"]
     if outcome := metrics["search_outcome"]:

@@ -1,7 +1,7 @@
 """Linear layers in int8, for inference on CPUs, of encoders with or without a mask."""
 
 import warnings
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +60,7 @@ def quantize(model: Model) -> Model:
     for part in parts:
         part.register_state_dict_pre_hook(_refuse_to_save)
         part.register_load_state_dict_pre_hook(_refuse_to_save)
-        vars(part)["save_pretrained"] = MethodType(_refuse_to_save, part)  # before it writes the configuration
+        vars(part)["save_pretrained"] = partial(_refuse_to_save, part)  # before it writes the configuration
     return model
 
 

@@ -78,7 +78,7 @@ def _search(
     start = time.perf_counter()
     set_seed(options.seed)
     hub_arguments = options.hub_arguments(options.model)
-    tokenizer = read_tokenizer(str(options.model), **hub_arguments)
+    tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
     seconds = {"prepare": time.perf_counter() - start}

@@ -246,6 +246,9 @@ def _check_classes(data: TaskData, config: "PreTrainedConfig") -> None:
         raise ValueError(
             f"{described} has {config.num_labels} labels, the task has {expected}: fine-tune a model on it first"
         )
+    problem = "regression" if names is None else "single_label_classification"
+    if config.problem_type not in (None, problem):
+        raise ValueError(f"{described} has the problem_type {config.problem_type}, the task is a {problem}")
     own = [str(name) for name in (config.id2label or {}).values()]
     lower, ordered = [name.lower() for name in own], [name.lower() for name in names or own]
     if lower != ordered and set(lower) == set(ordered):

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..data.tasks import TASKS, TEST_SPLITS, Task
 from ..data.tasks.task_files import FORMATS
-from ..hub import read_tokenizer
+from ..hub import read_config, read_tokenizer
 from .finetuning_arguments import FinetuningArguments
 
 
@@ -164,6 +164,15 @@ def prepare(options: FinetuningArguments) -> TaskData:
         logger.warning(f"task {task.name}: all {total} examples of {train} are of one class, {only!r}.")
     if options.max_train_examples is not None and options.max_train_examples < total:
         examples[train] = examples[train].shuffle(seed=0).select(range(options.max_train_examples))
-    tokenizer = read_tokenizer(str(options.model), **options.hub_arguments(options.model))
+    source, hub_arguments = str(options.model), options.hub_arguments(options.model)
+    config = read_config(source, **hub_arguments)
+    tokenizer = read_tokenizer(source, config, **hub_arguments)
     features = {split: task.encode(examples[split], tokenizer, options) for split in splits}
+    types = features[train][0].get("token_type_ids", [0])
+    most, known = np.hstack(types).max() + 1, getattr(config, "type_vocab_size", 0)
+    if known and most > known:
+        raise ValueError(
+            f"task {task.name}: the tokenizer of {source} tells {most} parts of an input apart, the model {known} "
+            "(type_vocab_size)"
+        )
     return TaskData(task, options, tokenizer, train, evaluation, examples, features, total)

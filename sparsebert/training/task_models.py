@@ -143,10 +143,6 @@ def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
             options.pad_to_multiple_of or 1,
         )
         mask.check_length(-(-longest // multiple) * multiple)
-    if len(data.tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {options.model} has {len(data.tokenizer)} tokens, the model {model.config.vocab_size}"
-        )
     return model
 
 
