@@ -13,6 +13,7 @@ from typing import Any
 from ..analysis.pictures import plot_heads
 from ..analysis.tables import Table
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
+from ..masks.matched import matched_pattern
 from ..masks.sparse_mask import SparseMask
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
@@ -37,13 +38,14 @@ SHOWN = {"figure5": ("dam_u", 0.86), "figure6": ("dam_s", 0.935)}
 class MasksStudy(ContinuedSettings):
     """
     Settings of the study: manual masks with and without their diagonal, searches with a penalty and with a target,
-    dense attention, and random masks, with the settings of [`ContinuedSettings`]. The targets are the sparsities of
-    the paper's learned masks, and that of logsparse, near which is also that of longformer.
+    dense attention, and at the targets random masks and windows with the special tokens of `dam_s`, with the settings
+    of [`ContinuedSettings`]. The targets are the sparsities of the paper's learned masks, and that of logsparse, near
+    which is also that of longformer.
 
     Args:
         searches (`list[str]`): Searches to run, keys of `SEARCHES`.
         penalties (`list[float]`): Weights lambda of the penalty, for each search.
-        targets (`list[float]`): Sparsities to search for, for each search, and to draw random masks at.
+        targets (`list[float]`): Sparsities of the searches with a target, the random masks and the windows.
         search_end (`float`): Fraction of the steps after which the mask freezes.
         mask_logit_scale (`float`): How much faster the logits of a penalized search move than the weights.
         target_logit_scale (`float`): The same of a search with a target, whose logits do not get far from their start
@@ -91,6 +93,8 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
                 systems[f"{search}_keep_diag_target_{target:g}"] = (f"{search}, target, diagonal kept", kept)
     for target in settings.targets:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
+        window = matched_pattern("window", target, settings.max_length, 1).metadata["pattern_parameters"]
+        systems[f"window_{target:g}"] = ("window", {"pattern": "window", "pattern_kwargs": window})
     common = continued_fields(settings) | {"search_end": settings.search_end}
     common |= {"start_from_attention": settings.start_from_attention, "hard": settings.hard}
     result = {}
@@ -216,8 +220,8 @@ EXPERIMENT = Experiment(
         "is this library's: P itself, or with hard the mask that freezing would give, and by default a start from "
         "what the checkpoint attends to. Its steps count: "
         "manual masks have all of theirs for training",
-        "Always global: the first and last token in dam_s and bigbird, the first in star, none in the other systems "
-        "but for four random tokens in longformer",
+        "Always global: the first and last token in dam_s, bigbird and window, the first in star, none in the other "
+        "systems but for four random tokens in longformer. The paper has no window",
     ),
     summary=summary,
     keep=keep,
