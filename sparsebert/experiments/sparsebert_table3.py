@@ -74,7 +74,7 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     for pattern, parameters in MANUAL.items():
         for diagonal, suffix in (("keep", ""), ("remove", "_no_diag")):
             model = {"pattern": pattern, "pattern_kwargs": parameters, "diagonal": diagonal}
-            systems[f"{pattern}{suffix}"] = ("manual", model)
+            systems[f"{pattern}{suffix}"] = (pattern, model)
     start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
     start["mask_logit_scale"] = settings.target_logit_scale
     start = {name: value for name, value in start.items() if value is not None}
