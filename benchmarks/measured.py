@@ -78,7 +78,6 @@ TABLES = {
     "kernels.models": lambda: [
         _cpu_tables.models({"a layer of BERT-base": _read("layer_cpu"), "BERT-base": _read("model_cpu")})
     ],
-    "kernels.model": lambda: [_cpu_tables.models({"BERT-base": _read("model_cpu")})],
     "kernels.masks": lambda: [_cpu_tables.masks()],
     "search.step": lambda: [_cpu_tables.searches(_read("search_cpu"))],
     **{
