@@ -555,6 +555,7 @@ def test_models_that_do_not_answer_the_task(model_folder, task_model, task_folde
         ("more", {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}),
         ("swapped", {"id2label": dict(enumerate(reversed(config["id2label"].values())))}),
         ("several", {"problem_type": "multi_label_classification"}),
+        ("untyped", {"type_vocab_size": 1}),
     ):
         shutil.copytree(task_model, tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
@@ -564,6 +565,8 @@ def test_models_that_do_not_answer_the_task(model_folder, task_model, task_folde
         search(tmp_path / "swapped", task_folder, tmp_path / "out", **fields)
     with pytest.raises(ValueError, match="problem_type multi_label_classification, .* is a single_label_classif"):
         search(tmp_path / "several", task_folder, tmp_path / "out", **fields)
+    with pytest.raises(ValueError, match="tells 2 parts of an input apart, the model 1"):
+        search(tmp_path / "untyped", task_folder, tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
 
 
