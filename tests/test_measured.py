@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import pretrain
-from benchmarks._report import REPRODUCED, RESULTS
+from benchmarks import _cpu_tables, pretrain
+from benchmarks._report import REPRODUCED, RESULTS, ROOT
 from benchmarks.attention import auto_slower, goals
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
 from sparsebert.experiments import EXPERIMENTS
@@ -61,6 +61,12 @@ def test_reports_are_those_of_the_results(path):
     found = json.loads(path.read_text())
     tables = experiment_tables(EXPERIMENTS[found["experiment"]], found["scale"], found["cells"])
     assert path.with_suffix(".md").read_text() == "\n".join(table.markdown() for table in tables)
+
+
+def test_what_the_front_page_says_of_training():
+    ratio = _cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
+    said = "{:.1f} times [{:.1f}, {:.1f}]".format(*map(float, re.findall(r"[\d.]+", ratio)))
+    assert said in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_what_the_pages_say_of_the_tables():

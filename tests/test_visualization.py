@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsebert.analysis import charts
 from sparsebert.analysis.charts import plot_lines, plot_scores, plot_values
 from sparsebert.analysis.pictures import (
     plot_gallery,
@@ -82,3 +83,14 @@ def test_charts(tmp_path, published):
     panels = {"before": {"long": [0.5, 0.7], "short": [0.9]}, "after": {"long": [0.95]}}
     plot_values(panels, tmp_path / "values.png", "Title", "short")
     assert is_picture(tmp_path / "values.png")
+
+
+def test_lines_that_share_points_are_drawn_beside_each_other(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(charts, "save_figure", lambda figure, path: drawn.append(figure.axes[0].lines))
+    shared = {name: [(1, 0.5, None), (2, 1.0, None)] for name in ("a", "b", "c")}
+    charts.plot_lines(shared, tmp_path / "lines.png", "Title", "depth", "accuracy")
+    charts.plot_lines({"a": [(1, 0.5, None)], "b": [(1, 0.6, None)]}, tmp_path / "lines.png", "Title", "depth", "")
+    together, apart = ([line.get_xdata().tolist() for line in lines] for lines in drawn)
+    assert len({xs[0] for xs in together}) == 3 and all(abs(x - round(x)) < 0.2 for xs in together for x in xs)
+    assert apart == [[1.0], [1.0]]
