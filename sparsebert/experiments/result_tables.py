@@ -84,7 +84,16 @@ def _differences(experiment: Experiment, finished: Mapping[str, dict[str, Any]])
             if field in cell.get(source, {}):
                 cells.setdefault(json.dumps(cell[source][field]), []).append(name)
         if len(cells) > 1:
-            yield f"{field}: " + "; ".join(f"{value} in {', '.join(names)}" for value, names in cells.items())
+            usual, *others = sorted(cells, key=lambda value: -len(cells[value]))
+            yield f"{field}: {usual}, but " + "; ".join(
+                f"{value} in {_joined(cells[value], finished)}" for value in others
+            )
+
+
+def _joined(names, finished):
+    """The names of cells, without a seed if all seeds of a cell are among them."""
+    partial = {unseeded(name) for name in finished.keys() - set(names)}
+    return ", ".join(dict.fromkeys(name if unseeded(name) in partial else unseeded(name) for name in names))
 
 
 def _pivot(experiment, title, finished):
