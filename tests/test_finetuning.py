@@ -230,18 +230,30 @@ def test_what_is_refused_before_any_data_is_read(options, checkpoints, tmp_path,
     [
         ({"model": "searching"}, {}, "still being searched"),
         ({"mask": "bigbird"}, {"mask_length": 8, "length_policy": "error"}, "longer than the mask"),
-        ({"mask": "FOLDER"}, {}, "mask FOLDER does not fit .*3 heads.*4 heads"),
     ],
-    ids=["searching", "short mask", "other heads"],
+    ids=["searching", "short mask"],
 )
-def test_models_and_masks_that_do_not_fit(options, checkpoints, tmp_path, fields, config, message):
-    build_pattern("window", 32, 3).save_pretrained(tmp_path)
-    fields = {name: str(tmp_path) if value == "FOLDER" else value for name, value in fields.items()}
+def test_models_and_masks_that_do_not_fit(options, checkpoints, fields, config, message):
     if "model" in fields:
-        fields["model"] = checkpoints[fields["model"]]
+        fields = {"model": checkpoints[fields["model"]]}
     check_arguments(options(**fields), config)
-    with pytest.raises(ValueError, match=message.replace("FOLDER", str(tmp_path))):
+    with pytest.raises(ValueError, match=message):
         load_model(prepare(options(**fields)), config)
+
+
+@pytest.mark.parametrize(
+    "heads, layers, message",
+    [(3, 1, "3 heads.*4 heads"), (4, 5, r"5 layer\(s\).*2 layers")],
+    ids=["heads", "layers"],
+)
+@pytest.mark.parametrize("model", ["window", "stock"])
+def test_masks_of_other_models_are_refused_before_the_data_is_read(
+    options, checkpoints, tmp_path, model, heads, layers, message
+):
+    mask = build_pattern("window", 32, heads)
+    mask.replace(keep=mask.keep.expand(layers, -1, -1)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"mask {tmp_path} does not fit .*{message}"):
+        check_arguments(options(model=checkpoints[model], mask=str(tmp_path)), {})
 
 
 @pytest.mark.parametrize("fields", [{}, {"mask": "bigbird"}, {"model": "stock"}], ids=["own", "pattern", "dense"])

@@ -389,6 +389,8 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"train": "bias"}, "train must be one of"),
         ({"max_length": 40}, "at most the model's 39 positions, got 40"),
         ({"batch_size": 100_000}, "too few for a batch of 100000"),
+        ({"data": "nowhere.txt"}, "data: no such file: 'nowhere.txt'"),
+        ({"validation": "text.pdf"}, "validation: .*'text.pdf'"),
         ({"steps": -1}, "steps must be an integer of at least 0"),
         ({"shortest": 64}, "shortest must be from 8 to max_length"),
         ({"mask": "window"}, "recover must be at least 1 if mask is given"),
@@ -407,7 +409,7 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_errors(model_folder, text, tmp_path, fields, message):
-    with pytest.raises((ValueError, StrictDataclassError), match=message):
+    with pytest.raises((ValueError, OSError, StrictDataclassError), match=message):
         search(model_folder, text, tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
 
@@ -419,7 +421,11 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
         search(model_folder, text, tmp_path / "out")
     with pytest.raises(ValueError, match="already has a mask"):
         search(checkpoints["window"], text, tmp_path / "new")
-    transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1).save_pretrained(tmp_path / "gpt2")
+    gpt2 = transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1)
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(FileNotFoundError, match="model: there is no model.safetensors or .* in the folder '.*gpt2'"):
+        search(tmp_path / "gpt2", text, tmp_path / "new")
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="'gpt2' cannot carry a mask"):
         search(tmp_path / "gpt2", text, tmp_path / "new")
     with pytest.raises(FileNotFoundError, match="mask: there is no folder 'no/such/mask'"):

@@ -203,10 +203,10 @@ def test_too_little_text(tokenizer, tmp_path):
     [
         (["a.txt"], "*.jsonl", FileNotFoundError, r"no such file: '.*\*.jsonl'"),
         (["a.txt"], "b.txt", FileNotFoundError, "no such file: '.*b.txt'"),
-        (["a.txt"], [], ValueError, "empty"),
+        (["a.txt"], [], ValueError, "no files: name at least one"),
         (["a.pdf"], "*", ValueError, r"a.pdf' is not a supported text file; its name must end in .txt, .*.parquet"),
         (["a.parquet.gz"], "*", ValueError, "a.parquet.gz' is not a supported"),
-        (["a.txt", "b.parquet"], "*", ValueError, "text must not mix Parquet with other files, got '.*a.txt'"),
+        (["a.txt", "b.parquet"], "*", ValueError, "Parquet and other files cannot be mixed, got '.*a.txt'"),
     ],
 )
 def test_names_are_checked_before_reading(tmp_path, names, source, error, message):

@@ -75,10 +75,10 @@ def find_shards(source: str | Iterable[str]) -> list[str]:
             raise FileNotFoundError(f"no such file: {pattern!r}")
         shards += found
     if not shards:
-        raise ValueError("text is empty: name at least one file")
+        raise ValueError("no files: name at least one file")
     kinds = {shard_format(shard) == ".parquet" for shard in shards}
     if len(kinds) > 1:
-        raise ValueError(f"text must not mix Parquet with other files, got {shards[0]!r} and others")
+        raise ValueError(f"Parquet and other files cannot be mixed, got {shards[0]!r} and others")
     return shards
 
 

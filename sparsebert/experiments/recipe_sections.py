@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ..checks import check_range, nearest
-from ..data.documents import load_documents
 from ..data.tasks import TASKS
 from ..training.finetuning_arguments import FinetuningArguments
+from ..training.sources import check_text
 from ..training.task_data import choose_splits
 
 
@@ -112,9 +112,8 @@ def check_texts(cell: dict[str, Any]) -> None:
         ValueError: If a file has another suffix.
         FileNotFoundError: If a file does not exist.
     """
-    for source in (cell["text"], cell["validation"]):
-        if source not in (None, "builtin") and not str(source).startswith("hub:"):
-            load_documents(source, "all")
+    for name in ("text", "validation"):
+        check_text(name, cell[name])
 
 
 def check_task(cell: dict[str, Any]) -> None:

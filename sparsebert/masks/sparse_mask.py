@@ -305,6 +305,24 @@ class SparseMask:
             return 0  # every query has a new key
         return num_empty_rows(self.keep, *self._shape(length)[1:], window)
 
+    def check_sizes(self, num_layers: int, num_heads: int) -> None:
+        """
+        Args:
+            num_layers (`int`): Layers with attention of a model.
+            num_heads (`int`): Its heads.
+
+        Raises:
+            ValueError: If the mask has other sizes, and is not one for all layers.
+        """
+        if self.num_layers in (1, num_layers) and self.num_heads == num_heads:
+            return
+        base = self.metadata.get("base_model")
+        found = f" (found for {base})" if base else ""
+        raise ValueError(
+            f"the mask{found} is for {self.num_layers} layer(s) and {self.num_heads} heads of length {self.length}; "
+            f"the model has {num_layers} layers with attention (or 1 mask for all) and {num_heads} heads"
+        )
+
     def check_rows(self, window: int | None = None) -> None:
         """
         Args:

@@ -210,15 +210,7 @@ class SparseAttention(Float32Module):
 
     def _use_mask(self, mask: SparseMask) -> None:
         config = self.config
-        expected = (self.num_layers, config.num_attention_heads)
-        if mask.num_layers not in (1, expected[0]) or mask.num_heads != expected[1]:
-            base = mask.metadata.get("base_model")
-            found = f" (found for {base})" if base else ""
-            raise ValueError(
-                f"the mask{found} is for {mask.num_layers} layer(s) and {mask.num_heads} heads of length "
-                f"{mask.length}; the model has {expected[0]} layers with attention (or 1 mask for all) and "
-                f"{expected[1]} heads"
-            )
+        mask.check_sizes(self.num_layers, config.num_attention_heads)
         if self.one_layer and mask.num_layers > 1:
             raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
         if config.is_decoder and mask.special_tokens == "first_last":

@@ -19,7 +19,7 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
-from .sources import check_source, read_given_mask
+from .sources import check_source, check_text, read_given_mask
 from .task_data import MissingSplitError, choose_splits
 
 
@@ -258,6 +258,8 @@ def _check_task(options: PostHocArguments) -> None:
     if options.task is None:
         if options.skip_bad:
             raise ValueError("skip_bad has no meaning without task")
+        for name in ("data", "validation"):
+            check_text(name, getattr(options, name))
         return
     if options.task not in TASKS:
         raise nearest("task", options.task, list(TASKS))

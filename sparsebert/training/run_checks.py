@@ -15,15 +15,13 @@ from ..attention import choice
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range, nearest
-from ..data.documents import load_documents
-from ..data.streams import find_shards
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.searches import SEARCHES
-from .sources import check_source
+from .sources import check_source, check_text
 
 
 if TYPE_CHECKING:
@@ -172,15 +170,7 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
     """
     _check_streaming(data, max_steps)
     for name in ("text", "validation"):
-        sources = getattr(data, name)
-        if sources == []:
-            raise ValueError(f"{name} must name at least one file, got []")
-        if sources is not None:
-            for source in sources if isinstance(sources, list) else [sources]:
-                if not isinstance(source, str):
-                    raise ValueError(f"{name} must hold names of files, got {source!r}")
-            if sources != "builtin" and not (isinstance(sources, str) and sources.startswith("hub:")):
-                find_shards(sources) if data.streaming else load_documents(sources, "all")  # reads nothing yet
+        check_text(name, getattr(data, name), data.streaming)
     for folder in () if data.cache_dir is None else (Path(data.cache_dir), *Path(data.cache_dir).parents):
         if folder.is_file():
             raise NotADirectoryError(f"cache_dir {data.cache_dir} cannot be made: {folder} is a file")

@@ -1,4 +1,4 @@
-"""Folders and Hub ids that a run reads: what must be there, checked before any weights are read."""
+"""Folders, Hub ids and text that a run reads: what must be there, checked before anything is read."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from ..data.documents import load_documents
+from ..data.streams import find_shards
 from ..hub import check_available
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS
@@ -22,7 +24,7 @@ from .checkpoint_manifests import is_damaged
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model"),
-    "sentencepiece.bpe.model",
+    *("sentencepiece.bpe.model", "spm.model"),
 )
 _MODEL_FILES = ((CONFIG_NAME,), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
 # Fields that name a folder or Hub id, and what is read of it: of each group one file.
@@ -55,7 +57,9 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
         folder = folder / hub_arguments["subfolder"]
         name = str(folder)
     if not (field == "mask" and name in PATTERNS):
-        check_folder(name, field, SOURCES[field][0])
+        # Whether a model's folder has a tokenizer is left to its reading, which says more.
+        for filenames in SOURCES[field][:2]:
+            check_folder(name, field, filenames)
     if not folder.is_dir():
         if field != "mask":  # whose reading checks this itself
             for filenames in SOURCES[field]:
@@ -64,6 +68,32 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
     for path in sorted(folder.iterdir()):
         if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
             raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
+
+
+def check_text(field: str, source: Any, streaming: bool = False) -> None:
+    """
+    Check that text files exist and are of a known format, without reading them. Hub datasets are not looked up.
+
+    Args:
+        field (`str`): The field that names them.
+        source (`str` or `list[str]`, *optional*): See [`load_documents`].
+        streaming (`bool`, *optional*, defaults to `False`): Whether the names may be patterns, see [`find_shards`].
+
+    Raises:
+        ValueError: If `source` has another type, or a file another suffix.
+        FileNotFoundError: If a file does not exist.
+    """
+    if source == []:
+        raise ValueError(f"{field} must name at least one file, got []")
+    if source is None or source == "builtin" or (isinstance(source, str) and source.startswith("hub:")):
+        return
+    for name in source if isinstance(source, list) else [source]:
+        if not isinstance(name, str):
+            raise ValueError(f"{field} must hold names of files, got {name!r}")
+    try:
+        find_shards(source) if streaming else load_documents(source, "all")
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"{field}: {error}") from error
 
 
 def read_given_mask(name: str, **hub_arguments: Any) -> SparseMask:

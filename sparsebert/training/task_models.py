@@ -86,7 +86,16 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
             f"model.{unknown[0]} has no meaning here: a configuration of type {model.model_type!r} has no such field"
         )
     if options.mask is not None and options.mask not in PATTERNS:
-        read_mask(options.mask, **of_mask)
+        mask = read_mask(options.mask, **of_mask)
+        layers = getattr(model, "num_attention_layers", model.num_hidden_layers)
+        try:
+            mask.check_sizes(layers, model.num_attention_heads)
+        except ValueError as error:
+            raise _does_not_fit(options, error) from error
+
+
+def _does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError:
+    return ValueError(f"mask {options.mask} does not fit {options.model}: {error}")
 
 
 def model_and_mask_arguments(options: FinetuningArguments) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -178,7 +187,7 @@ def _with_mask(
             return model
         return attach(model, name, attn_implementation=backend, **({} if pattern else of_mask), **fields)
     except ValueError as error:
-        raise ValueError(f"mask {name} does not fit {options.model}: {error}") from error
+        raise _does_not_fit(options, error) from error
 
 
 def _fitting(
