@@ -271,6 +271,39 @@ def test_repository_holds_one_state_of_a_mask(hub, run_client, tmp_path):
         assert [files & state for files in commits] == [frozen, search, frozen, search]
 
 
+PUSH_RUNS = """
+import sys
+from pathlib import Path
+from sparsebert import SparseBertConfig, SparseBertModel
+from sparsebert.masks.repositories import push_folder
+
+sizes = {"vocab_size": 10, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
+model = SparseBertModel(SparseBertConfig(**sizes, hidden_size=32, intermediate_size=8, pattern="window"))
+for number, written in enumerate((("metrics.json", "predictions_test.jsonl", "heads.png"), ("metrics.json",), ())):
+    folder = Path(sys.argv[1], f"run{number}")
+    model.save_pretrained(folder, max_shard_size="200KB" if number else "2KB")
+    for name in (*written, "notes.txt"):
+        (folder / name).write_text("{}")
+    for place in (None, "small"):
+        push_folder(folder, "user/runs", subfolder=place)
+    if number < 2:
+        if not number:
+            (folder / "README.md").write_text("# Mine")
+        push_folder(folder, "user/others")
+"""
+
+
+def test_a_run_replaces_the_files_of_another(hub, run_client, tmp_path):
+    """In a repository whose README.md is that of a user, only the mask is replaced."""
+    run_client(PUSH_RUNS, tmp_path)
+    last = hub.repos["user/runs"].commits[-1]
+    own = {"config.json", "model.safetensors", "mask_config.json", "mask.safetensors", "README.md", "notes.txt"}
+    own.add("modeling_frozen_sparsebert.py")
+    assert last - {".gitattributes"} == own | {f"small/{name}" for name in own}
+    others = hub.repos["user/others"].commits[-1]
+    assert {"metrics.json", "predictions_test.jsonl", "heads.png", "model.safetensors"} < others
+
+
 def test_pushes_of_a_trainer_hold_one_state_of_a_mask(hub, run_client, tmp_path):
     """At no commit there is the mask of another model, and those of checkpoints contain theirs."""
     run_client(PUSH_BY_TRAINER, tmp_path)

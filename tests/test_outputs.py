@@ -183,6 +183,16 @@ def post_hoc_flags(checkpoints, tmp_path):
     return lambda output, *flags: ["search", *words, "--output_dir", str(output), *map(str, flags)]
 
 
+def test_a_search_leaves_nothing_of_a_fine_tuned_model(finetuning_flags, post_hoc_flags, tmp_path):
+    folder = tmp_path / "run"
+    assert main(finetuning_flags(folder)) == 0
+    assert list(folder.glob("predictions_*")) and (folder / "recipe.yaml").is_file()
+    (folder / "notes.txt").touch()
+    assert main(post_hoc_flags(folder, "--overwrite")) == 0
+    assert not [*folder.glob("predictions_*"), *folder.glob("recipe.yaml"), *folder.glob("results.md")]
+    assert (folder / "mask.safetensors").is_file() and (folder / "notes.txt").is_file()
+
+
 @pytest.mark.parametrize(
     "number, code, reason", [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 )

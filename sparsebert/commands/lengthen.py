@@ -12,7 +12,7 @@ from ..files import check_output_dir, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer
 from ..models.loading import carries_mask, check_folder, load, model_class_of
 from ..models.positions import METHODS, extend_positions
-from ..training.run_folders import MODEL_FILES, run_folder
+from ..training.run_folders import run_folder
 from ._command import Command, Results, needed, without_token
 
 
@@ -65,7 +65,7 @@ def run(values):
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     output = Path(options.output_dir)
-    with locked_output(output), run_folder(output, options.overwrite, written=MODEL_FILES, whole=True) as (folder, _):
+    with locked_output(output), run_folder(output, options.overwrite, whole=True) as (folder, _):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"

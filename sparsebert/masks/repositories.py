@@ -19,7 +19,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
 from transformers.utils import CONFIG_NAME
 
-from ..files import UNFINISHED_NAME, check_output_dir, is_empty
+from ..files import RESULT_FILES, UNFINISHED_NAME, check_output_dir, is_empty
 from ..hub import check_available
 from .mask_cards import (
     CARD_NAME,
@@ -46,6 +46,8 @@ from .mask_files import (
 _NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
 # The state of a mask, which a newer one replaces.
 _STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search_config.json")
+# What a run leaves beside the mask, which the folder of another model replaces.
+_OF_RUN = ("model*.safetensors*", *RESULT_FILES)
 # The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, "heads.png")
 
@@ -136,7 +138,8 @@ def push_folder(
     replaced: Sequence[str] | None = None,
 ) -> CommitInfo:
     """
-    Push the folder of a mask or model, in one commit that also deletes what another state of the mask left there.
+    Push the folder of a mask or model, in one commit that also deletes what another state of the mask left there, and,
+    with a model, the weights and results of another run, unless the README.md there is by somebody else.
 
     Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package
     did not write stays. Beside masks in subfolders, the README.md of the repository lists them.
@@ -148,7 +151,8 @@ def push_folder(
         private, token, revision, create_pr, commit_message, commit_description: See `HfApi.create_commit`.
         tags (`list[str]`, *optional*): Tags to add to the card.
         mask_only (`bool`, *optional*, defaults to `False`): Whether to push the mask of a model without the model.
-        replaced (`list[str]`, *optional*): Files to delete that the folder lacks; by default all of a mask's state.
+        replaced (`list[str]`, *optional*): Files to delete that the folder lacks; by default those of another state
+            or run.
 
     Raises:
         ValueError: If the folder holds no mask and no model, or an unfinished run.
@@ -168,7 +172,8 @@ def push_folder(
         """Whether the repository has a README.md that this package did not write."""
         return path in there and own_card(Path(api.hf_hub_download(repo_id, path, revision=revision))) is None
 
-    if CARD_NAME in names and is_theirs(place + CARD_NAME):
+    theirs = is_theirs(place + CARD_NAME)
+    if CARD_NAME in names and theirs:
         names.remove(CARD_NAME)
     contents: dict[str, Any] = {name: folder / name for name in names}
     if CARD_NAME in names and (card := own_card(folder / CARD_NAME)) is not None:
@@ -176,7 +181,11 @@ def push_folder(
             card = _card_of_mask(folder, card)
         contents[CARD_NAME] = signed(renamed(card, repo_id, subfolder, tags or ()))
     operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
-    stale = {place + name for name in (_STATE if replaced is None else replaced)} - {place + name for name in names}
+    stale = set(_STATE if replaced is None else replaced)
+    if replaced is None and CONFIG_NAME in names and not theirs:
+        here = {path.removeprefix(place) for path in there if path.startswith(place)}
+        stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in _OF_RUN)}
+    stale = {place + name for name in stale - set(names)}
     operations += [CommitOperationDelete(path) for path in sorted(stale & there)]
     if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):
         operations.append(CommitOperationAdd(CARD_NAME, _collection(api, repo_id, revision, folder, subfolder)))

@@ -36,7 +36,7 @@ from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .post_hoc_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
 from .run_cards import add_search, hardware
-from .run_folders import MODEL_FILES, run_folder
+from .run_folders import run_folder
 
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
-    with locked_output(output), run_folder(output, options.overwrite, written=MODEL_FILES, whole=True) as (folder, _):
+    with locked_output(output), run_folder(output, options.overwrite, whole=True) as (folder, _):
         return _search(options, config, fields, folder)
 
 

@@ -25,7 +25,7 @@ from .pretraining_inputs import make_inputs, make_model
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record
 from .run_cards import add_pretraining, hardware
 from .run_checks import check_evaluation, check_pretraining, check_schedule, check_training
-from .run_folders import MODEL_FILES, resume_from, run_folder
+from .run_folders import resume_from, run_folder
 from .search_start import check_rows_fill_mask, check_search_start, start_search
 from .stopping import StopOnSignal
 from .time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
@@ -77,7 +77,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     resume = resume_from(data.resume, training.resume_from_checkpoint)
     with (
         locked_output(output) as unfinished,
-        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished, MODEL_FILES) as place,
+        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
     ):
         # Whatever the recipe says of signals, they save a checkpoint.
         changed: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import check_output_dir, is_empty
+from ..data.tasks.glue import SUBMISSIONS
+from ..files import RESULT_FILES, check_output_dir, is_empty
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
@@ -23,10 +24,11 @@ logger = logging.get_logger(__name__)
 # A run that is to replace another works in this folder of the output folder.
 ASIDE_NAME = ".unfinished"
 _RESULT_NAME = "metrics.json"
-# Patterns of what runs write that end with a model: its weights and mask, results and pictures.
-MODEL_FILES = (
-    *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, _RESULT_NAME),
-    *("heads.png", "mean_probs.png", "offset_profile.png"),
+# Patterns of what a run leaves of which nothing may stay beside the files of another.
+_REPLACED = (
+    *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, *RESULT_FILES),
+    *(f"{name}.tsv" for name in SUBMISSIONS.values()),
+    f"{PREFIX_CHECKPOINT_DIR}-*",
 )
 _LOGS_NAME = "runs"
 
@@ -55,12 +57,11 @@ def run_folder(
     resume: bool | str | None = None,
     allow_partial: bool = False,
     unfinished: bool = False,
-    written: Sequence[str] = (),
     whole: bool = False,
 ) -> Iterator[tuple[Path, str | None]]:
     """
     Context manager that gives a run its folder. A run that replaces what is in `output` works aside, in a folder
-    within it; at the end of the block its files take the place of the others.
+    within it; at the end of the block its files take the place of the others, and what else runs write is removed.
 
     Args:
         output (`str` or `os.PathLike`): The output folder.
@@ -68,8 +69,6 @@ def run_folder(
         resume (`bool` or `str`, *optional*): See [`resume_from`].
         allow_partial (`bool`, *optional*, defaults to `False`): See [`check_whole`].
         unfinished (`bool`, *optional*, defaults to `False`): Whether what is there was left by a run of this kind.
-        written (`Sequence[str]`, *optional*): Patterns of files that a run writes to its folder. Those of the run that
-            is replaced are removed at the end.
         whole (`bool`, *optional*, defaults to `False`): Work aside also in an empty folder: for runs without
             checkpoints, of which all files are to be there or none.
 
@@ -103,7 +102,7 @@ def run_folder(
         if folder == output:
             _tidy(_aside(output), output, older)
         else:
-            _swap(folder, output, written)
+            _swap(folder, output)
     state.wait_for_everyone()
 
 
@@ -207,11 +206,11 @@ def _tidy(folder, output, older):
             folder.parent.rmdir()
 
 
-def _swap(folder, output, written):
+def _swap(folder, output):
     """Move the files of a run from its folder aside into the output folder, its results last."""
     entries = sorted(folder.iterdir(), key=lambda path: path.name == _RESULT_NAME)
     names = {path.name for path in entries}
-    for pattern in (*written, f"{PREFIX_CHECKPOINT_DIR}-*"):
+    for pattern in _REPLACED:
         for path in output.glob(pattern):
             if path.name not in names:
                 _remove(path)

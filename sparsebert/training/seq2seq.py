@@ -35,7 +35,7 @@ from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_checks import check_evaluation, check_model_fields, check_schedule, check_training
-from .run_folders import MODEL_FILES, resume_from, run_folder
+from .run_folders import resume_from, run_folder
 from .sources import check_source
 from .stopping import StopOnSignal
 from .trainer import SparseBertTrainer
@@ -86,9 +86,6 @@ class TranslationArguments:
     allow_partial_resume: bool = False
     overwrite: bool = False
 
-
-# What a run writes, apart from the tokenizer, checkpoints and logs.
-_WRITTEN = (*MODEL_FILES, "translations.txt")
 
 SECTIONS = {"data": TranslationArguments, "model": SparseBertConfig, "training": Seq2SeqTrainingArguments}
 
@@ -306,7 +303,7 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     resume = resume_from(data.resume, training.resume_from_checkpoint)
     with (
         locked_output(output) as unfinished,
-        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished, _WRITTEN) as place,
+        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
     ):
         # Whatever the recipe says of signals, they save a checkpoint.
         changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], "enable_jit_checkpoint": False}

@@ -10,7 +10,6 @@ from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from ..data.tasks import Task
-from ..data.tasks.glue import SUBMISSIONS
 from ..files import write_metrics
 from ..masks.patterns import PATTERNS
 from ..models.attaching import allowed_fields
@@ -18,9 +17,9 @@ from ..models.token_mixers import fixed_length
 from ..search.progressive_pruning import ProgressivePruning
 from .engines import check_engine, warn_of_ignored_engine
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
-from .run_cards import PICTURE, add_finetuning, draw_heads, hardware
+from .run_cards import add_finetuning, draw_heads, hardware
 from .run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
-from .run_folders import MODEL_FILES, check_unfinished, resume_from, run_folder
+from .run_folders import check_unfinished, resume_from, run_folder
 from .stopping import StopOnSignal
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
@@ -28,15 +27,6 @@ from .trainer import SparseBertTrainer
 
 
 logger = logging.get_logger(__name__)
-
-# What a run writes, apart from the tokenizer, checkpoints and logs.
-_WRITTEN = (
-    *MODEL_FILES,
-    *("recipe.yaml", "results.md"),
-    PICTURE,
-    *("predictions_*.json*", "nbest_predictions_*.json", "null_odds_*.json"),
-    *(f"{name}.tsv" for name in SUBMISSIONS.values()),
-)
 
 
 def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:
@@ -89,7 +79,7 @@ def run_once(
     if not (resume or options.overwrite):
         check_unfinished(output)
     overwrite = options.overwrite or not resume or (output / "metrics.json").is_file()
-    with run_folder(output, overwrite, resume, options.allow_partial_resume, True, _WRITTEN) as (folder, checkpoint):
+    with run_folder(output, overwrite, resume, options.allow_partial_resume, True) as (folder, checkpoint):
         return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder)
 
 
