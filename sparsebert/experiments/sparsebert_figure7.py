@@ -15,9 +15,16 @@ from filelock import FileLock
 
 from ..analysis.runs import read_run
 from ..analysis.tables import Table
-from ..checks import check_range
+from ..checks import check_choice, check_range
 from ..training.two_stage_pruning import prune_by_probs, random_control
-from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
+from .continued_pretraining import (
+    SEARCH_VARIANTS,
+    ContinuedSettings,
+    check_continued,
+    continue_training,
+    continued_fields,
+    loss_table,
+)
 from .experiment import Experiment
 
 
@@ -38,7 +45,7 @@ class StagesStudy(ContinuedSettings):
         start_from_attention (`bool`): Start this search from what the checkpoint attends to.
         initial_decay, initial_sparsity (`float`, *optional*): Where it starts, see [`SparseBertConfig`]; the decay
             only without `start_from_attention`.
-        hard (`bool`): Train this search through the mask that it would freeze to, instead of P.
+        variant (`str`): How this search learns, a key of `SEARCH_VARIANTS`.
     """
 
     sparsities: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
@@ -48,13 +55,13 @@ class StagesStudy(ContinuedSettings):
     start_from_attention: bool = True
     initial_decay: float | None = None
     initial_sparsity: float | None = None
-    hard: bool = False
+    variant: str = "mask"
 
 
 # Settings of the search of the one stage, and all that the soft search of a seed has nothing to do with.
 _OF_ONE_STAGE = (
     *("search_end", "target_logit_scale", "start_from_attention"),
-    *("initial_decay", "initial_sparsity", "hard"),
+    *("initial_decay", "initial_sparsity", "variant"),
 )
 _OF_STAGES = ("stage", "target", "system", *_OF_ONE_STAGE)
 
@@ -84,6 +91,7 @@ def check(cell: dict[str, Any]) -> None:
         OSError: If there is no such model or text.
     """
     check_range("sparsities", cell["target"], 0, 1, (int, float))
+    check_choice("variant", cell["variant"], tuple(SEARCH_VARIANTS))
     check_continued(cell | ({"model": _one_stage(cell)} if cell["stage"] == "one_stage" else {}))
 
 
@@ -91,7 +99,7 @@ def _one_stage(cell):
     """The fields of the search of the one stage."""
     start = {name: cell[name] for name in ("initial_decay", "initial_sparsity") if cell[name] is not None}
     model = {"search": "dam_u", "target_sparsity": cell["target"], "mask_logit_scale": cell["target_logit_scale"]}
-    return model | start | ({"hard": True} if cell["hard"] else {})
+    return model | start | SEARCH_VARIANTS[cell["variant"]]
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:

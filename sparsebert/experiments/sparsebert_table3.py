@@ -7,15 +7,24 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ..analysis.pictures import plot_heads
 from ..analysis.tables import Table
+from ..checks import check_choice
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from ..masks.matched import matched_pattern
 from ..masks.sparse_mask import SparseMask
-from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
+from .continued_pretraining import (
+    SEARCH_VARIANTS,
+    ContinuedSettings,
+    check_continued,
+    continue_training,
+    continued_fields,
+    loss_table,
+)
 from .experiment import Experiment
 
 
@@ -53,7 +62,7 @@ class MasksStudy(ContinuedSettings):
         start_from_attention (`bool`): Start searches with a target from what the checkpoint attends to.
         initial_decay, initial_sparsity (`float`, *optional*): Where they start, see [`SparseBertConfig`]; the decay
             only without `start_from_attention`.
-        hard (`bool`): Train searches with a target through the mask that they would freeze to, instead of P.
+        variants (`list[str]`): How searches with a target learn, keys of `SEARCH_VARIANTS`.
     """
 
     searches: list[str] = field(default_factory=lambda: ["dam_s", "dam_u"])
@@ -65,7 +74,7 @@ class MasksStudy(ContinuedSettings):
     start_from_attention: bool = True
     initial_decay: float | None = None
     initial_sparsity: float | None = None
-    hard: bool = False
+    variants: list[str] = field(default_factory=lambda: ["mask", "layers"])
 
 
 def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
@@ -78,25 +87,25 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
     start = {"initial_decay": settings.initial_decay, "initial_sparsity": settings.initial_sparsity}
     start["mask_logit_scale"] = settings.target_logit_scale
     start = {name: value for name, value in start.items() if value is not None}
-    start |= {"hard": True} if settings.hard else {}
+    for variant in settings.variants:
+        check_choice("variants", variant, tuple(SEARCH_VARIANTS))
     for search in settings.searches:
         common = {"search": search, "mask_logit_scale": settings.mask_logit_scale}
         for penalty in settings.penalties:
             systems[f"{search}_lambda_{penalty:g}"] = (search, common | {"sparsity_weight": penalty})
-        for target in settings.targets:
-            systems[f"{search}_target_{target:g}"] = (
-                f"{search}, target",
-                {"search": search, "target_sparsity": target} | start,
-            )
-            if search == "dam_s" and target in WITH_DIAGONAL:
-                kept = {"search": search, "target_sparsity": target, "diagonal": "keep"} | start
-                systems[f"{search}_keep_diag_target_{target:g}"] = (f"{search}, target, diagonal kept", kept)
+        for target, variant in product(settings.targets, settings.variants):
+            model = {"search": search, "target_sparsity": target} | start | SEARCH_VARIANTS[variant]
+            name, series = (search, search) if variant == "mask" else (f"{search}_{variant}", f"{search}, {variant}")
+            systems[f"{name}_target_{target:g}"] = (f"{series}, target", model)
+            if name == "dam_s" and target in WITH_DIAGONAL:
+                kept = model | {"diagonal": "keep"}
+                systems[f"{name}_keep_diag_target_{target:g}"] = (f"{series}, target, diagonal kept", kept)
     for target in settings.targets:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
         window = matched_pattern("window", target, settings.max_length, 1).metadata["pattern_parameters"]
         systems[f"window_{target:g}"] = ("window", {"pattern": "window", "pattern_kwargs": window})
     common = continued_fields(settings) | {"search_end": settings.search_end}
-    common |= {"start_from_attention": settings.start_from_attention, "hard": settings.hard}
+    common["start_from_attention"] = settings.start_from_attention
     result = {}
     for seed in settings.seeds:
         for system, (series, model) in systems.items():
@@ -123,8 +132,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _is_shown(cell, search, target):
-    model = {name: cell["model"].get(name) for name in ("search", "target_sparsity", "diagonal")}
-    return model == {"search": search, "target_sparsity": target, "diagonal": None}
+    return cell["system"] == f"{search}_target_{target:g}"
 
 
 def keep(cell: dict[str, Any], folder: Path) -> dict[str, bytes]:
@@ -217,9 +225,9 @@ EXPERIMENT = Experiment(
         "Its dam_s with the diagonal are the same masks and the diagonal, 90.4 and 92.7 % removed; ours are searched "
         "with the diagonal kept, for the same target",
         "With lambda a search is the paper's: samples, and a start at which all positions are alike. With a target it "
-        "is this library's: P itself, or with hard the mask that freezing would give, and by default a start from "
-        "what the checkpoint attends to. Its steps count: "
-        "manual masks have all of theirs for training",
+        "is this library's, and trains the mask that freezing would give (probs: P itself), by default from what the "
+        "checkpoint attends to. Masks are the same in all layers (layers: each has its own). The steps of a search "
+        "count: manual masks have all of theirs for training",
         "Always global: the first and last token in dam_s, bigbird and window, the first in star, none in the other "
         "systems but for four random tokens in longformer. The paper has no window",
     ),
