@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.claims import _AS_SPARSE, CLAIMS, Comparison, _as_sparse, status, table, weakest
 from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.sparsebert_table3 import MANUAL
+from sparsebert.experiments.sparsebert_table3 import MasksStudy
 from sparsebert.masks.patterns import build_pattern
 
 
@@ -44,7 +44,8 @@ def test_every_claim_finds_its_cells(claim):
 
 @pytest.mark.parametrize("name", _AS_SPARSE)
 def test_learned_and_manual_masks_keep_as_much(name):
-    manual = build_pattern(name, 128, 12, **MANUAL[name])
+    model = EXPERIMENTS["sparsebert_table3"].cells(MasksStudy(seeds=[1]))[f"{name}_seed_1"]["model"]
+    manual = build_pattern(model["pattern"], 128, 12, **model["pattern_kwargs"])
     assert _AS_SPARSE[name] == pytest.approx(manual.sparsity, abs=0.011)
 
 
