@@ -26,11 +26,13 @@ DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 LOCK_NAME = ".lock"
 UNFINISHED_NAME = "unfinished.json"
 LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
-# Patterns of what runs write apart from weights, masks, tokenizer and card: results, pictures and predictions, which
-# say something false beside the model of another run.
-RESULT_FILES = (
-    *("metrics.json", "results.md", "recipe.yaml", "heads.png", "mean_probs.png", "offset_profile.png"),
-    *("predictions_*.json*", "nbest_predictions_*.json", "null_odds_*.json", "translations.txt"),
+# Patterns of the results of a run, which say something false beside the model of another: those of every run, and what
+# a fine-tuning adds.
+RESULTS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
+RESULT_FILES = (RESULTS_NAME, PICTURE_NAME, "mean_probs.png", "offset_profile.png")
+TASK_FILES = (
+    *("recipe.yaml", "results.md", "predictions_*.json*"),
+    *("nbest_predictions_*.json", "null_odds_*.json"),
 )
 # The name of a file that is being written, until it takes its place.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")

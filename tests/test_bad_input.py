@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import HTTPError
+from transformers import AutoTokenizer
 
 from sparsebert.commands import main
 from sparsebert.masks.sparse_mask import SparseMask
@@ -119,6 +120,22 @@ def test_damaged_weights_are_named(refused, checkpoints, glue_folder, pretrainin
     assert f"{weights} is damaged" in line
     line = refused(pretraining_flags(tmp_path / "run", "--base_model", model))
     assert f"{weights} is damaged" in line
+
+
+def test_weights_are_trained_with_their_own_tokenizer(refused, checkpoints, pretraining_flags, tmp_path):
+    def words(base, output):
+        found = pretraining_flags(output, "--base_model", base)
+        place = found.index("--tokenizer")
+        return found[:place] + found[place + 2 :]
+
+    assert main(words(checkpoints["stock"], tmp_path / "run")) == 0
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (checkpoints["stock"], tmp_path / "run")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    model = Path(shutil.copytree(checkpoints["stock"], tmp_path / "model"))
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    line = refused(words(model, tmp_path / "other"))
+    assert f"tokenizer: that of base_model {model} cannot be read (there is no tokenizer" in line
 
 
 @pytest.mark.parametrize("content", ["{", f'{{"a": {DEEP}}}'], ids=["cut", "deep"])

@@ -256,6 +256,16 @@ def test_masks_of_other_models_are_refused_before_the_data_is_read(
         check_arguments(options(model=checkpoints[model], mask=str(tmp_path)), {})
 
 
+def test_a_mask_for_the_layers_that_are_left(options, checkpoints, tmp_path):
+    mask = build_pattern("window", 32, 4)
+    mask.replace(keep=mask.keep.expand(1, -1, -1)).save_pretrained(tmp_path / "1")
+    mask.replace(keep=mask.keep.expand(2, -1, -1)).save_pretrained(tmp_path / "2")
+    config = {"num_hidden_layers": 1}
+    check_arguments(options(model=checkpoints["stock"], mask=str(tmp_path / "1")), config)
+    with pytest.raises(ValueError, match=r"for 2 layer\(s\) and 4 heads .* the model has 1 layers"):
+        check_arguments(options(model=checkpoints["stock"], mask=str(tmp_path / "2")), config)
+
+
 @pytest.mark.parametrize("fields", [{}, {"mask": "bigbird"}, {"model": "stock"}], ids=["own", "pattern", "dense"])
 def test_weights_of_other_sizes_than_the_configuration_says(options, checkpoints, tmp_path, fields):
     folder = shutil.copytree(checkpoints[fields.get("model", "window")], tmp_path / "model")

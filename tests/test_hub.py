@@ -271,9 +271,11 @@ def test_repository_holds_one_state_of_a_mask(hub, run_client, tmp_path):
         assert [files & state for files in commits] == [frozen, search, frozen, search]
 
 
+CODE = "modeling_frozen_sparsebert.py"
 PUSH_RUNS = """
 import sys
 from pathlib import Path
+from huggingface_hub import HfApi
 from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.masks.repositories import push_folder
 
@@ -290,18 +292,30 @@ for number, written in enumerate((("metrics.json", "predictions_test.jsonl", "he
         if not number:
             (folder / "README.md").write_text("# Mine")
         push_folder(folder, "user/others")
+    if number == 2:
+        push_folder(Path(sys.argv[1], "run0"), "user/others")  # whole weights, then shards
+api = HfApi()
+api.create_repo("user/new")
+for name in ("results.md", "metrics.json", "model_notes.safetensors"):
+    api.upload_file(path_or_fileobj=b"{}", path_in_repo=name, repo_id="user/new")
+push_folder(Path(sys.argv[1], "run2"), "user/new")
 """
 
 
 def test_a_run_replaces_the_files_of_another(hub, run_client, tmp_path):
-    """In a repository whose README.md is that of a user, only the mask is replaced."""
+    """But not those of a user. Weights are never beside other weights, one of which would be loaded."""
     run_client(PUSH_RUNS, tmp_path)
     last = hub.repos["user/runs"].commits[-1]
     own = {"config.json", "model.safetensors", "mask_config.json", "mask.safetensors", "README.md", "notes.txt"}
-    own.add("modeling_frozen_sparsebert.py")
+    own.add(CODE)
     assert last - {".gitattributes"} == own | {f"small/{name}" for name in own}
-    others = hub.repos["user/others"].commits[-1]
-    assert {"metrics.json", "predictions_test.jsonl", "heads.png", "model.safetensors"} < others
+    whole, sharded = hub.repos["user/others"].commits[-2:]
+    kept = {"metrics.json", "predictions_test.jsonl", "heads.png"}
+    assert kept < whole and {name for name in whole if name.startswith("model")} == {"model.safetensors", CODE}
+    assert kept < sharded and "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
+    assert {"results.md", "metrics.json", "model_notes.safetensors", "model.safetensors"} < hub.repos[
+        "user/new"
+    ].files.keys()
 
 
 def test_pushes_of_a_trainer_hold_one_state_of_a_mask(hub, run_client, tmp_path):

@@ -193,6 +193,16 @@ def test_a_search_leaves_nothing_of_a_fine_tuned_model(finetuning_flags, post_ho
     assert (folder / "mask.safetensors").is_file() and (folder / "notes.txt").is_file()
 
 
+def test_a_run_that_replaces_another_leaves_the_files_of_the_user(pretraining_flags, tmp_path):
+    folder = tmp_path / "run"
+    assert main(pretraining_flags(folder)) == 0
+    names = ("recipe.yaml", "results.md", "translations.txt", "RTE.tsv", "predictions_mine.json")
+    for name in names:
+        (folder / name).write_text("mine")
+    assert main(pretraining_flags(folder, "--overwrite")) == 0
+    assert [(folder / name).read_text() for name in names] == ["mine"] * len(names)
+
+
 @pytest.mark.parametrize(
     "number, code, reason", [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 )

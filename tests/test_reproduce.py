@@ -152,7 +152,7 @@ def test_cells_of_other_settings_are_refused_or_made_anew(experiment, run, tmp_p
     cells = read(tmp_path / "results/products_tiny.json")
     assert experiment[2:] == ["a", "c"] and cells["a"]["metrics"]["product"] == 4
     assert cells["b"]["settings"]["factor"] == 3
-    assert "factor: 4, but 3 in b" in (tmp_path / "results/products_tiny.md").read_text()
+    assert "factor: 4; in b: 3" in (tmp_path / "results/products_tiny.md").read_text()
 
 
 def test_seeds_of_a_cell_share_their_settings(experiment, run, tmp_path):

@@ -240,12 +240,16 @@ def test_push_replaces_another_state_of_the_mask(hub, client, tmp_path):
 def test_what_is_not_pushed(hub, client, tmp_path):
     (tmp_path / "unfinished.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pickled").mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (tmp_path / "pickled" / name).write_text("{}")
     before = len(hub.requests)
     for folder, said in (
         (tmp_path / "nowhere", "there is no such folder"),
         (tmp_path, "has not finished"),
         (ROOT / "docs", "holds no config.json and no mask_config.json"),
         (ROOT / "benchmarks" / "masks", "dam_s_512"),
+        (tmp_path / "pickled", "has its weights in pytorch_model.bin alone, which is pickled"),
     ):
         code, _, err = client(["push", folder, "--repo_id", "user/none"])
         assert code == 2 and said in err

@@ -53,7 +53,7 @@ def run(values):
     needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
-    check_folder(options.model, "model")
+    check_folder(options.model, "model", subfolder=options.subfolder)
     check_output_dir(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     if carries_mask(source, **hub_arguments):

@@ -115,9 +115,11 @@ def long_enough(name: str, length: int, folder: Path) -> str:
     return str(folder / "lengthened")
 
 
-# How a search with a target learns. "mask": through the mask that it would freeze to, with one budget for all heads.
-# "layers": likewise, but each layer has masks of its own, which need not be symmetric; the other masks are symmetric
-# and shared by all layers, as in the paper. "probs": through P, ever steeper, with the same budget in every head.
+# How a search with a target learns.
+# "mask": through the mask that it would freeze to, with one budget for all heads. The masks are those of the paper,
+# symmetric and shared by all layers.
+# "layers": likewise, but each layer has masks of its own, which need not be symmetric.
+# "probs": through P, ever steeper, with the same budget in every head; the masks are those of the paper.
 _MASK = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global"}
 SEARCH_VARIANTS: dict[str, dict[str, Any]] = {
     "mask": _MASK,

@@ -8,7 +8,7 @@ import torch
 from ..checks import check_range, nearest
 from ..data.tasks import TASKS
 from ..training.finetuning_arguments import FinetuningArguments
-from ..training.sources import check_text
+from ..training.sources import check_text_files
 from ..training.task_data import choose_splits
 
 
@@ -113,7 +113,7 @@ def check_texts(cell: dict[str, Any]) -> None:
         FileNotFoundError: If a file does not exist.
     """
     for name in ("text", "validation"):
-        check_text(name, cell[name])
+        check_text_files(name, cell[name])
 
 
 def check_task(cell: dict[str, Any]) -> None:

@@ -85,9 +85,8 @@ def _differences(experiment: Experiment, finished: Mapping[str, dict[str, Any]])
                 cells.setdefault(json.dumps(cell[source][field]), []).append(name)
         if len(cells) > 1:
             usual, *others = sorted(cells, key=lambda value: -len(cells[value]))
-            yield f"{field}: {usual}, but " + "; ".join(
-                f"{value} in {_joined(cells[value], finished)}" for value in others
-            )
+            parts = (f"in {_joined(cells[value], finished)}: {value}" for value in others)
+            yield f"{field}: " + "; ".join([usual, *parts])
 
 
 def _joined(names, finished):

@@ -226,8 +226,8 @@ EXPERIMENT = Experiment(
         "with the diagonal kept, for the same target",
         "With lambda a search is the paper's: samples, and a start at which all positions are alike. With a target it "
         "is this library's, and trains the mask that freezing would give (probs: P itself), by default from what the "
-        "checkpoint attends to. Masks are the same in all layers (layers: each has its own). The steps of a search "
-        "count: manual masks have all of theirs for training",
+        "checkpoint attends to. Masks are symmetric and the same in all layers (layers: neither). The steps of a "
+        "search count: manual masks have all of theirs for training",
         "Always global: the first and last token in dam_s, bigbird and window, the first in star, none in the other "
         "systems but for four random tokens in longformer. The paper has no window",
     ),

@@ -1,6 +1,7 @@
 """Pushing folders of masks and models to the Hub, pulling them, and listing masks. A push is one commit."""
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -19,7 +20,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
 from transformers.utils import CONFIG_NAME
 
-from ..files import RESULT_FILES, UNFINISHED_NAME, check_output_dir, is_empty
+from ..files import PICTURE_NAME, RESULT_FILES, RESULTS_NAME, TASK_FILES, UNFINISHED_NAME, check_output_dir, is_empty
 from ..hub import check_available
 from .mask_cards import (
     CARD_NAME,
@@ -46,10 +47,11 @@ from .mask_files import (
 _NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
 # The state of a mask, which a newer one replaces.
 _STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search_config.json")
-# What a run leaves beside the mask, which the folder of another model replaces.
-_OF_RUN = ("model*.safetensors*", *RESULT_FILES)
+# Files with weights, and with those that are not pushed because they are pickled.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 # The files in the folder of a model that are about its mask.
-_OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, "heads.png")
+_OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, PICTURE_NAME)
 
 
 def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str, Any]]:
@@ -138,8 +140,8 @@ def push_folder(
     replaced: Sequence[str] | None = None,
 ) -> CommitInfo:
     """
-    Push the folder of a mask or model, in one commit that also deletes what another state of the mask left there, and,
-    with a model, the weights and results of another run, unless the README.md there is by somebody else.
+    Push the folder of a mask or model, in one commit that also deletes what contradicts it there: another state of the
+    mask and, with a model, other weights and the results of another run that was pushed there with its card.
 
     Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package
     did not write stays. Beside masks in subfolders, the README.md of the repository lists them.
@@ -151,8 +153,8 @@ def push_folder(
         private, token, revision, create_pr, commit_message, commit_description: See `HfApi.create_commit`.
         tags (`list[str]`, *optional*): Tags to add to the card.
         mask_only (`bool`, *optional*, defaults to `False`): Whether to push the mask of a model without the model.
-        replaced (`list[str]`, *optional*): Files to delete that the folder lacks; by default those of another state
-            or run.
+        replaced (`list[str]`, *optional*): Files to delete that the folder lacks, besides weights; by default those of
+            another state of the mask or another run.
 
     Raises:
         ValueError: If the folder holds no mask and no model, or an unfinished run.
@@ -173,6 +175,7 @@ def push_folder(
         return path in there and own_card(Path(api.hf_hub_download(repo_id, path, revision=revision))) is None
 
     theirs = is_theirs(place + CARD_NAME)
+    ours = not theirs and place + CARD_NAME in there
     if CARD_NAME in names and theirs:
         names.remove(CARD_NAME)
     contents: dict[str, Any] = {name: folder / name for name in names}
@@ -182,9 +185,14 @@ def push_folder(
         contents[CARD_NAME] = signed(renamed(card, repo_id, subfolder, tags or ()))
     operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
     stale = set(_STATE if replaced is None else replaced)
-    if replaced is None and CONFIG_NAME in names and not theirs:
-        here = {path.removeprefix(place) for path in there if path.startswith(place)}
-        stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in _OF_RUN)}
+    here = {path.removeprefix(place) for path in there if path.startswith(place)}
+    if any(map(_WEIGHTS.fullmatch, names)):
+        stale |= set(filter(_WEIGHTS.fullmatch, here))
+    if replaced is None and ours:
+        stale.add(PICTURE_NAME)
+    if replaced is None and CONFIG_NAME in names and ours and RESULTS_NAME in here:
+        results = (*RESULT_FILES, *TASK_FILES)
+        stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in results)}
     stale = {place + name for name in stale - set(names)}
     operations += [CommitOperationDelete(path) for path in sorted(stale & there)]
     if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):
@@ -226,7 +234,13 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
     if (folder / MASK_CONFIG_NAME).is_file():
         read_description(folder / MASK_CONFIG_NAME)
-    files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    pickled = list(filter(_PICKLED_WEIGHTS.fullmatch, files))
+    if pickled and not mask_only and not any(map(_WEIGHTS.fullmatch, files)):
+        raise ValueError(
+            f"{folder} has its weights in {pickled[0]} alone, which is pickled and so not pushed: load the model and "
+            "save it with save_pretrained"
+        )
     if mask_only:
         return [name for name in files if name in _OF_MASK]
     return [name for name in files if not any(fnmatch(part, p) for part in name.split("/") for p in _NOT_PUSHED)]

@@ -305,7 +305,7 @@ class SparseMask:
             return 0  # every query has a new key
         return num_empty_rows(self.keep, *self._shape(length)[1:], window)
 
-    def check_sizes(self, num_layers: int, num_heads: int) -> None:
+    def check_fits(self, num_layers: int, num_heads: int) -> None:
         """
         Args:
             num_layers (`int`): Layers with attention of a model.
@@ -320,7 +320,7 @@ class SparseMask:
         found = f" (found for {base})" if base else ""
         raise ValueError(
             f"the mask{found} is for {self.num_layers} layer(s) and {self.num_heads} heads of length {self.length}; "
-            f"the model has {num_layers} layers with attention (or 1 mask for all) and {num_heads} heads"
+            f"the model has {num_layers} layers with attention and {num_heads} heads (1 layer fits all)"
         )
 
     def check_rows(self, window: int | None = None) -> None:

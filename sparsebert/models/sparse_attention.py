@@ -210,7 +210,7 @@ class SparseAttention(Float32Module):
 
     def _use_mask(self, mask: SparseMask) -> None:
         config = self.config
-        mask.check_sizes(self.num_layers, config.num_attention_heads)
+        mask.check_fits(self.num_layers, config.num_attention_heads)
         if self.one_layer and mask.num_layers > 1:
             raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
         if config.is_decoder and mask.special_tokens == "first_last":

@@ -19,7 +19,7 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
-from .sources import check_source, check_text, read_given_mask
+from .sources import check_source, check_text_files, read_given_mask
 from .task_data import MissingSplitError, choose_splits
 
 
@@ -259,7 +259,7 @@ def _check_task(options: PostHocArguments) -> None:
         if options.skip_bad:
             raise ValueError("skip_bad has no meaning without task")
         for name in ("data", "validation"):
-            check_text(name, getattr(options, name))
+            check_text_files(name, getattr(options, name))
         return
     if options.task not in TASKS:
         raise nearest("task", options.task, list(TASKS))
@@ -288,6 +288,9 @@ def attach_mask(
     """Attach the search of a checked recipe to a model, or the given mask."""
     if given is not None:
         others = {name: value for name, value in fields.items() if name in MASK_FIELDS}
-        return attach(model, given, **others)
+        try:
+            return attach(model, given, **others)
+        except ValueError as error:
+            raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
     others = {name: value for name, value in fields.items() if name != "search"}
     return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)

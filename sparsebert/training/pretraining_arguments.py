@@ -17,8 +17,8 @@ class PretrainingArguments(HubArguments):
             `"hub:owner/name"`, see [`open_documents`]; `training.max_steps` is needed.
         shuffle_buffer (`int`): With `streaming`, number of examples that are shuffled at once.
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
-        tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default a WordPiece tokenizer of
-            `model.vocab_size` tokens is trained on the text.
+        tokenizer (`str`, *optional*): Folder or Hub id of a tokenizer; by default that of `base_model`, and without
+            one a WordPiece tokenizer of `model.vocab_size` tokens, trained on the text.
         base_model (`str`, *optional*): Folder or Hub id of weights to start from.
         mask (`str`, *optional*): Folder or Hub id of a [`SparseMask`] to train with.
         mask_revision (`str`, *optional*): Branch, tag or commit of the mask, if it is a Hub id.

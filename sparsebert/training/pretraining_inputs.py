@@ -93,6 +93,16 @@ class PretrainingInputs:
     record: dict[str, Any]
 
 
+def _tokenizer_of_base(data: PretrainingArguments) -> "PreTrainedTokenizerBase":
+    try:
+        return read_tokenizer(str(data.base_model), **data.hub_arguments(data.base_model))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer: that of base_model {data.base_model} cannot be read ({error}); its weights mean nothing with "
+            "another one: name its folder or Hub id"
+        ) from error
+
+
 def make_inputs(
     data: PretrainingArguments, training: TrainingArguments, config: SparseBertConfig
 ) -> PretrainingInputs:
@@ -123,6 +133,8 @@ def make_inputs(
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
         tokenizer = read_tokenizer(data.tokenizer, **HubArguments(token=data.token).hub_arguments())
+    elif data.base_model:
+        tokenizer = _tokenizer_of_base(data)
     else:
         tokenizer = train_tokenizer(documents("train"), config.vocab_size, cache_dir=data.cache_dir)
         tokenizer.model_max_length = config.max_position_embeddings

@@ -14,13 +14,13 @@ from ..analysis.plans import make_plan
 from ..analysis.reports import report_tables
 from ..analysis.tables import Table
 from ..data.tasks import TASKS, Task, glue, squad, swag
+from ..files import PICTURE_NAME
 from ..masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
 from ..masks.sparse_mask import SparseMask
 from ..models.attaching import get_sparse_attention
 from ..models.model_cards import PIPELINE_TAGS
 
 
-PICTURE = "heads.png"
 # Where the data of tasks is on the Hub, and under which configuration.
 _DATA = {name: (glue.HUB, name) for name in glue.GLUE} | {name: (hub, None) for name, hub in squad.HUB.items()}
 _DATA |= {"swag": (swag.HUB, None)}
@@ -58,9 +58,9 @@ def _add(folder, results, datasets, tables, metrics, network=None):
     sections["Cost"] = _cost(metrics)
     if network is not None and _is_small(get_sparse_attention(network).mask):
         sections["Plan"] = make_plan(network, device="cpu", dtype=torch.float32).table().markdown()
-    if (folder / PICTURE).is_file() and PICTURE not in sections["Mask"]:
+    if (folder / PICTURE_NAME).is_file() and PICTURE_NAME not in sections["Mask"]:
         caption = "The masks of the heads: white is kept, black is removed"
-        sections["Mask"] += f"\n\n![{caption}]({PICTURE})"
+        sections["Mask"] += f"\n\n![{caption}]({PICTURE_NAME})"
     save_card(folder, make_card(data, sections))
 
 
@@ -196,5 +196,5 @@ def draw_heads(folder: Path, network: Any) -> None:
     mask: SparseMask | None = None
     if "sparse_attention" in network.base_model._modules:
         mask = get_sparse_attention(network).mask
-    if mask is not None and _is_small(mask) and not (folder / PICTURE).exists() and find_spec("matplotlib"):
-        plot_heads(mask, folder / PICTURE)
+    if mask is not None and _is_small(mask) and not (folder / PICTURE_NAME).exists() and find_spec("matplotlib"):
+        plot_heads(mask, folder / PICTURE_NAME)

@@ -21,7 +21,7 @@ from ..models.architectures import num_positions
 from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.searches import SEARCHES
-from .sources import check_source, check_text
+from .sources import check_source, check_text_files
 
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
     """
     _check_streaming(data, max_steps)
     for name in ("text", "validation"):
-        check_text(name, getattr(data, name), data.streaming)
+        check_text_files(name, getattr(data, name), data.streaming)
     for folder in () if data.cache_dir is None else (Path(data.cache_dir), *Path(data.cache_dir).parents):
         if folder.is_file():
             raise NotADirectoryError(f"cache_dir {data.cache_dir} cannot be made: {folder} is a file")

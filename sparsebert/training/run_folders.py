@@ -1,5 +1,6 @@
 """The output folder of a run, and where the run resumes: nothing in the folder is lost before the run is finished."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..data.tasks.glue import SUBMISSIONS
-from ..files import RESULT_FILES, check_output_dir, is_empty
+from ..files import RESULT_FILES, RESULTS_NAME, TASK_FILES, check_output_dir, is_empty
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
@@ -23,13 +24,16 @@ logger = logging.get_logger(__name__)
 
 # A run that is to replace another works in this folder of the output folder.
 ASIDE_NAME = ".unfinished"
-_RESULT_NAME = "metrics.json"
-# Patterns of what a run leaves of which nothing may stay beside the files of another.
+# Patterns of what every run leaves that must not stay beside the files of another.
 _REPLACED = (
     *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, *RESULT_FILES),
-    *(f"{name}.tsv" for name in SUBMISSIONS.values()),
     f"{PREFIX_CHECKPOINT_DIR}-*",
 )
+# What a run of some kinds leaves as well, by a key of its metrics.
+_REPLACED_OF_KIND = {
+    "score": (*TASK_FILES, *(f"{name}.tsv" for name in SUBMISSIONS.values())),
+    "bleu": ("translations.txt",),
+}
 _LOGS_NAME = "runs"
 
 
@@ -61,7 +65,8 @@ def run_folder(
 ) -> Iterator[tuple[Path, str | None]]:
     """
     Context manager that gives a run its folder. A run that replaces what is in `output` works aside, in a folder
-    within it; at the end of the block its files take the place of the others, and what else runs write is removed.
+    within it; at the end of the block its files take the place of the others, and what else the other run had written
+    is removed.
 
     Args:
         output (`str` or `os.PathLike`): The output folder.
@@ -110,7 +115,7 @@ def choose_folder(
     output: Path, overwrite: bool, resume: bool | str | None, allow_partial: bool, unfinished: bool
 ) -> tuple[Path, str | None]:
     """What [`run_folder`] would give, with the same arguments and errors; nothing is changed."""
-    aside, finished = _aside(output), (output / _RESULT_NAME).is_file()
+    aside, finished = _aside(output), (output / RESULTS_NAME).is_file()
     if resume is True:
         home = aside if aside.is_dir() else output
         if home == output and finished:
@@ -165,7 +170,7 @@ def check_unfinished(output: Path) -> None:
     Raises:
         FileExistsError: If the folder holds a run that can be resumed.
     """
-    for home in (_aside(output),) if (output / _RESULT_NAME).is_file() else (_aside(output), output):
+    for home in (_aside(output),) if (output / RESULTS_NAME).is_file() else (_aside(output), output):
         try:
             checkpoint = newest_whole(home)
         except ValueError:
@@ -208,9 +213,9 @@ def _tidy(folder, output, older):
 
 def _swap(folder, output):
     """Move the files of a run from its folder aside into the output folder, its results last."""
-    entries = sorted(folder.iterdir(), key=lambda path: path.name == _RESULT_NAME)
+    entries = sorted(folder.iterdir(), key=lambda path: path.name == RESULTS_NAME)
     names = {path.name for path in entries}
-    for pattern in _REPLACED:
+    for pattern in (*_REPLACED, *_of_kind(output / RESULTS_NAME)):
         for path in output.glob(pattern):
             if path.name not in names:
                 _remove(path)
@@ -228,6 +233,16 @@ def _swap(folder, output):
             _remove(target)
         os.replace(path, target)
     shutil.rmtree(folder.parent)
+
+
+def _of_kind(path):
+    """Patterns of what a run, of which these are the metrics, has written besides `_REPLACED`."""
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    keys = metrics.keys() if isinstance(metrics, dict) else ()
+    return tuple(pattern for key in keys for pattern in _REPLACED_OF_KIND.get(key, ()))
 
 
 def _remove(path):

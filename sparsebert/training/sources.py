@@ -1,5 +1,6 @@
 """Folders, Hub ids and text that a run reads: what must be there, checked before anything is read."""
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +71,30 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
             raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
 
 
-def check_text(field: str, source: Any, streaming: bool = False) -> None:
+def check_text_files(field: str, source: Any, streaming: bool = False) -> None:
     """
     Check that text files exist and are of a known format, without reading them. Hub datasets are not looked up.
 
     Args:
         field (`str`): The field that names them.
-        source (`str` or `list[str]`, *optional*): See [`load_documents`].
+        source (`str`, `os.PathLike` or a list of them, *optional*): See [`load_documents`].
         streaming (`bool`, *optional*, defaults to `False`): Whether the names may be patterns, see [`find_shards`].
 
     Raises:
         ValueError: If `source` has another type, or a file another suffix.
         FileNotFoundError: If a file does not exist.
     """
-    if source == []:
-        raise ValueError(f"{field} must name at least one file, got []")
+    named = f'{field} must be "builtin", "hub:owner/name" or one or more files'
+    names = [source] if isinstance(source, str | PathLike) else list(source or ())
     if source is None or source == "builtin" or (isinstance(source, str) and source.startswith("hub:")):
         return
-    for name in source if isinstance(source, list) else [source]:
-        if not isinstance(name, str):
-            raise ValueError(f"{field} must hold names of files, got {name!r}")
+    if not names or not all(isinstance(name, str | PathLike) and str(name) for name in names):
+        raise ValueError(f"{named}, got {source!r}")
+    if alone := [name for name in names if name == "builtin" or str(name).startswith("hub:")]:
+        raise ValueError(f"{named}, got {alone[0]!r} in a list")
     try:
         find_shards(source) if streaming else load_documents(source, "all")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         raise type(error)(f"{field}: {error}") from error
 
 

@@ -87,9 +87,11 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         )
     if options.mask is not None and options.mask not in PATTERNS:
         mask = read_mask(options.mask, **of_mask)
-        layers = getattr(model, "num_attention_layers", model.num_hidden_layers)
+        if "num_hidden_layers" in config:
+            model.num_hidden_layers = config["num_hidden_layers"]
+        layers = model.num_attention_layers if hasattr(model, "num_attention_layers") else model.num_hidden_layers
         try:
-            mask.check_sizes(layers, model.num_attention_heads)
+            mask.check_fits(layers, model.num_attention_heads)
         except ValueError as error:
             raise _does_not_fit(options, error) from error
 
