@@ -122,19 +122,23 @@ def test_damaged_weights_are_named(refused, checkpoints, glue_folder, pretrainin
     assert f"{weights} is damaged" in line
 
 
-def test_weights_are_trained_with_their_own_tokenizer(refused, checkpoints, pretraining_flags, tmp_path):
-    def words(base, output):
-        found = pretraining_flags(output, "--base_model", base)
-        place = found.index("--tokenizer")
-        return found[:place] + found[place + 2 :]
+def _without_tokenizer(words):
+    place = words.index("--tokenizer")
+    return words[:place] + words[place + 2 :]
 
-    assert main(words(checkpoints["stock"], tmp_path / "run")) == 0
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (checkpoints["stock"], tmp_path / "run")]
+
+def test_weights_are_trained_with_their_own_tokenizer(checkpoints, pretraining_flags, tmp_path):
+    base = checkpoints["stock"]
+    assert main(_without_tokenizer(pretraining_flags(tmp_path / "run", "--base_model", base))) == 0
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (base, tmp_path / "run")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+
+
+def test_weights_without_a_tokenizer_are_refused(refused, checkpoints, pretraining_flags, tmp_path):
     model = Path(shutil.copytree(checkpoints["stock"], tmp_path / "model"))
     for path in model.glob("tokenizer*"):
         path.unlink()
-    line = refused(words(model, tmp_path / "other"))
+    line = refused(_without_tokenizer(pretraining_flags(tmp_path / "other", "--base_model", model)))
     assert f"tokenizer: that of base_model {model} cannot be read (there is no tokenizer" in line
 
 

@@ -74,7 +74,7 @@ def words_of(fields):
         ("data:\n  pictures: n\n", "data.pictures must be true or false, got 'n'"),
         ("data:\n  pictures: 1\n", "data.pictures must be true or false, got 1"),
         ("data:\n  max_tokens: 10M\n", "data.max_tokens must be a whole number, got '10M'"),
-        ("data:\n  validation: []\n", "validation must name at least one file, got []"),
+        ("data:\n  validation: []\n", "must be \"builtin\", \"hub:owner/name\" or one or more files, got []"),
         ("data:\n  tokenizer: 1.10\n", "data.tokenizer must be text, got 1.1: put it in quotes"),
         ("data:\n  tokenizer: [a, b]\n", "data.tokenizer must be text, got ['a', 'b']"),
         ("data:\n  pruning: 0.9\n", "data.pruning must be fields such as {name: value}, got 0.9"),
