@@ -110,7 +110,10 @@ TABLES = {
     },
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
     **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},
-    "reproduce.minilm.paper": lambda: reproduced("minilm", scale="paper"),
+    **{
+        f"reproduce.{name}.paper": lambda name=name: reproduced(name, scale="paper")
+        for name in ("minilm", "minilm_settings")
+    },
     "claims": lambda: [claims.table()],
 }
 

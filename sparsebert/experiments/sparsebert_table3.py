@@ -94,11 +94,11 @@ def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
         for penalty in settings.penalties:
             systems[f"{search}_lambda_{penalty:g}"] = (search, common | {"sparsity_weight": penalty})
         for target, variant in product(settings.targets, settings.variants):
-            model = {"search": search, "target_sparsity": target} | start | SEARCH_VARIANTS[variant]
+            fields = {"search": search, "target_sparsity": target} | start | SEARCH_VARIANTS[variant]
             name, series = (search, search) if variant == "mask" else (f"{search}_{variant}", f"{search}, {variant}")
-            systems[f"{name}_target_{target:g}"] = (f"{series}, target", model)
+            systems[f"{name}_target_{target:g}"] = (f"{series}, target", fields)
             if name == "dam_s" and target in WITH_DIAGONAL:
-                kept = model | {"diagonal": "keep"}
+                kept = fields | {"diagonal": "keep"}
                 systems[f"{name}_keep_diag_target_{target:g}"] = (f"{series}, target, diagonal kept", kept)
     for target in settings.targets:
         systems[f"random_{target:g}"] = ("random", {"pattern": "random", "pattern_kwargs": {"sparsity": target}})
