@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.pictures import plot_heads
+from ..analysis.statistics import COMPARED, compare_seeds
 from ..analysis.tables import Table
 from ..checks import check_choice
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
@@ -175,15 +176,25 @@ def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path, *, sear
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
-    The losses of all systems.
+    The losses of all systems, and what searches with a target lose less than the window that is as sparse.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
 
     Returns:
-        `list[Table]`: One table.
+        `list[Table]`: One table, or two if there are two seeds of such a pair.
     """
-    return [loss_table(finished, "Manual and learned masks (Tables 3 and 4)", "dense")]
+    tables = [loss_table(finished, "Manual and learned masks (Tables 3 and 4)", "dense")]
+    losses: dict[str, dict[int, float]] = {}
+    for cell in finished.values():
+        losses.setdefault(cell["settings"]["system"], {})[cell["settings"]["seed"]] = cell["metrics"]["mlm_loss"]
+    windows = {name: f"window_{name.rpartition('_target_')[2]}" for name in losses if "_target_" in name}
+    compared = compare_seeds({name: (losses[name], losses.get(window, {})) for name, window in windows.items()}, 3)
+    rows = [
+        {"system": name, "minus": windows[name], "difference of loss": difference, "p (Holm)": p}
+        for name, (difference, p) in sorted(compared.items())
+    ]
+    return [*tables, Table.of("Learned masks compared with windows", rows, (COMPARED,))] if rows else tables
 
 
 # GLUE dev averages.
