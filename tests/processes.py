@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,7 @@ def run_ranks(code, folder):
 
 
 def _command(words, errors):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit that it is ignored
     _to_files([os.devnull, errors])
     sys.exit(main(words))
 

@@ -53,14 +53,17 @@ def pretrained(text, tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", PRETRAIN_RECIPES, ids=lambda path: path.stem)
-def test_pretraining_recipe(recipe, text, tmp_path):
+def test_pretraining_recipe(recipe, text, pretrained, tmp_path):
     folder = tmp_path / "run"
     mixers = yaml.safe_load(recipe.read_text())["model"].get("token_mixers")
     layers = ["--token_mixers", mixers[:2]] if mixers else []
     pictures = {"heads.png", "mean_probs.png", "offset_profile.png"} if recipe == SMALL else set()
     layers += ["--pictures", bool(pictures)]
     accumulation = ["--gradient_accumulation_steps", 2] if recipe.stem == "cramming" else []  # its batch grows
-    arguments = [*TINY, *layers, *accumulation, "--output_dir", folder]
+    base = []
+    if recipe.stem == "continue":
+        base = ["--base_model", pretrained, "--max_length", 32, "--mask_length", 32, "--target_sparsity", 0.7]
+    arguments = [*TINY, *layers, *accumulation, *base, "--output_dir", folder]
     run("pretrain", recipe, "--text", text, "--validation", text, *arguments)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["steps"] == 2
