@@ -220,12 +220,13 @@ def _as_sparse(cells, metric, pairs):
     each compared with the nearest. There is a comparison without numbers for a pair that has no such levels.
     """
     levels = _levels(cells, metric)
+    label = "BLEU" if metric == "bleu" else metric
     result = []
     for greater, smaller in pairs:
         ours, theirs = levels.get(greater, {}), levels.get(smaller, {})
         matched = (
             [
-                Comparison(f"{metric}: {name} - {other}", numbers, theirs[other][1])
+                Comparison(f"{label}: {name} - {other}", numbers, theirs[other][1])
                 for name, (removed, numbers) in ours.items()
                 if abs(theirs[other := _nearest(theirs, removed)][0] - removed) <= SAME_SPARSITY
                 and _nearest(ours, theirs[other][0]) == name
@@ -233,7 +234,7 @@ def _as_sparse(cells, metric, pairs):
             if theirs
             else []
         )
-        result += matched or [Comparison(f"{metric}: {greater} - {smaller}, equally sparse", {}, {})]
+        result += matched or [Comparison(f"{label}: {greater} - {smaller}, equally sparse", {}, {})]
     return result
 
 

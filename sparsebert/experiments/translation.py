@@ -128,7 +128,7 @@ EXPERIMENT = Experiment(
     arguments=TranslationStudy,
     scales={
         "tiny": {
-            "max_length": 32, "max_test_pairs": 200, "num_beams": 2, "vocab_size": 3000, "hidden_size": 128,
+            "max_length": 32, "num_beams": 2, "vocab_size": 3000, "hidden_size": 128,
             "num_layers": 2, "num_heads": 4, "intermediate_size": 512, "dropout": 0.0, "max_steps": 650,
             "batch_size": 48, "learning_rate": 2e-3, "warmup_steps": 100, "optim": "adamw_torch_fused",
             "strides": [2, 4, 8], "windows": [1, 4, 5], "sparsities": [0.65, 0.75, 0.85],
