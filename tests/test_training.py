@@ -17,6 +17,7 @@ from sparsebert.commands import main
 from sparsebert.files import check_output_dir, write_metrics
 from sparsebert.search.search_schedule import SearchSchedule
 from sparsebert.training.evaluation_metrics import pretraining_metrics, reduce_logits
+from sparsebert.training.run_checks import warn_of_slow_bfloat16
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -303,6 +304,17 @@ def test_loss_outside_the_model_contains_the_penalty(tiny_config, tmp_path, outs
         losses.append(history(trainer, "loss")[0] - penalty)
     assert penalty > 100 and losses[1] == pytest.approx(losses[0], abs=0.01)
     assert "without the penalty" not in caplog.text
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not x86-64 with AVX2")
+def test_bfloat16_without_instructions_is_warned_of(caplog):
+    logging.warning_once.cache_clear()
+    for bf16, device in ((False, "cpu"), (True, "cuda")):
+        warn_of_slow_bfloat16(bf16, device)
+    assert not caplog.text
+    for _ in range(2):
+        warn_of_slow_bfloat16(True, "cpu")
+    assert caplog.text.count("emulates") == (torch.backends.cpu.get_cpu_capability() == "AVX2")
 
 
 def test_loss_without_the_penalty_is_warned_of_once(tiny_config, tmp_path, caplog):

@@ -36,6 +36,7 @@ from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .post_hoc_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
 from .run_cards import add_search, hardware
+from .run_checks import warn_of_slow_bfloat16
 from .run_folders import run_folder
 
 
@@ -80,6 +81,7 @@ def _search(
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    warn_of_slow_bfloat16(options.bf16, device)
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
     seconds = {"prepare": time.perf_counter() - start}
 

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import get_available_reporting_integrations
 from transformers.optimization import get_scheduler
 from transformers.trainer_utils import SchedulerType
+from transformers.utils import logging
 
 from ..attention import choice
 from ..attention.backends import BACKENDS
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..data.tasks import Task
 
+logger = logging.get_logger(__name__)
 _NUMBER = (int, float)
 # Bounds of `TrainingArguments`, which has few itself: low, high and kind.
 _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
@@ -289,9 +291,26 @@ def _check_given_mask(data, model):
             raise ValueError(f"{name} {getattr(data, name)} has no meaning with {kind}, which is not searched")
 
 
+def warn_of_slow_bfloat16(bf16: bool, device: str) -> None:
+    """
+    Warn where bfloat16 costs time instead of saving it: on a CPU for which PyTorch has to emulate it.
+
+    Args:
+        bf16 (`bool`): Whether a run computes in bfloat16.
+        device (`str`): Type of its device.
+    """
+    if not bf16 or device != "cpu" or not torch.backends.mkldnn.is_available():
+        return
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.warning_once(
+            "bf16 is true, but this CPU has no instructions for bfloat16: PyTorch emulates it, which takes several "
+            "times as long as float32"
+        )
+
+
 def check_served(model: "PreTrainedModel", training: TrainingArguments, length: int) -> None:
     """
-    Check that the attention backend of a model can serve its training and evaluation.
+    Check that the attention backend of a model can serve its training and evaluation. Warns of slow bfloat16.
 
     Args:
         model (`PreTrainedModel`): The model, with its attention implementation set.
@@ -301,6 +320,7 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
     Raises:
         ValueError: If it cannot (the message names those that can), or if the mask does not cover the length.
     """
+    warn_of_slow_bfloat16(training.bf16, training.device.type)
     sparse_attention: Any = getattr(model.base_model, "sparse_attention", None)
     name = model.config._attn_implementation
     if sparse_attention is None or not sparse_attention.num_layers:
