@@ -310,7 +310,7 @@ def warn_of_slow_bfloat16(bf16: bool, device: str) -> None:
 
 def check_served(model: "PreTrainedModel", training: TrainingArguments, length: int) -> None:
     """
-    Check that the attention backend of a model can serve its training and evaluation. Warns of slow bfloat16.
+    Check that the attention backend of a model can serve its training and evaluation.
 
     Args:
         model (`PreTrainedModel`): The model, with its attention implementation set.
@@ -320,7 +320,6 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
     Raises:
         ValueError: If it cannot (the message names those that can), or if the mask does not cover the length.
     """
-    warn_of_slow_bfloat16(training.bf16, training.device.type)
     sparse_attention: Any = getattr(model.base_model, "sparse_attention", None)
     name = model.config._attn_implementation
     if sparse_attention is None or not sparse_attention.num_layers:

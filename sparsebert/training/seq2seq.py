@@ -34,13 +34,7 @@ from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
 from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
-from .run_checks import (
-    check_evaluation,
-    check_model_fields,
-    check_schedule,
-    check_training,
-    warn_of_slow_bfloat16,
-)
+from .run_checks import check_evaluation, check_model_fields, check_schedule, check_training
 from .run_folders import resume_from, run_folder
 from .sources import check_source
 from .stopping import StopOnSignal
@@ -321,7 +315,6 @@ def _train_translation(
     data: TranslationArguments, fields: dict[str, Any], training: Seq2SeqTrainingArguments
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    warn_of_slow_bfloat16(training.bf16, training.device.type)
     output = Path(str(training.output_dir))
     train = read_pairs(data.train, data.max_train_pairs)
     test = read_pairs(data.test, data.max_test_pairs)

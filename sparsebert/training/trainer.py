@@ -23,6 +23,7 @@ from .checkpoint_manifests import whole_checkpoint
 from .divergence import check_weights, diverged, first_bad_weight
 from .hub_trainer import HubTrainer
 from .resuming import check_checkpoint
+from .run_checks import warn_of_slow_bfloat16
 from .sharded_trainer import ShardedTrainer
 from .stream_loading import StreamLoader
 from .time_budget import POSITIONS, TimeBudget
@@ -103,6 +104,7 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        warn_of_slow_bfloat16(self.args.bf16, self.args.device.type)
         # Otherwise the Trainer would leave the division by accumulation steps and processes to a stock model, which
         # only does so for inputs named "labels": the gradients of others would be too large by that factor.
         self.model_accepts_loss_kwargs = False
