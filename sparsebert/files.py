@@ -33,6 +33,8 @@ RESULT_FILES = (RESULTS_NAME, PICTURE_NAME, "mean_probs.png", "offset_profile.pn
 TASK_FILES = (
     *("recipe.yaml", "results.md", "predictions_*.json*"),
     *("nbest_predictions_*.json", "null_odds_*.json"),
+    *("AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv", "QQP.tsv"),
+    *("RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"),
 )
 # The name of a file that is being written, until it takes its place.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")

@@ -7,7 +7,8 @@ import datasets
 import pytest
 
 from sparsebert.data.tasks import glue
-from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, averages, normalize, write_submission
+from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages, normalize, write_submission
+from sparsebert.files import TASK_FILES
 
 
 # Train files in the layout of GLUE's download: the name of the task, its folder, the file, texts and label.
@@ -329,6 +330,9 @@ class TestSubmission:
         path = write_submission(name, split, rows, tmp_path / "new" / "folder")
         assert path == tmp_path / "new" / "folder" / file
         assert path.read_bytes() == b"index\tprediction\n" + lines.encode()
+
+    def test_they_are_among_the_files_that_the_next_run_replaces(self):
+        assert {f"{name}.tsv" for name in SUBMISSIONS.values()} < set(TASK_FILES)
 
     def test_other_splits(self, tmp_path):
         assert write_submission("mnli", "test", [], tmp_path) is None

@@ -279,9 +279,10 @@ from huggingface_hub import HfApi
 from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.masks.repositories import push_folder
 
+RUN = ("metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png")
 sizes = {"vocab_size": 10, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
 model = SparseBertModel(SparseBertConfig(**sizes, hidden_size=32, intermediate_size=8, pattern="window"))
-for number, written in enumerate((("metrics.json", "predictions_test.jsonl", "heads.png"), ("metrics.json",), ())):
+for number, written in enumerate((RUN, ("metrics.json",), ())):
     folder = Path(sys.argv[1], f"run{number}")
     model.save_pretrained(folder, max_shard_size="200KB" if number else "2KB")
     for name in (*written, "notes.txt"):
@@ -310,7 +311,7 @@ def test_a_run_replaces_the_files_of_another(hub, run_client, tmp_path):
     own.add(CODE)
     assert last - {".gitattributes"} == own | {f"small/{name}" for name in own}
     whole, sharded = hub.repos["user/others"].commits[-2:]
-    kept = {"metrics.json", "predictions_test.jsonl", "heads.png"}
+    kept = {"metrics.json", "predictions_test.jsonl", "MNLI-m.tsv", "heads.png"}
     assert kept < whole and {name for name in whole if name.startswith("model")} == {"model.safetensors", CODE}
     assert kept < sharded and "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
     assert {"results.md", "metrics.json", "model_notes.safetensors", "model.safetensors"} < hub.repos[

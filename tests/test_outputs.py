@@ -203,6 +203,42 @@ def test_a_run_that_replaces_another_leaves_the_files_of_the_user(pretraining_fl
     assert [(folder / name).read_text() for name in names] == ["mine"] * len(names)
 
 
+def test_runs_that_replace_others_leave_nothing_of_them(finetuning_flags, tmp_path):
+    """One run where there were two, two where there was one, and fewer than before; the user's files stay."""
+    folder = tmp_path / "run"
+    single = {"model.safetensors", "mask.safetensors", "config.json", "recipe.yaml", "README.md"}
+    assert main(finetuning_flags(folder)) == 0
+    (folder / "notes.txt").touch()
+    assert single < {path.name for path in folder.iterdir()}
+    assert main(finetuning_flags(folder, "--seeds", "2", "--overwrite")) == 0
+    several = {"seed-42", "seed-43", "metrics.json", "results.md", "experiment.yaml", "notes.txt"}
+    assert {path.name for path in folder.iterdir()} - {"runs", ".lock"} == several
+    assert single < {path.name for path in (folder / "seed-42").iterdir()}
+    assert main(finetuning_flags(folder, "--seeds", "[43, 44]", "--overwrite")) == 0
+    assert {path.name for path in folder.glob("seed-*")} == {"seed-43", "seed-44"}
+    assert main(finetuning_flags(folder, "--overwrite")) == 0
+    assert not [*folder.glob("seed-*"), *folder.glob("experiment.yaml")]
+    assert single | {"notes.txt"} < {path.name for path in folder.iterdir()}
+
+
+def test_runs_that_go_on_without_overwrite_leave_nothing_of_the_replaced_one(finetuning_flags, tmp_path):
+    """As after a kill of the second of two runs that replace one."""
+    folder = tmp_path / "run"
+    assert main(finetuning_flags(folder)) == 0
+    before = (folder / "metrics.json").read_bytes()
+    assert main(finetuning_flags(folder, "--seeds", "2", "--overwrite")) == 0
+    shutil.rmtree(folder / "seed-43")
+    (folder / "metrics.json").write_bytes(before)
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(folder / "seed-42" / name, folder)
+    assert main(finetuning_flags(folder, "--seeds", "2")) == 0
+    assert not [*folder.glob("*.safetensors"), *folder.glob("config.json")]
+    assert {path.name for path in folder.glob("seed-*")} == {"seed-42", "seed-43"}
+    # More runs, or fewer, beside the finished ones remove none.
+    assert main(finetuning_flags(folder, "--seeds", "[42, 44]")) == 0
+    assert {path.name for path in folder.glob("seed-*")} == {"seed-42", "seed-43", "seed-44"}
+
+
 @pytest.mark.parametrize(
     "number, code, reason", [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 )

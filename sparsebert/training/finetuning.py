@@ -34,7 +34,7 @@ from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
 from .run_cards import add_finetuning
 from .run_checks import check_training
-from .run_folders import choose_folder, resume_from
+from .run_folders import choose_folder, remove_replaced, resume_from, stored_metrics
 from .single_run import run_once, training_arguments
 from .sources import check_source
 from .task_data import MissingSplitError, TaskData, prepare
@@ -121,6 +121,7 @@ def _finetune(
     if several and PartialState().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         (output / "experiment.yaml").write_text(yaml.safe_dump({section: recipe[section] for section in SECTIONS}))
+    older = {place: stored_metrics(place) for place in (output, *(output / name for name in tasks))}
     results = {}
     for name, data in tasks.items():
         folder = output / name if options.all else output
@@ -134,8 +135,18 @@ def _finetune(
         results[name] = metrics
     if options.all:
         write_metrics(output / "metrics.json", {"glue": results, "missing": missing} | averages(_glue_scores(results)))
-        if PartialState().is_main_process:
+    if PartialState().is_main_process:
+        if options.all:
             _write_submission(results, output)
+        for place, before in older.items():
+            # A run that goes on where another was to be replaced is started without `overwrite`.
+            changed = place == output and before and several == ("seed" in before)
+            if options.overwrite or changed:
+                remove_replaced(place, before)
+        if not several:
+            (output / "experiment.yaml").unlink(missing_ok=True)
+        if not options.all and "glue" in older[output]:
+            (output / "submission.zip").unlink(missing_ok=True)
     return output
 
 

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..data.tasks.glue import SUBMISSIONS
 from ..files import RESULT_FILES, RESULTS_NAME, TASK_FILES, check_output_dir, is_empty
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
@@ -31,7 +30,7 @@ _REPLACED = (
 )
 # What a run of some kinds leaves as well, by a key of its metrics.
 _REPLACED_OF_KIND = {
-    "score": (*TASK_FILES, *(f"{name}.tsv" for name in SUBMISSIONS.values())),
+    "score": TASK_FILES,
     "bleu": ("translations.txt",),
 }
 _LOGS_NAME = "runs"
@@ -215,7 +214,7 @@ def _swap(folder, output):
     """Move the files of a run from its folder aside into the output folder, its results last."""
     entries = sorted(folder.iterdir(), key=lambda path: path.name == RESULTS_NAME)
     names = {path.name for path in entries}
-    for pattern in (*_REPLACED, *_of_kind(output / RESULTS_NAME)):
+    for pattern in (*_REPLACED, *_of_kind(stored_metrics(output))):
         for path in output.glob(pattern):
             if path.name not in names:
                 _remove(path)
@@ -235,14 +234,49 @@ def _swap(folder, output):
     shutil.rmtree(folder.parent)
 
 
-def _of_kind(path):
-    """Patterns of what a run, of which these are the metrics, has written besides `_REPLACED`."""
+def stored_metrics(folder: Path) -> dict[str, Any]:
+    """The metrics of the run, or of several, in a folder; empty if there are none."""
     try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
+        metrics = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ()
-    keys = metrics.keys() if isinstance(metrics, dict) else ()
-    return tuple(pattern for key in keys for pattern in _REPLACED_OF_KIND.get(key, ()))
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def remove_replaced(output: Path, older: dict[str, Any]) -> None:
+    """
+    Remove what runs that were replaced have left: the folders of those that are not among the new ones, and the files
+    of a single run in whose place there are several now.
+
+    Args:
+        output (`Path`): The output folder, with the metrics of the new run or runs.
+        older (`dict`): The metrics that were there before.
+    """
+    before, now = _folders(older), _folders(stored_metrics(output))
+    for name in before - now:
+        if (output / name).is_dir():
+            shutil.rmtree(output / name)
+    if now and not before:
+        # A run writes the same files wherever it is.
+        recipes = [recipe for name in now for recipe in (output / name).rglob("recipe.yaml")]
+        names = {path.name for recipe in recipes for path in recipe.parent.iterdir() if path.is_file()}
+        if own_card(output / CARD_NAME) is None:
+            names.discard(CARD_NAME)
+        paths = {output / name for name in names}.union(*map(output.glob, (*_REPLACED, *_of_kind(older))))
+        for path in paths - {output / RESULTS_NAME}:
+            if path.exists():
+                _remove(path)
+
+
+def _folders(metrics):
+    """Names of the folders in an output folder that hold the runs of these metrics."""
+    runs, cells = metrics.get("seeds", {}).values(), metrics.get("sweep", {}).get("cells", [])
+    return {Path(run["folder"]).parts[0] for run in (*runs, *cells)} | metrics.get("glue", {}).keys()
+
+
+def _of_kind(metrics):
+    """Patterns of what a run with these metrics has written besides `_REPLACED`."""
+    return tuple(pattern for key in metrics for pattern in _REPLACED_OF_KIND.get(key, ()))
 
 
 def _remove(path):
