@@ -27,6 +27,7 @@ from ..checks import check_range
 from ..files import write_metrics
 from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import SparseMask
+from ..training.run_checks import warn_of_slow_bfloat16
 from .recipe_sections import precision
 
 
@@ -296,6 +297,7 @@ def run_copying(arguments: CopyingArguments, output_dir: str | os.PathLike) -> d
         disable_tqdm=True,
         **precision(arguments.bf16),
     )
+    warn_of_slow_bfloat16(training.bf16, training.device.type)
     trainer = Trainer(
         CopyingModel(arguments),
         training,
