@@ -142,6 +142,8 @@ def _recipes():
         data, verb = yaml.safe_load(text)["data"], "finetune"
         if "text" in data:
             verb = "pretrain"
+        elif "steps" in data:
+            verb = "search"
         elif path.stem == "translation":
             verb = "translate"
         yield f"`{path.stem}`", f"`{verb}`", _first_sentence(comment)

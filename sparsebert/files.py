@@ -29,9 +29,11 @@ LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 # Patterns of the results of a run, which say something false beside the model of another: those of every run, and what
 # a fine-tuning adds.
 RESULTS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
+# What a fine-tuning run was asked for, and several; and the archive for GLUE's server.
+RECIPE_NAME, EXPERIMENT_NAME, SUBMISSION_NAME = "recipe.yaml", "experiment.yaml", "submission.zip"
 RESULT_FILES = (RESULTS_NAME, PICTURE_NAME, "mean_probs.png", "offset_profile.png")
 TASK_FILES = (
-    *("recipe.yaml", "results.md", "predictions_*.json*"),
+    *(RECIPE_NAME, "results.md", "predictions_*.json*"),
     *("nbest_predictions_*.json", "null_odds_*.json"),
     *("AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv", "QQP.tsv"),
     *("RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"),
@@ -115,8 +117,9 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     except Timeout:
         raise FileExistsError(f"output_dir {folder} is in use by {_owner(mark)}: choose another, or wait") from None
     owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    before = _entries(folder)
+    before = None
     try:
+        before = _entries(folder)
         mark.write_text(json.dumps(owner) + "\n", encoding="utf-8")
         for file in folder.rglob(".*.tmp") if unfinished else ():
             if _TEMPORARY.fullmatch(file.name):
@@ -143,7 +146,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
 def _entries(folder):
     """What is in an output folder, with the times of its changes, without lock and mark."""
     found = [entry for entry in folder.iterdir() if entry.name not in LOCK_NAMES]
-    return {entry.name: entry.stat().st_mtime_ns for entry in found}
+    return {entry.name: entry.lstat().st_mtime_ns for entry in found}
 
 
 def _owner(mark):

@@ -221,6 +221,71 @@ def test_runs_that_replace_others_leave_nothing_of_them(finetuning_flags, tmp_pa
     assert single | {"notes.txt"} < {path.name for path in folder.iterdir()}
 
 
+def test_metrics_of_strangers_name_no_folder_to_remove(finetuning_flags, tmp_path):
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    victim.mkdir()
+    assert main(finetuning_flags(folder)) == 0
+    (folder / "mine").mkdir()
+    names = ["../victim", str(victim), "..", ".", "", "/", "mine", "seed-1/../../victim", "x=/../../victim", 3, None]
+    for metrics in (
+        {"seeds": {str(number): {"folder": name} for number, name in enumerate(names)}},
+        {"sweep": {"cells": [{"folder": name} for name in names]}, "seeds": [1, 2]},
+        {"glue": {str(name): {} for name in names}, "seeds": {"1": {}, "2": 3}, "sweep": "best"},
+        [1, 2],
+    ):
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+        assert main(finetuning_flags(folder, "--overwrite")) == 0
+        assert victim.is_dir() and (folder / "mine").is_dir()
+        assert json.loads((folder / "metrics.json").read_text())["task"] == "rte"
+
+
+def test_a_run_elsewhere_that_is_linked_is_kept(finetuning_flags, tmp_path):
+    folder, elsewhere = tmp_path / "run", tmp_path / "disk"
+    assert main(finetuning_flags(folder, "--seeds", "2")) == 0
+    (folder / "seed-43").rename(elsewhere)
+    (folder / "seed-43").symlink_to(elsewhere)
+    (folder / "latest").symlink_to(folder / "nowhere")
+    assert main(finetuning_flags(folder, "--overwrite")) == 0
+    assert not (folder / "seed-43").exists() and (elsewhere / "model.safetensors").is_file()
+    assert (folder / "results.md").is_file() and (folder / "latest").is_symlink()
+
+
+def test_a_file_of_the_user_is_not_taken_for_runs(finetuning_flags, said, tmp_path):
+    """Neither as permission to go on in the folder, nor as a file to replace or remove."""
+    folder = tmp_path / "run"
+    assert main(finetuning_flags(folder)) == 0
+    mine = "# my notes\ndata: {task: rte}\nmodel: {}\ntraining: {}\n"
+    (folder / "experiment.yaml").write_text(mine)
+    for flags in ((), ("--overwrite",)):
+        assert main(finetuning_flags(folder, *flags)) == 0
+        assert (folder / "experiment.yaml").read_text() == mine
+    for flags in ((), ("--overwrite",)):
+        assert "experiment.yaml is not of a fine-tuning" in said(finetuning_flags(folder, "--seeds", "2", *flags))
+    assert (folder / "model.safetensors").is_file() and (folder / "experiment.yaml").read_text() == mine
+
+
+def test_damaged_recipes_are_named(finetuning_flags, said, tmp_path):
+    assert main(finetuning_flags(tmp_path)) == 0
+    (tmp_path / "recipe.yaml").write_text("")
+    assert "recipe.yaml was changed or is damaged" in said(finetuning_flags(tmp_path))
+
+
+def test_other_folders_for_runs_need_overwrite(finetuning_flags, said, tmp_path):
+    sweep = ("--sweep", "{learning_rate: [1e-4, 2e-4]}")
+    assert main(finetuning_flags(tmp_path, "--seeds", "2")) == 0
+    assert "holds runs with sweep False and seeds 2" in said(finetuning_flags(tmp_path, *sweep))
+    assert main(finetuning_flags(tmp_path, *sweep, "--overwrite")) == 0
+    assert not list(tmp_path.glob("seed-*")) and len(list(tmp_path.glob("learning_rate=*"))) == 2
+    assert main(finetuning_flags(tmp_path, *sweep, "--seeds", "2")) == 0
+
+
+def test_a_search_leaves_nothing_of_several_runs(finetuning_flags, post_hoc_flags, tmp_path):
+    folder = tmp_path / "run"
+    assert main(finetuning_flags(folder, "--seeds", "2")) == 0
+    assert main(post_hoc_flags(folder, "--overwrite")) == 0
+    assert not [*folder.glob("seed-*"), *folder.glob("experiment.yaml")]
+
+
 def test_runs_that_go_on_without_overwrite_leave_nothing_of_the_replaced_one(finetuning_flags, tmp_path):
     """As after a kill of the second of two runs that replace one."""
     folder = tmp_path / "run"

@@ -335,6 +335,7 @@ def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
     assert mask.metadata["pattern"] == "window" and mask.sparsity == pytest.approx(0.7, abs=0.03)
     assert not (tmp_path / "window/mask_probs.safetensors").exists() and metrics["search_outcome"] is None
     fields = {"mask": str(tmp_path / "window"), "target_sparsity": None, "patterns": False}
+    fields |= {"mask": str(tmp_path), "mask_subfolder": "window"}
     search(model_folder, text, tmp_path / "again", recover=3, **fields)
     again = load(tmp_path / "again")
     assert again.sparse_attention.mask == mask
@@ -399,6 +400,8 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"objective": "answers"}, "objective 'answers' has no meaning here: RobertaForMaskedLM has no head"),
         ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),
         ({"mask": "window", "recover": 2, "train": "norms"}, "train has no meaning with mask"),
+        ({"mask": "window", "recover": 2, "mask_revision": "v1"}, "no meaning for the pattern 'window'"),
+        ({"mask_subfolder": "dam_s-90"}, "mask_subfolder 'dam_s-90' has no meaning without mask"),
         ({"mask": "no_diag", "recover": 2}, "target_sparsity has no meaning with mask 'no_diag'"),
         ({"recover_from": 0.3}, "recover_from has no meaning without recover"),
         (

@@ -5,6 +5,7 @@ Finished runs are read from their folders, not repeated.
 """
 
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -26,7 +27,15 @@ from ..analysis.statistics import summarize
 from ..checks import nearest
 from ..data.tasks import TASKS
 from ..data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
-from ..files import check_output_dir, locked_output, write_metrics
+from ..files import (
+    EXPERIMENT_NAME,
+    RECIPE_NAME,
+    SUBMISSION_NAME,
+    check_output_dir,
+    locked_output,
+    replace_files,
+    write_metrics,
+)
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
@@ -91,14 +100,14 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
         for settings in _cells(grid)
     ]
     seeds = _read_seeds(options.seeds, arguments.seed)
-    several = options.all or bool(grid) or len(seeds) > 1
     resume = resume_from(options.resume, arguments.resume_from_checkpoint)
-    if several and isinstance(resume, str):
+    layout = _layout(options.all, grid, seeds)
+    if any(layout) and isinstance(resume, str):
         raise ValueError("resume_from_checkpoint is for a single run: resume several runs with --resume")
     with locked_output(output) as unfinished:
-        _check_folder(output, options, several, resume, unfinished)
+        _check_folder(output, options, layout, resume, unfinished)
         PartialState().wait_for_everyone()  # before one of the processes writes to the folder
-        return _finetune(recipe, options, arguments, output, seeds, grid, several)
+        return _finetune(recipe, options, arguments, output, seeds, grid)
 
 
 def _finetune(
@@ -108,8 +117,8 @@ def _finetune(
     output: Path,
     seeds: list[int],
     grid: dict[str, list],
-    several: bool,
 ) -> Path:
+    whole, several = options.all, bool(grid) or len(seeds) > 1
     # Everything that can be wrong with the data of a task is found before the first task is trained on.
     with arguments.main_process_first(desc="tokenization"):  # the first fills the caches, the others read them
         tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
@@ -118,14 +127,23 @@ def _finetune(
         for name, data in tasks.items():
             baselines[name] = Path(options.baseline, name if options.all else "")
             check_baseline(baselines[name], data, seeds)
-    if several and PartialState().is_main_process:
+    if (whole or several) and PartialState().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "experiment.yaml").write_text(yaml.safe_dump({section: recipe[section] for section in SECTIONS}))
+        _write_recipe(output / EXPERIMENT_NAME, {section: recipe[section] for section in SECTIONS})
     older = {place: stored_metrics(place) for place in (output, *(output / name for name in tasks))}
+
+    def make_way(place: Path, newer: dict[str, Any], other_layout: bool) -> None:
+        """Before the new results are written, so that a command that is stopped here can be repeated."""
+        # Without `overwrite`, another layout is only there if a command that was to replace it was stopped.
+        if PartialState().is_main_process and (options.overwrite or other_layout):
+            remove_replaced(place, older[place], newer)
+
     results = {}
     for name, data in tasks.items():
         folder = output / name if options.all else output
-        metrics = write_metrics(folder / "metrics.json", _run_task(data, recipe, seeds, grid, folder))
+        metrics = _run_task(data, recipe, seeds, grid, folder)
+        make_way(folder, metrics, several == ("seed" in older[folder]))
+        write_metrics(folder / "metrics.json", metrics)
         if PartialState().is_main_process:
             for run in metrics.get("seeds", {}).values():
                 add_finetuning(folder / run["folder"], metrics, from_hub=options.data is None)
@@ -134,20 +152,31 @@ def _finetune(
             metrics = write_metrics(folder / "metrics.json", metrics | comparison)
         results[name] = metrics
     if options.all:
-        write_metrics(output / "metrics.json", {"glue": results, "missing": missing} | averages(_glue_scores(results)))
-    if PartialState().is_main_process:
-        if options.all:
+        metrics = {"glue": results, "missing": missing} | averages(_glue_scores(results))
+        make_way(output, metrics, "glue" not in older[output])
+        if PartialState().is_main_process:
             _write_submission(results, output)
-        for place, before in older.items():
-            # A run that goes on where another was to be replaced is started without `overwrite`.
-            changed = place == output and before and several == ("seed" in before)
-            if options.overwrite or changed:
-                remove_replaced(place, before)
-        if not several:
-            (output / "experiment.yaml").unlink(missing_ok=True)
-        if not options.all and "glue" in older[output]:
-            (output / "submission.zip").unlink(missing_ok=True)
+        write_metrics(output / "metrics.json", metrics)
     return output
+
+
+def _layout(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[bool, bool, bool]:
+    """Whether there are folders for tasks, for settings (with their seeds in them) and for seeds."""
+    return whole, bool(grid), not grid and len(seeds) > 1
+
+
+def _write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
+    replace_files({path: yaml.safe_dump(recipe).encode()})
+
+
+def _read_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
+    """What [`_write_recipe`] wrote; `None` if there is no file, or it is not such a one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        recipe = yaml.safe_load(text)
+        return recipe if SECTIONS.keys() <= recipe.keys() and yaml.safe_dump(recipe) == text else None
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
 
 
 def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None:
@@ -222,18 +251,32 @@ def _read_seeds(seeds: int | list, first: int) -> list[int]:
 
 
 def _check_folder(
-    output: Path, options: FinetuningArguments, several: bool, resume: bool | str | None, unfinished: bool
+    output: Path,
+    options: FinetuningArguments,
+    layout: tuple[bool, bool, bool],
+    resume: bool | str | None,
+    unfinished: bool,
 ) -> None:
     """A folder may hold what this command can continue: a run or several of the same task."""
-    path = output / ("experiment.yaml" if several else "recipe.yaml")
-    if several:
-        check_output_dir(output, options.overwrite, path.is_file())
+    path = output / (EXPERIMENT_NAME if any(layout) else RECIPE_NAME)
+    stored = _read_recipe(path)
+    if any(layout):
+        if path.is_file() and stored is None:
+            raise FileExistsError(f"{path} is not of a fine-tuning, or was changed: choose another output_dir")
+        check_output_dir(output, options.overwrite, stored is not None)
     elif isinstance(resume, str) or not (path.is_file() and (output / "metrics.json").is_file()):
         choose_folder(output, options.overwrite, resume, options.allow_partial_resume, unfinished)
-    if path.is_file() and not options.overwrite:
-        stored = yaml.safe_load(path.read_text())["data"]
-        if stored.get("task") != options.task:
-            raise ValueError(f"{output} holds runs of {stored.get('task') or 'all tasks'}: choose another output_dir")
+    if stored is None or options.overwrite:
+        return
+    held = stored["data"]
+    if held.get("task") != options.task:
+        raise ValueError(f"{output} holds runs of {held.get('task') or 'all tasks'}: choose another output_dir")
+    sweep, seeds = held.get("sweep", False), held.get("seeds", 1)
+    if any(layout) and layout[1:] != _layout(True, _read_grid(sweep), _read_seeds(seeds, 0))[1:]:
+        raise FileExistsError(
+            f"{output} holds runs with sweep {sweep!r} and seeds {seeds!r}, whose folders are others: choose another "
+            "output_dir, or pass --overwrite"
+        )
 
 
 def _prepare_glue(options: FinetuningArguments) -> tuple[dict[str, TaskData], dict[str, str]]:
@@ -313,9 +356,12 @@ def _run_or_read(
     """
     training = recipe["training"] | settings
     written = _describe(data, recipe, training)
-    path = folder / "recipe.yaml"
+    path = folder / RECIPE_NAME
     if (folder / "metrics.json").is_file() and path.is_file() and not data.options.overwrite:
-        _check_same(folder, yaml.safe_load(path.read_text()), written)
+        stored = _read_recipe(path)
+        if stored is None:
+            raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
+        _check_same(folder, stored, written)
         if not need_weights or any(folder.glob("model*.safetensors")):
             logger.warning(f"{folder} is finished and is not run again.")
             metrics = json.loads((folder / "metrics.json").read_text())
@@ -323,7 +369,7 @@ def _run_or_read(
     logger.warning(f"{folder}: training with seed {training['seed']}.")
     metrics = run_once(data, recipe["model"], training, folder)
     if PartialState().is_main_process:
-        path.write_text(yaml.safe_dump(written))
+        _write_recipe(path, written)
     return metrics
 
 
@@ -412,9 +458,12 @@ def _write_submission(results: dict[str, dict[str, Any]], output: Path) -> None:
         best = max(runs.values(), key=_score)
         files |= {path.name: path for path in sorted((output / task / best["folder"]).glob("*.tsv"))}
     if not files:
+        (output / SUBMISSION_NAME).unlink(missing_ok=True)
         return
-    with zipfile.ZipFile(output / "submission.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, path in files.items():
             archive.write(path, name)
+    replace_files({output / SUBMISSION_NAME: content.getvalue()})
     if absent := [f"{name}.tsv" for name in SUBMISSIONS.values() if f"{name}.tsv" not in files]:
-        logger.warning(f"{output / 'submission.zip'} lacks {', '.join(absent)}, which GLUE's server asks for.")
+        logger.warning(f"{output / SUBMISSION_NAME} lacks {', '.join(absent)}, which GLUE's server asks for.")

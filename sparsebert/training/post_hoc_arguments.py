@@ -9,7 +9,7 @@ import torch
 from ..checks import check_choice, check_range, nearest
 from ..data.tasks import TASKS
 from ..files import check_output_dir
-from ..hub import HubArguments, read_config
+from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.matched import VARIED, matched_pattern
 from ..masks.patterns import PATTERNS, build_pattern
 from ..models.architectures import attention_modules, check_architecture, num_positions
@@ -21,6 +21,7 @@ from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
 from .sources import check_source, check_text_files, read_given_mask
 from .task_data import MissingSplitError, choose_splits
+from .task_models import model_and_mask_arguments
 
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class PostHocArguments(HubArguments):
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
             pattern. Parameters that vary its sparsity are chosen to come closest to `target_sparsity`. `"dense"`
             trains without a mask.
+        mask_revision (`str`, *optional*): Branch, tag or commit of the mask, if it is a Hub id.
+        mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
             to `max_length`, as a classifier of documents gets them.
         max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
@@ -99,6 +102,8 @@ class PostHocArguments(HubArguments):
     skip_bad: bool = False
     output_dir: str | None = None
     mask: str | None = None
+    mask_revision: str | None = None
+    mask_subfolder: str | None = None
     pack: bool = True
     max_length: int = 128
     max_tokens: int = 1_000_000
@@ -149,12 +154,7 @@ def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTr
         return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
     if options.mask in PATTERNS:
         return build_pattern(options.mask, *sizes, seed=options.seed)
-    return read_given_mask(options.mask, **_mask_arguments(options))
-
-
-def _mask_arguments(options: PostHocArguments) -> dict[str, Any]:
-    """The arguments of `from_pretrained` for a given mask: revision and subfolder are those of the model."""
-    return HubArguments(token=options.token).hub_arguments()
+    return read_given_mask(options.mask, **mask_arguments(options))
 
 
 def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
@@ -194,8 +194,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
     if options.mask and not options.recover:
         raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
+    _, of_mask = model_and_mask_arguments(options)
     if options.mask not in (None, *PATTERNS):
-        check_source("mask", options.mask, **_mask_arguments(options))
+        check_source("mask", options.mask, **of_mask)
     if fields.get("target_sparsity") is not None and options.mask not in (None, *VARIED):
         raise ValueError(f"--target_sparsity has no meaning with mask {options.mask!r}, whose sparsity is given")
     check_choice("train", options.train, (None, "norms"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,21 @@ from typing import Any
 
 from accelerate import PartialState
 from safetensors import SafetensorError
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import RESULT_FILES, RESULTS_NAME, TASK_FILES, check_output_dir, is_empty
+from ..data.tasks.glue import GLUE
+from ..files import (
+    EXPERIMENT_NAME,
+    RECIPE_NAME,
+    RESULT_FILES,
+    RESULTS_NAME,
+    SUBMISSION_NAME,
+    TASK_FILES,
+    check_output_dir,
+    is_empty,
+)
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
@@ -26,14 +38,18 @@ ASIDE_NAME = ".unfinished"
 # Patterns of what every run leaves that must not stay beside the files of another.
 _REPLACED = (
     *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, *RESULT_FILES),
-    f"{PREFIX_CHECKPOINT_DIR}-*",
+    *(TRAINER_STATE_NAME, f"{PREFIX_CHECKPOINT_DIR}-*"),
 )
 # What a run of some kinds leaves as well, by a key of its metrics.
 _REPLACED_OF_KIND = {
     "score": TASK_FILES,
+    "seeds": (EXPERIMENT_NAME,),
+    "glue": (EXPERIMENT_NAME, SUBMISSION_NAME),
     "bleu": ("translations.txt",),
 }
 _LOGS_NAME = "runs"
+# Folders of the runs of a fine-tuning: of a seed, or of the settings in a grid.
+_RUN_FOLDER = re.compile(r"(seed-\d+|\w+=[^/]*)(/|$)")
 
 
 def resume_from(resume: bool, checkpoint: Any) -> bool | str | None:
@@ -214,10 +230,11 @@ def _swap(folder, output):
     """Move the files of a run from its folder aside into the output folder, its results last."""
     entries = sorted(folder.iterdir(), key=lambda path: path.name == RESULTS_NAME)
     names = {path.name for path in entries}
-    for pattern in (*_REPLACED, *_of_kind(stored_metrics(output))):
-        for path in output.glob(pattern):
-            if path.name not in names:
-                _remove(path)
+    older = stored_metrics(output)
+    replaced = {path for pattern in (*_REPLACED, *_of_kind(older)) for path in output.glob(pattern)}
+    for path in replaced | _run_folders(output, older):
+        if path.name not in names:
+            _remove(path)
     if CARD_NAME not in names and own_card(output / CARD_NAME) is not None:
         _remove(output / CARD_NAME)
     for path in entries:
@@ -243,35 +260,46 @@ def stored_metrics(folder: Path) -> dict[str, Any]:
     return metrics if isinstance(metrics, dict) else {}
 
 
-def remove_replaced(output: Path, older: dict[str, Any]) -> None:
+def remove_replaced(output: Path, older: dict[str, Any], newer: dict[str, Any]) -> None:
     """
-    Remove what runs that were replaced have left: the folders of those that are not among the new ones, and the files
-    of a single run in whose place there are several now.
+    Remove what is not of the several runs that replace others: the folders of runs that are not among them, and the
+    files of a single run. Files of the user stay. Nothing is done for a single run, which [`run_folder`] is for.
 
     Args:
-        output (`Path`): The output folder, with the metrics of the new run or runs.
-        older (`dict`): The metrics that were there before.
+        output (`Path`): The output folder.
+        older (`dict`): The metrics that are there, or were before.
+        newer (`dict`): The metrics of the new runs.
     """
-    before, now = _folders(older), _folders(stored_metrics(output))
-    for name in before - now:
-        if (output / name).is_dir():
-            shutil.rmtree(output / name)
-    if now and not before:
+    before, now = _run_folders(output, older), _run_folders(output, newer)
+    if not now:
+        return
+    paths = before - now
+    if not before:
         # A run writes the same files wherever it is.
-        recipes = [recipe for name in now for recipe in (output / name).rglob("recipe.yaml")]
-        names = {path.name for recipe in recipes for path in recipe.parent.iterdir() if path.is_file()}
+        runs = {recipe.parent for folder in now for recipe in folder.rglob(RECIPE_NAME)}
+        names = {path.name for run in runs for path in run.iterdir() if path.is_file()}
         if own_card(output / CARD_NAME) is None:
             names.discard(CARD_NAME)
         paths = {output / name for name in names}.union(*map(output.glob, (*_REPLACED, *_of_kind(older))))
-        for path in paths - {output / RESULTS_NAME}:
-            if path.exists():
-                _remove(path)
+        paths.discard(output / RESULTS_NAME)
+    if "glue" in older and "glue" not in newer:
+        paths.add(output / SUBMISSION_NAME)
+    for path in paths:
+        _remove(path)
 
 
-def _folders(metrics):
-    """Names of the folders in an output folder that hold the runs of these metrics."""
-    runs, cells = metrics.get("seeds", {}).values(), metrics.get("sweep", {}).get("cells", [])
-    return {Path(run["folder"]).parts[0] for run in (*runs, *cells)} | metrics.get("glue", {}).keys()
+def _run_folders(output, metrics):
+    """
+    The folders in an output folder that hold the runs of these metrics. Metrics may be those of a stranger: only names
+    that fine-tuning gives are accepted.
+    """
+    seeds, sweep, tasks = (metrics.get(name) for name in ("seeds", "sweep", "glue"))
+    runs = list(seeds.values()) if isinstance(seeds, dict) else []
+    cells = sweep.get("cells") if isinstance(sweep, dict) else None
+    runs += cells if isinstance(cells, list) else []
+    places = [str(run.get("folder")) for run in runs if isinstance(run, dict)]
+    names = {place.split("/")[0] for place in places if _RUN_FOLDER.match(place)}
+    return {output / name for name in names.union(GLUE.keys() & tasks if isinstance(tasks, dict) else ())}
 
 
 def _of_kind(metrics):
@@ -283,4 +311,4 @@ def _remove(path):
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)

@@ -100,9 +100,12 @@ def _does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError
     return ValueError(f"mask {options.mask} does not fit {options.model}: {error}")
 
 
-def model_and_mask_arguments(options: FinetuningArguments) -> tuple[dict[str, Any], dict[str, Any]]:
+def model_and_mask_arguments(options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     The arguments of `from_pretrained` for the model, and for the mask.
+
+    Args:
+        options ([`HubArguments`]): With `model`, `mask`, `mask_revision` and `mask_subfolder`.
 
     Raises:
         ValueError: If one has no meaning for this model or mask.
