@@ -22,9 +22,9 @@ COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.ope
 # What reading a damaged compressed file raises.
 DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 # In an output folder: the lock of the process that writes there, and who that is. The second file stays behind if the
-# run does not finish.
-LOCK_NAME = ".lock"
-UNFINISHED_NAME = "unfinished.json"
+# run does not finish. Trainer pushes nothing whose name begins like these.
+LOCK_NAME = "_lock"
+UNFINISHED_NAME = "_unfinished.json"
 LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 # Patterns of the results of a run, which say something false beside the model of another: those of every run, and what
 # a fine-tuning adds.
@@ -88,7 +88,7 @@ def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
 def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     """
     Context manager that keeps an output folder for this run: another one that asks for it is refused. Until the block
-    ends without an error, a file `unfinished.json` in the folder says whose run it is. What [`replace_files`] was
+    ends without an error, a file `_unfinished.json` in the folder says whose run it is. What [`replace_files`] was
     writing there when a run was killed is removed.
 
     Args:

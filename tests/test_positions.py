@@ -105,5 +105,5 @@ def test_the_command_leaves_no_mask_of_another_model(checkpoints, tmp_path):
     assert (
         main(["lengthen", checkpoints["stock"], "--length", "64", "--output_dir", str(tmp_path), "--overwrite"]) == 0
     )
-    assert not {"mask_config.json", "mask.safetensors", ".unfinished"} & {path.name for path in tmp_path.iterdir()}
+    assert not {"mask_config.json", "mask.safetensors", "_unfinished"} & {path.name for path in tmp_path.iterdir()}
     assert not hasattr(transformers.AutoModel.from_pretrained(tmp_path), "sparse_attention")

@@ -184,7 +184,7 @@ def test_masks_that_were_half_written_are_completed(tmp_path):
     (output / "p_0.4" / "README.md").unlink()
     for folder in (output, output / "p_0.4"):
         (folder / ".name.json.0123456789abcdef.tmp").write_text("{")
-    (output / "unfinished.json").write_text("{}")
+    (output / "_unfinished.json").write_text("{}")
     assert main(["prune", str(run), "--sparsities", "0.4", "0.8", "--output_dir", str(output)]) == 0
     assert json.loads((output / "pruning.json").read_text())["masks"].keys() == {"p_0.4", "p_0.8"}
     assert (output / "p_0.4" / "README.md").is_file() and not list(output.rglob("*.tmp"))

@@ -180,6 +180,8 @@ model = load("user/model")
 report["from the hub"] = error_of(model, folder)
 model.push_to_hub("user/again")
 report["pushed"] = torch.equal(load("user/again").keep, model.keep)
+model.save_pretrained(saved / "secret", push_to_hub=True, repo_id="user/secret", private=True, commit_message="Mine")
+report["secret"] = HfApi(token="hf_local").model_info("user/secret").private
 (saved / "report.json").write_text(json.dumps(report))
 """
 
@@ -205,7 +207,7 @@ def test_every_form_and_head_equals_the_package(client, folders):
             error, *wrong = report[f"{name} {kind}"]
             assert error <= 1e-5 and not any(wrong), (name, kind, error, wrong)
     assert report["exported"] <= 1e-5 and report["from the hub"] <= 1e-5
-    assert report["finite"] == [True, True] and report["pushed"]
+    assert report["finite"] == [True, True] and report["pushed"] and report["secret"]
     assert report["fields"] == ["sparsebert", LENGTH, True] and report["changed"] == [1, 30, 32]
 
 

@@ -198,6 +198,11 @@ def test_a_model_without_a_mask_saved_over_one_with_it_is_noticed(tmp_path, capl
     loaded.save_pretrained(tmp_path)
     assert hashes(tmp_path) == before and "weights" not in caplog.text
     assert not {"model_weights_sample"} & loaded.sparse_attention.mask.metadata.keys()
+    loaded.save_pretrained(tmp_path, variant="fp16")
+    load(tmp_path)
+    (tmp_path / "model.fp16.safetensors").unlink()  # as in the cache of the Hub, which fetches one of them
+    load(tmp_path)
+    assert "weights" not in caplog.text
     stock = detach(loaded)
     with torch.no_grad():
         stock.encoder.layer[0].output.dense.bias += 1e-3

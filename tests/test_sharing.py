@@ -166,7 +166,7 @@ def test_pushed_folder_comes_back_as_it_was(hub, client, tmp_path):
 model = sparsebert.attach(tiny(), "window", mask_length=16)
 model.save_pretrained({str(folder)!r})
 """)
-    for name in ("training_args.bin", "checkpoint-1/config.json", "runs/log", ".lock", "notes.txt"):
+    for name in ("training_args.bin", "checkpoint-1/config.json", "runs/log", "_lock", "notes.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x")
     printed = client.done("push", folder, "--repo_id", "user/run", "--private", "--commit_message", "First")
@@ -238,7 +238,7 @@ def test_push_replaces_another_state_of_the_mask(hub, client, tmp_path):
 
 
 def test_what_is_not_pushed(hub, client, tmp_path):
-    (tmp_path / "unfinished.json").write_text("{}")
+    (tmp_path / "_unfinished.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pickled").mkdir()
     for name in ("config.json", "pytorch_model.bin"):
@@ -340,6 +340,18 @@ def test_no_token_is_written(client, tmp_path, checkpoints, glue_folder):
     assert len(written) > 10 and not [path for path in written if b"hf_local" in path.read_bytes()]
     assert json.loads((run / "metrics.json").read_text())["mask"] == "star-80"
     assert "base_model: user/model" in (run / "README.md").read_text()
+
+
+def test_a_run_pushed_by_its_trainer_is_whole_elsewhere(hub, client, tmp_path, checkpoints, glue_folder):
+    """Without the lock and the mark of a run that goes on, which are in the folder while it is pushed."""
+    words = ["finetune", "--task", "rte", "--data", glue_folder, "--model", checkpoints["window"], "--max_length", 16]
+    words += ["--max_steps", 1, "--use_cpu", "--output_dir", tmp_path / "run", "--report_to", "none"]
+    for flags in ((), ("--overwrite",)):
+        client.done(*words, "--push_to_hub", "--hub_model_id", "user/pushed", *flags)
+        files = set(hub.repos["user/pushed"].files)
+        assert "mask.safetensors" in files and not [name for name in files if "lock" in name or "unfinished" in name]
+    client.done("pull", "user/pushed", "--output_dir", tmp_path / "pulled")
+    client.done("push", tmp_path / "pulled", "--repo_id", "user/again")
 
 
 # Cards

@@ -270,11 +270,12 @@ def test_the_page_of_a_mask_and_a_run(mask_folder, tmp_path, capsys, flag):
 
 
 def test_masks_of_one_name_and_of_seeds(tmp_path):
-    for name, seed in (("seed-0", 0), ("seed-1", 0), ("seed-2", 1)):
+    """Those of seeds in a folder of their settings, too, but none outside the folder of the run."""
+    folders = ("seed-0", "seed-1", "rate=1/seed-2", "../elsewhere", str(tmp_path / "elsewhere"))
+    for name, seed in zip(folders, (0, 0, 1, 2, 2), strict=True):
         build_pattern("random", 16, 2, seed=seed).save_pretrained(tmp_path / "run" / name)
-    write_metrics(
-        tmp_path / "run/metrics.json", FINETUNED | {"seeds": {str(n): {"folder": f"seed-{n}"} for n in range(3)}}
-    )
+    seeds = {str(number): {"folder": folder} for number, folder in enumerate(folders)}
+    write_metrics(tmp_path / "run/metrics.json", FINETUNED | {"seeds": seeds})
     build_pattern("window", 16, 2).save_pretrained(tmp_path / "seed-0")
     output = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), str(tmp_path / "seed-0"), "-o", str(output)]) == 0

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .reports import METRICS_NAME, is_search, read_metrics
@@ -78,7 +78,11 @@ def _masks(name: str, metrics: dict[str, Any]) -> Iterator[SavedMask]:
         seeds = metrics.get("seeds")
     found: list[SavedMask] = []
     for seed in seeds.values() if isinstance(seeds, dict) else ():
-        folder = Path(name) / Path(seed.get("folder", "")).name
+        # Of metrics that a stranger may have written: nothing outside the folder.
+        inner = PurePosixPath(str(seed.get("folder", "")) if isinstance(seed, dict) else "")
+        if inner.is_absolute() or ".." in inner.parts:
+            continue
+        folder = Path(name) / inner
         try:
             saved = read_mask(folder) if folder.is_dir() else None
         except NoMaskError:

@@ -63,7 +63,7 @@ def run(values):
             for name in options.sources
         }
         names = [options.subfolder or name if name in sources else name for name in masks]
-        paths = [output / f"{Path(name).name}.png" for name in names]
+        paths = [output / f"{Path(name).resolve().name}.png" for name in names]
         if len(set(paths)) < len(paths):
             raise ValueError(f"two of {', '.join(masks)} would be drawn to one file: draw them one by one")
         make_folder(output)

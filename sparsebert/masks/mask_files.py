@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -47,6 +48,7 @@ SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1024
 # The stored sparsity is rounded to 6 digits, and may have been computed in single precision.
 SPARSITY_TOLERANCE = 2e-6
 _SAMPLE_FIELD = "model_weights_sample"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # Fields that say where a mask comes from, each a name or nothing.
 PROVENANCE = ("search", "pattern", "base_model", "base_model_revision")
 
@@ -131,7 +133,8 @@ def write_mask_files(
 
 def mask_paths(source: str | os.PathLike, **hub_arguments: Any) -> list[str]:
     """
-    Subfolders of a folder or Hub repository that hold a mask, `""` for itself; checkpoints are left out.
+    Subfolders of a folder or Hub repository that hold a mask, `""` for itself, without those of checkpoints and
+    unfinished runs.
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
@@ -142,7 +145,7 @@ def mask_paths(source: str | os.PathLike, **hub_arguments: Any) -> list[str]:
     else:
         names = HfApi().list_repo_files(str(source), **hub_arguments)
     paths = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == MASK_CONFIG_NAME]
-    kept = [path for path in paths if not any(part.startswith(("checkpoint-", ".")) for part in path.parts)]
+    kept = [path for path in paths if not any(part.startswith(("checkpoint-", ".", "_")) for part in path.parts)]
     return sorted("" if path == PurePosixPath() else str(path) for path in kept)
 
 
@@ -176,7 +179,8 @@ def sample_weights(folder: Path) -> str | None:
     Returns:
         `str`: The hash, or `None` if there are no safetensors of a model.
     """
-    paths = sorted(folder.glob("model*.safetensors"))
+    # Not those of a `variant`, of which there may be all or none.
+    paths = sorted(path for path in folder.glob("model*.safetensors") if _WEIGHTS.fullmatch(path.name))
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

@@ -22,6 +22,8 @@ from transformers.utils import cached_file, logging
 logger = logging.get_logger("transformers.sparsebert")
 
 FILES = ("mask_config.json", "mask.safetensors")
+# Arguments of `save_pretrained` that are for a push alone.
+HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
 REMOVED = -1e9
@@ -152,6 +154,7 @@ class FrozenMask:
         base.register_buffer("keep", keep.to(self.device), persistent=False)
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, push_to_hub=False, **kwargs):
+        upload = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process and self.base_model.mask_files is not None:
             # Without what it says about the weights beside it, which may have been trained.
@@ -160,7 +163,8 @@ class FrozenMask:
             (Path(save_directory) / FILES[0]).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
             (Path(save_directory) / FILES[1]).write_bytes(self.base_model.mask_files[1])
         if push_to_hub:
-            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name))
+            upload.setdefault("repo_id", Path(save_directory).name)
+            self.push_to_hub(**upload, token=kwargs.get("token"))
 
 
 class SparseBertModel(FrozenMask, transformers.BertModel):

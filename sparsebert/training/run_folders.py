@@ -33,8 +33,8 @@ from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest
 
 logger = logging.get_logger(__name__)
 
-# A run that is to replace another works in this folder of the output folder.
-ASIDE_NAME = ".unfinished"
+# A run that is to replace another works in this folder of the output folder. Trainer pushes nothing with such a name.
+ASIDE_NAME = "_unfinished"
 # Patterns of what every run leaves that must not stay beside the files of another.
 _REPLACED = (
     *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, *RESULT_FILES),
