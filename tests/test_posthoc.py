@@ -417,6 +417,14 @@ def test_errors(model_folder, text, tmp_path, fields, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_several_processes_are_refused(model_folder, text, tmp_path, monkeypatch):
+    """Each would do all of the search, and write to the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a search runs in one process, got 2"):
+        search(model_folder, text, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, word_tokenizer):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").touch()

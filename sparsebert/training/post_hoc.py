@@ -5,6 +5,7 @@ This module reads model and text and writes the results; [`~sparsebert.training.
 """
 
 import copy
+import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,8 +62,13 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Returns:
         `dict`: The metrics. [`agreement_table`] makes a table of them.
     Raises:
-        ValueError, OSError: If something is wrong in the recipe, the model or the text.
+        ValueError, OSError: If something is wrong in the recipe, the model or the text, or several processes run this.
     """
+    # Without a Trainer, accelerate does not see the processes of torchrun on a CPU.
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(
+            f"a search runs in one process, got {processes}: start it without torchrun or accelerate launch"
+        )
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
