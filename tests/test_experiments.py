@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from sparsebert.analysis.reports import read_metrics, report_tables
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.comparison import compare
-from sparsebert.training.finetuning import PAPER_GRID, finetune
+from sparsebert.training.finetuning import finetune
+from sparsebert.training.several_runs import PAPER_GRID
 
 
 TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}

@@ -210,14 +210,11 @@ def window_losses(finished: Mapping[str, dict[str, Any]], system: str) -> dict[i
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
         system (`str`): Name of the system.
     """
-    windows = sorted(
-        {name for cell in finished.values() if (name := cell["settings"]["system"]).startswith("window_")}
-    )
     points: dict[int, list[tuple[float, float]]] = {}
-    for window in windows:
-        sparsities = _by_seed(finished, window, "sparsity")
-        for seed, loss in _by_seed(finished, window, "mlm_loss").items():
-            points.setdefault(seed, []).append((sparsities[seed], loss))
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        if settings["system"].startswith("window_"):
+            points.setdefault(settings["seed"], []).append((metrics["sparsity"], metrics["mlm_loss"]))
     losses = {}
     for seed, sparsity in _by_seed(finished, system, "sparsity").items():
         if line := sorted(points.get(seed, []), key=lambda point: abs(point[0] - sparsity))[:2]:

@@ -6,17 +6,15 @@ Finished runs are read from their folders, not repeated.
 
 import hashlib
 import io
-import itertools
 import json
 import math
 import shutil
 import zipfile
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import PartialState
 from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
@@ -31,7 +29,6 @@ from ..files import (
     EXPERIMENT_NAME,
     RECIPE_NAME,
     SUBMISSION_NAME,
-    check_output_dir,
     locked_output,
     replace_files,
     write_metrics,
@@ -40,10 +37,10 @@ from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
-from .recipes import convert
 from .run_cards import add_finetuning
 from .run_checks import check_training
-from .run_folders import choose_folder, remove_replaced, resume_from, stored_metrics
+from .run_folders import remove_replaced, resume_from, stored_metrics
+from .several_runs import cells_of, check_folder, layout_of, read_grid, read_recipe, read_seeds, write_recipe
 from .single_run import run_once, training_arguments
 from .sources import check_source
 from .task_data import MissingSplitError, TaskData, prepare
@@ -53,9 +50,6 @@ from .task_models import check_model, model_and_mask_arguments
 logger = logging.get_logger(__name__)
 
 SECTIONS = {"data": FinetuningArguments, "model": SparseBertConfig, "training": TrainingArguments}
-
-# SparseBERT (arXiv 2102.12871), Table 5.
-PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
 
 # Lower bounds of fields of `data`.
 _LOWEST = {
@@ -69,7 +63,6 @@ _LOWEST = {
 }
 # Fields that say which runs there are, not what one of them computes.
 _LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
-_PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
 _OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 
 
@@ -92,20 +85,20 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     recipe = recipe | {"data": data}
     check_training(recipe["training"])
     check_arguments(options, recipe["model"])
-    grid = _read_grid(options.sweep)
+    grid = read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
     arguments, *_ = [
         training_arguments(recipe["training"] | settings, output, TASKS[name])
         for name in (GLUE if options.all else [str(options.task)])
-        for settings in _cells(grid)
+        for settings in cells_of(grid)
     ]
-    seeds = _read_seeds(options.seeds, arguments.seed)
+    seeds = read_seeds(options.seeds, arguments.seed)
     resume = resume_from(options.resume, arguments.resume_from_checkpoint)
-    layout = _layout(options.all, grid, seeds)
+    layout = layout_of(options.all, grid, seeds)
     if any(layout) and isinstance(resume, str):
         raise ValueError("resume_from_checkpoint is for a single run: resume several runs with --resume")
     with locked_output(output) as unfinished:
-        _check_folder(output, options, layout, resume, unfinished)
+        check_folder(output, options, layout, resume, unfinished)
         PartialState().wait_for_everyone()  # before one of the processes writes to the folder
         return _finetune(recipe, options, arguments, output, seeds, grid)
 
@@ -129,7 +122,7 @@ def _finetune(
             check_baseline(baselines[name], data, seeds)
     if (whole or several) and PartialState().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        _write_recipe(output / EXPERIMENT_NAME, {section: recipe[section] for section in SECTIONS})
+        write_recipe(output / EXPERIMENT_NAME, {section: recipe[section] for section in SECTIONS})
     older = {place: stored_metrics(place) for place in (output, *(output / name for name in tasks))}
 
     def make_way(place: Path, newer: dict[str, Any], other_layout: bool) -> None:
@@ -158,25 +151,6 @@ def _finetune(
             _write_submission(results, output)
         write_metrics(output / "metrics.json", metrics)
     return output
-
-
-def _layout(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[bool, bool, bool]:
-    """Whether there are folders for tasks, for settings (with their seeds in them) and for seeds."""
-    return whole, bool(grid), not grid and len(seeds) > 1
-
-
-def _write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
-    replace_files({path: yaml.safe_dump(recipe).encode()})
-
-
-def _read_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
-    """What [`_write_recipe`] wrote; `None` if there is no file, or it is not such a one."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        recipe = yaml.safe_load(text)
-        return recipe if SECTIONS.keys() <= recipe.keys() and yaml.safe_dump(recipe) == text else None
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None
 
 
 def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None:
@@ -220,65 +194,6 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
         raise ValueError(f"{named} could not be downloaded ({type(error).__name__}: {error})") from error
 
 
-def _read_grid(sweep: bool | dict) -> dict[str, list]:
-    """Values by field of `training`; empty if there is no grid."""
-    if not isinstance(sweep, (bool, dict)):
-        raise ValueError(f"sweep must be true or a dictionary of lists of values, got {sweep!r}")
-    known = {field.name: field.type for field in fields(TrainingArguments) if field.name not in _PER_RUN}
-    grid = {}
-    for name, values in (PAPER_GRID if sweep is True else sweep or {}).items():
-        if name not in known:
-            raise nearest("field of training in sweep", name, list(known))
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
-        grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
-    return grid
-
-
-def _cells(grid: dict[str, list]) -> list[dict[str, Any]]:
-    """The settings of every cell; without a grid there is one, which changes nothing."""
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
-def _read_seeds(seeds: int | list, first: int) -> list[int]:
-    """The seeds of the runs; a number of runs counts up from `first`."""
-    listed = seeds if isinstance(seeds, list) else [seeds]
-    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
-        raise ValueError(f"seeds must be a number of runs or a list of seeds, got {seeds!r}")
-    if seeds == 0 or len(set(listed)) < len(listed):
-        raise ValueError(f"seeds must be at least 1, or a list of different seeds, got {seeds!r}")
-    return seeds if isinstance(seeds, list) else list(range(first, first + seeds))
-
-
-def _check_folder(
-    output: Path,
-    options: FinetuningArguments,
-    layout: tuple[bool, bool, bool],
-    resume: bool | str | None,
-    unfinished: bool,
-) -> None:
-    """A folder may hold what this command can continue: a run or several of the same task."""
-    path = output / (EXPERIMENT_NAME if any(layout) else RECIPE_NAME)
-    stored = _read_recipe(path)
-    if any(layout):
-        if path.is_file() and stored is None:
-            raise FileExistsError(f"{path} is not of a fine-tuning, or was changed: choose another output_dir")
-        check_output_dir(output, options.overwrite, stored is not None)
-    elif isinstance(resume, str) or not (path.is_file() and (output / "metrics.json").is_file()):
-        choose_folder(output, options.overwrite, resume, options.allow_partial_resume, unfinished)
-    if stored is None or options.overwrite:
-        return
-    held = stored["data"]
-    if held.get("task") != options.task:
-        raise ValueError(f"{output} holds runs of {held.get('task') or 'all tasks'}: choose another output_dir")
-    sweep, seeds = held.get("sweep", False), held.get("seeds", 1)
-    if any(layout) and layout[1:] != _layout(True, _read_grid(sweep), _read_seeds(seeds, 0))[1:]:
-        raise FileExistsError(
-            f"{output} holds runs with sweep {sweep!r} and seeds {seeds!r}, whose folders are others: choose another "
-            "output_dir, or pass --overwrite"
-        )
-
-
 def _prepare_glue(options: FinetuningArguments) -> tuple[dict[str, TaskData], dict[str, str]]:
     """The data of every task of GLUE, and the reason for each task without data."""
     tasks, missing = {}, {}
@@ -313,7 +228,7 @@ def _run_grid(
     """Every cell with the first seed, the best cell with all seeds."""
     cells: list[dict[str, Any]] = []
     first_runs = {}
-    for settings in _cells(grid):
+    for settings in cells_of(grid):
         folder = output / ",".join(f"{name}={value}" for name, value in settings.items())
         try:
             run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
@@ -358,7 +273,7 @@ def _run_or_read(
     written = _describe(data, recipe, training)
     path = folder / RECIPE_NAME
     if (folder / "metrics.json").is_file() and path.is_file() and not data.options.overwrite:
-        stored = _read_recipe(path)
+        stored = read_recipe(path)
         if stored is None:
             raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
         _check_same(folder, stored, written)
@@ -369,7 +284,7 @@ def _run_or_read(
     logger.warning(f"{folder}: training with seed {training['seed']}.")
     metrics = run_once(data, recipe["model"], training, folder)
     if PartialState().is_main_process:
-        _write_recipe(path, written)
+        write_recipe(path, written)
     return metrics
 
 
