@@ -77,10 +77,13 @@ def test_status():
     assert status([unclear]) == status([greater, unclear]) == "open"
     assert status([smaller]) == status([greater, unclear, smaller]) == "refuted"
     assert status([]) == status([compared(1.0)]) == status([greater, compared()]) == "open"
+    assert status([smaller, compared()]) == status([smaller, compared(1.0)]) == "refuted"
     # p = 0.04: significant alone, not as one of three.
     near = compared(1.0, 1.5, 1.5, 0.2)
     assert near.test()["p"] == pytest.approx(0.04, abs=0.005) and status([near]) == "confirmed"
     assert status([near, near, near]) == "open"
+    close = compared(-1.0, -1.5, -1.5, -0.2)
+    assert status([close]) == "refuted" and status([close, compared()]) == "open"  # two are to be tested
 
 
 def test_the_weakest_comparison_is_shown():
@@ -88,6 +91,9 @@ def test_the_weakest_comparison_is_shown():
     assert weakest([compared(1.0, 1.5)], 1) == "one - other = +1.2 [-1.9, +4.4], p = 0.13"
     assert weakest([compared()], 1) == "no cells that can be compared"
     assert weakest([compared(2.0), compared()], 1) == "one - other = +2.0 (1 not run)"
+    single = Comparison("a - b", {0: 1.5}, {0: 1.75})
+    found = "one - other = +1.2 [-1.9, +4.4], p = 0.38 (weakest of 2, 1 with one seed, 1 not run)"
+    assert weakest([compared(1.0, 1.5), single, compared()], 1) == found
 
 
 def level(series, number, sparsity, perplexity, seed):

@@ -1,9 +1,12 @@
 """The runner of the papers' tables and figures: what is run, what is taken over, what is refused, what is written."""
 
+import errno
 import gc
 import json
+import os
 import weakref
 from dataclasses import dataclass, field, fields, replace
+from threading import Thread
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
-from sparsebert.experiments import EXPERIMENTS, Experiment, minilm_mixers, sparsebert_figure7
+from sparsebert.experiments import EXPERIMENTS, Experiment, minilm_mixers, reproduction, sparsebert_figure7
 from sparsebert.experiments.experiment import shared_settings, unseeded
 from sparsebert.experiments.long_reviews import classify
 from sparsebert.experiments.reproduction import (
@@ -27,6 +30,7 @@ from sparsebert.experiments.reproduction import (
 )
 from sparsebert.experiments.result_tables import experiment_tables
 from sparsebert.experiments.time_estimates import duration, estimate_seconds
+from sparsebert.files import replace_files
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -115,7 +119,8 @@ def read(path):
 def test_results_table_and_plot(experiment, run, tmp_path):
     run("products")
     results = tmp_path / "results"
-    assert {path.name for path in results.iterdir()} == {f"products_tiny.{kind}" for kind in ("json", "md", "png")}
+    names = {path.name for path in results.iterdir() if not path.name.startswith(".")}
+    assert names == {f"products_tiny.{kind}" for kind in ("json", "md", "png")}
     cells = read(results / "products_tiny.json")
     assert cells["a"]["settings"] == {"name": "a", "factor": 3}
     assert cells["a"]["metrics"]["product"] == 3 and cells["a"]["metrics"]["seconds"] >= 0
@@ -207,6 +212,36 @@ def test_cells_of_two_processes_are_all_kept(experiment, run, tmp_path, monkeypa
     monkeypatch.setitem(EXPERIMENTS, "products", replace(own, run=run_beside))
     run("products", "--only", "a")
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b"}
+
+
+def test_cells_with_other_folders_of_runs_are_all_kept(experiment, tmp_path, monkeypatch):
+    def other():
+        reproduce("products", "--only", "b", "--output", tmp_path / "results", "--runs", tmp_path / "other")
+
+    beside = Thread(target=other)
+
+    def write(contents):
+        monkeypatch.setattr(reproduction, "replace_files", replace_files)
+        beside.start()
+        beside.join(1)  # waits for these results to be written
+        replace_files(contents)
+
+    monkeypatch.setattr(reproduction, "replace_files", write)
+    reproduce("products", "--only", "a", "--output", tmp_path / "results", "--runs", tmp_path / "runs")
+    beside.join()
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a", "b"}
+
+
+def test_results_that_cannot_be_written_are_printed(experiment, run, tmp_path, monkeypatch, caplog):
+    def write(contents):
+        monkeypatch.setattr(reproduction, "replace_files", replace_files)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(reproduction, "replace_files", write)
+    run("products")
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"b"} and '"product": 3' in caplog.text
+    run("products")
+    assert experiment == ["a", "b", "a"]
 
 
 def test_processes_share_the_cells(experiment, run, tmp_path, monkeypatch):
@@ -761,18 +796,30 @@ def test_tasks_are_compared_over_seeds():
 
 def test_masks_of_tasks_are_compared_with_the_learned_one():
     scores = {"dense": [0.84, 0.83], "learned": [0.83, 0.83], "window": [0.1, 0.2], "window_recovered": [0.2, 0.3]}
-    metrics = [
-        {f"score_{name}": values[seed] for name, values in scores.items()}
-        | {"removed_dense": 0.0, "removed_learned": 0.6, "removed_window": 0.62, "removed_window_recovered": 0.62}
-        for seed in (0, 1)
-    ]
-    settings = [{"task": "stsb", "seed": seed} for seed in (0, 1)]
-    means, differences = EXPERIMENTS["minilm_task_masks"].summary(finished(settings, metrics))
+    removed = {"dense": 0.0, "learned": 0.6, "window": 0.62, "window_recovered": 0.62}
+
+    def tables():
+        metrics = [
+            {f"score_{name}": values[seed] for name, values in scores.items()}
+            | {f"removed_{name}": removed.get(name, 0.6) for name in scores}
+            for seed in (0, 1)
+        ]
+        settings = [{"task": "stsb", "seed": seed} for seed in (0, 1)]
+        return EXPERIMENTS["minilm_task_masks"].summary(finished(settings, metrics))
+
+    means, differences = tables()
     rows = {row["mask"]: row for row in means.as_json()["rows"]}
     assert list(rows) == ["dense", "learned", "window, recovered", "window", "seeds"] and rows["seeds"]["stsb"] == "2"
     assert rows["window"]["removed on inputs"] == "62.0%" and rows["window"]["stsb"] == "15.0 ± 7.1"
-    found = {row["than"]: row["learned: more"] for row in differences.as_json()["rows"]}
-    assert found.keys() == {"dense", "window, recovered"} and found["dense"].startswith("-0.5 [")
+    found = {(row["mask"], row["than"]): row["more"] for row in differences.as_json()["rows"]}
+    assert found.keys() == {("learned", "dense"), ("learned", "window, recovered")}
+    assert found["learned", "dense"].startswith("-0.5 [")
+    # A mask whose weights were not adapted is compared with one for which they were not, either.
+    scores |= {"attention": [0.5, 0.4], "learned_recovered": [0.84, 0.84]}
+    found = {(row["mask"], row["than"]): row["more"] for row in tables()[1].as_json()["rows"]}
+    others = {("learned, recovered", other) for other in ("dense", "learned", "window, recovered")}
+    assert found.keys() == {("learned", "attention"), *others}
+    assert found["learned", "attention"].startswith("+38.0 [")
 
 
 def test_split_texts_through_a_mask_are_compared_with_truncated_ones():

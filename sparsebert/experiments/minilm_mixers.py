@@ -5,6 +5,7 @@ Convolutions in the first layers of a trained encoder: Figure 1 of [U], Are Tran
 
 import json
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,14 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     mixers = [cell["series"]] * replaced + ["attention"] * (num_layers - replaced)
     model = {"pattern": "dense", "token_mixers": mixers}
     with tempfile.TemporaryDirectory() as start:
-        own = {}
+        own, begin = {}, time.perf_counter()
+        checkpoint = shared_checkpoint(cell, folder.parents[1])
+        shared = time.perf_counter() - begin
         if cell["series"] == "attention" and replaced:
-            save_with_new_attention(cell, shared_checkpoint(cell, folder.parents[1]), start)
+            save_with_new_attention(cell, checkpoint, start)
             own["base_model"] = start
         metrics = continue_training(cell, folder, own, model)
+    metrics["shared_seconds"] += shared
     if cell["task"] is not None:
         data: dict[str, Any] = {name: cell[name] for name in ("task", "data", "max_train_examples")}
         data |= {"model": str(folder), "max_length": cell["max_length"], "test_split": []}

@@ -158,7 +158,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
     Means over seeds by mask and task, and what the learned mask, with adapted weights if there are some, has more than
-    the dense model and than the masks that come from the model or that its weights were adapted to.
+    the dense model, than without them, and than other masks that the weights were adapted to; without adapted weights,
+    what it has more than the mask that comes from the attention of the model.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
@@ -175,15 +176,16 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     rows.append({"mask": "seeds"} | {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()})
     best = LEARNED if _ADAPTED.format(LEARNED) not in masks else _ADAPTED.format(LEARNED)
     pairs = {
-        (task, mask): (by_mask[best], values)
+        (task, ours, other): (by_mask[ours], values)
         for task, by_mask in scores.items()
-        for mask, values in by_mask.items()
-        if mask != best and (mask in ("dense", LEARNED, ATTENTION) or mask.endswith(_ADAPTED.format("")))
+        for other, values in by_mask.items()
+        for ours in (LEARNED if other == ATTENTION else best,)
+        if other != best and (other in ("dense", LEARNED, ATTENTION) or other.endswith(_ADAPTED.format("")))
     }
     compared = compare_seeds(pairs, 1)
     differences = [
-        {"task": task, "than": mask, f"{best}: more": difference, "p (Holm)": p}
-        for (task, mask), (difference, p) in compared.items()
+        {"task": task, "mask": mask, "than": other, "more": difference, "p (Holm)": p}
+        for (task, mask, other), (difference, p) in compared.items()
     ]
     notes = (
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "

@@ -13,6 +13,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -269,7 +270,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
                         failed.append(f"{cell} ({reason})")
         except Timeout:
             logger.warning(f"{name}: {cell} is being run by another process, and left to it")
-    with FileLock(_results_lock(Path(options.runs) / path.stem)):
+    with _locked(path, options):
         finished = read_results(path, {})
         tables = _write_report(experiment, options, finished, path) if finished else []
     if failed:
@@ -290,18 +291,20 @@ def _redraw(experiment, options, settings, path):
     if not read_results(path, {}):
         raise ValueError(f"{path} has no finished cells to draw: choose another --output or --scale")
     make_folder(Path(options.runs), "runs")
-    with FileLock(_results_lock(Path(options.runs) / path.stem)):
+    with _locked(path, options):
         return _write_report(experiment, options, read_results(path, {}), path)
 
 
-def _results_lock(folder):
-    """The lock of the results whose cells are in this folder."""
-    return f"{folder}.lock"
+@contextmanager
+def _locked(path, options):
+    """Keep other processes from adding cells to these results, and from keeping files of these runs."""
+    with FileLock(f"{Path(options.runs) / path.stem}.lock"), FileLock(path.with_name(f".{path.stem}.lock")):
+        yield
 
 
 def _run_cell(experiment, name, options, settings, folder, path):
     """Run a cell in its folder, and add it to the results; if it fails, log and return why."""
-    with FileLock(_results_lock(folder.parent)):  # other processes keep files of finished cells
+    with _locked(path, options):  # other processes keep files of finished cells
         shutil.rmtree(folder, ignore_errors=True)  # left by a cell that was interrupted
     folder.mkdir(parents=True)
     start, cpu = time.perf_counter(), time.process_time()
@@ -313,13 +316,19 @@ def _run_cell(experiment, name, options, settings, folder, path):
         return f"{type(error).__name__}: {error}"
     metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     made = {"settings": settings, "metrics": metrics, "made_with": _versions()}
-    with FileLock(_results_lock(folder.parent)):  # other processes add cells too
-        finished = read_results(path, {}) | {folder.name: made}
-        contents = {
-            path: {"experiment": name, "scale": options.scale, "cells": finished},
-            folder / FINISHED_NAME: made,
-        }
-        replace_files({file: (json.dumps(content, indent=1) + "\n").encode() for file, content in contents.items()})
+    with _locked(path, options):  # other processes add cells too
+        try:
+            finished = read_results(path, {}) | {folder.name: made}
+            contents = {
+                path: {"experiment": name, "scale": options.scale, "cells": finished},
+                folder / FINISHED_NAME: made,
+            }
+            replace_files(
+                {file: (json.dumps(content, indent=1) + "\n").encode() for file, content in contents.items()}
+            )
+        except (OSError, ValueError) as error:  # a full disk, a damaged file: what was found is printed at least
+            logger.error(f"{name}: {folder.name} is finished, but cannot be written: {error}\n{json.dumps(made)}")
+            return f"{type(error).__name__}: {error}"
         try:
             _write_report(experiment, options, finished, path)
         except Exception:  # nor must a table or a picture, which is made again after the last cell

@@ -40,7 +40,7 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    return f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}"
+    return f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()}), {threads} thread{'s' * (threads > 1)}"
 
 
 def _add(folder, results, datasets, tables, metrics, network=None):
