@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 
 
 # The function that opens a compressed file, by the file's suffix.
@@ -258,3 +260,35 @@ def open_text(path: str | os.PathLike, newline: str | None = "\n") -> Iterator[T
             raise ValueError(f"{path}: not UTF-8 text: {error.reason}") from error
         except DECOMPRESSION_ERRORS as error:
             raise ValueError(f"{path}: cannot be decompressed: {error}") from error
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether a file of weights, of PyTorch or of JSON cannot be what its name says."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                return False
+        if path.suffix in (".pt", ".pth", ".bin"):
+            # TrainingArguments are stored as a pickle of the same format.
+            return path.is_file() and not zipfile.is_zipfile(path)
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError, RecursionError, OSError):
+        return True
+    return False
+
+
+def check_undamaged(folder: Path, field: str = "") -> None:
+    """
+    Check the weights and the configuration of a model in a folder, without reading the weights.
+
+    Args:
+        folder (`Path`): The folder. One that does not exist, such as a Hub id, is not checked.
+        field (`str`, *optional*): The field that names it, for the message.
+
+    Raises:
+        ValueError: If one of them is damaged.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
+            raise ValueError(f"{field}{': ' * bool(field)}{path} is damaged or truncated: write or download it again")

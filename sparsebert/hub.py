@@ -129,6 +129,27 @@ def explained(error: HTTPError) -> str:
     return f"{place}: the Hub refused with status {status} ({said})"
 
 
+def check_path(source: str | os.PathLike, field: str = "") -> None:
+    """
+    Check that what can only be the path of a folder is one. Whether a Hub id exists is not asked.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        field (`str`, *optional*): The field that names it, for the message.
+
+    Raises:
+        FileNotFoundError: If it is the path of a file or of nothing.
+    """
+    name, folder = str(source), Path(source)
+    field = f"{field}: " if field else ""
+    if folder.is_file():
+        raise FileNotFoundError(f"{field}{name!r} is a file, expected a folder or Hub id: give {str(folder.parent)!r}")
+    # A Hub id has one slash at most, and no folder of the owner's name is here.
+    like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir())
+    if like_path and not folder.is_dir():
+        raise FileNotFoundError(f"{field}there is no folder {name!r}")
+
+
 def check_available(
     source: str | os.PathLike,
     *filenames: str,
@@ -150,9 +171,11 @@ def check_available(
         revision, token, cache_dir, local_files_only, force_download, subfolder: See `hf_hub_download`.
 
     Raises:
+        FileNotFoundError: See [`check_path`].
         LocalEntryNotFoundError: If none is in the cache and the Hub cannot be reached. Whether the Hub has them is
             left to the download.
     """
+    check_path(source)
     if Path(source).exists():
         return
     name = str(source)

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -87,6 +88,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    """As if the extra `viz` were not installed: drawing takes most of the time of a small run."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 
 @pytest.fixture

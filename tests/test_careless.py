@@ -1,6 +1,7 @@
 """Mistakes of a careless or hurried user: one clear error before any work, or what was meant."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,17 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("lengthen MASK --length 64 --output_dir out", "model: there is no config.json in the folder"),
         ("lengthen MODEL --length 64 --output_dir file", "output_dir file is a file, expected a folder"),
         ("lengthen MODEL/config.json --length 64 --output_dir out", "is a file, expected a folder or Hub id"),
+        ("lengthen TABLE --length 64 --output_dir out", "input of 64 tokens is longer than the mask (16)"),
+        ("lengthen TABLE --length 64 --length_policy x --output_dir out", "length_policy must be one of 'extend', "),
+        ("lengthen DAMAGED --length 64 --output_dir out", "model.safetensors is damaged or truncated"),
+        ("plan DAMAGED", "model.safetensors is damaged or truncated"),
+        ("plan folder/nothing", "there is no folder 'folder/nothing'"),
+        ("plan ./nothing", "there is no folder './nothing'"),
+        ("draw folder/nothing --output_dir out", "there is no folder 'folder/nothing'"),
+        ("analyze DAMAGED --output_dir out", "model.safetensors is damaged or truncated"),
+        ("push DAMAGED --repo_id user/name", "model.safetensors is damaged or truncated"),
+        ("push TRUNCATED --repo_id user/name", "TRUNCATED/mask.safetensors: damaged"),
+        ("masks file", "'file' is a file, expected a folder or Hub id"),
         ("prune MODEL --output_dir out --sparsities []", "sparsities must name at least one fraction to remove"),
         ("prune MODEL --output_dir out --sparsities 0.5,0.9", "--sparsities must be a number, got '0.5,0.9'"),
         ("analyze MASK --output_dir file", "output_dir file is a file"),
@@ -200,6 +212,12 @@ def test_verbs(refused, checkpoints, words, said):
     Path("pairs.tsv").write_text("a b\tc d\n")
     build_pattern("window", 16, 2).save_pretrained("MASK")
     Path("text.txt").write_text("\n\n".join(["w1 w2 w3 w4"] * 40))
+    shutil.copytree("MASK", "TRUNCATED")
+    Path("TRUNCATED/mask.safetensors").write_bytes(Path("MASK/mask.safetensors").read_bytes()[:20])
+    shutil.copytree(checkpoints["searching"], "DAMAGED")
+    Path("DAMAGED/model.safetensors").write_bytes(Path("DAMAGED/model.safetensors").read_bytes()[:20])
+    model = BertForMaskedLM.from_pretrained(checkpoints["stock"])
+    attach(model, "bigbird", mask_length=16, length_policy="error").save_pretrained("TABLE")
     search = f"--model {checkpoints['stock']} --data text.txt --target_sparsity 0.5 --max_length 16 --output_dir out"
     pairs = "--train pairs.tsv --test pairs.tsv --pattern window --output_dir out"
     places = {"SEARCH": search, "PAIRS": pairs, "MODEL": checkpoints["window"], "STOCK": checkpoints["stock"]}

@@ -17,6 +17,9 @@ from sparsebert.training.finetuning import finetune
 from sparsebert.training.several_runs import PAPER_GRID
 
 
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
+
+
 TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
 
 

@@ -25,6 +25,9 @@ from sparsebert.training.task_data import MissingSplitError, choose_splits, prep
 from sparsebert.training.task_models import load_model, mask_metrics
 
 
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
+
+
 TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
 
 

@@ -12,11 +12,15 @@ from conftest import SEARCH, contents
 from processes import start, start_command, wait_for
 from safetensors.torch import load_file
 
+from sparsebert import load
 from sparsebert.commands import main
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
 from sparsebert.training.run_folders import ASIDE_NAME, choose_folder, run_folder
+
+
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
 
 
 ROOT = Path(__file__).parents[1]
@@ -248,6 +252,15 @@ def test_a_run_elsewhere_that_is_linked_is_kept(finetuning_flags, tmp_path):
     assert main(finetuning_flags(folder, "--overwrite")) == 0
     assert not (folder / "seed-43").exists() and (elsewhere / "model.safetensors").is_file()
     assert (folder / "results.md").is_file() and (folder / "latest").is_symlink()
+
+
+def test_a_search_whose_mask_has_empty_rows_is_frozen_when_that_is_accepted(pretraining_flags, tmp_path, capsys):
+    """The training is not lost: the field that the message asks for may change when the run is resumed."""
+    words = ["--search", "dam_u", "--target_sparsity", "0.95", "--hard", "false"]
+    flags = pretraining_flags(tmp_path / "run", *words)
+    assert main(flags) == 2 and "mask rows keep nothing" in capsys.readouterr().err
+    assert main([*flags, "--resume", "--allow_empty_rows", "true"]) == 0
+    assert load(tmp_path / "run").sparse_attention.mask.sparsity > 0.9
 
 
 def test_a_file_of_the_user_is_not_taken_for_runs(finetuning_flags, said, tmp_path):

@@ -1,5 +1,7 @@
 """Longer position embeddings: what stays, what is new, masks searched at a shorter length, files."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -96,6 +98,36 @@ def test_command(checkpoints, tmp_path, capsys, kind, mask):
     assert model(torch.ones(1, 64, dtype=torch.long)).logits.shape[1] == 64
     assert main(command) == 2
     assert "not empty" in capsys.readouterr().err
+
+
+def test_the_command_extends_a_mask_that_has_no_rule_for_it(tmp_path, word_tokenizer):
+    """As the user says."""
+    attach(head_model("bert"), "bigbird", mask_length=16, length_policy="error").save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    words = ["lengthen", str(tmp_path / "model"), "--length", "64", "--output_dir", str(tmp_path / "out")]
+    assert main(words) == 2 and not (tmp_path / "out").exists()
+    assert main([*words, "--length_policy", "dense"]) == 0
+    assert load(tmp_path / "out").base_model(torch.ones(1, 64, dtype=torch.long))[0].shape[1] == 64
+
+
+def test_the_command_goes_on_where_it_was_killed(checkpoints, tmp_path):
+    for name in ("_lock", "_unfinished.json", "_unfinished/out/config.json"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("{}")
+    words = ["lengthen", checkpoints["stock"], "--length", "64", "--output_dir", str(tmp_path / "out")]
+    checkpoint = tmp_path / "out/_unfinished/out/checkpoint-1"
+    checkpoint.mkdir()  # of a training, which can go on
+    assert main(words) == 2
+    checkpoint.rmdir()
+    assert main(words) == 0
+    assert {"_unfinished", "_unfinished.json"}.isdisjoint(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_what_sentence_transformers_adds_is_said_to_be_left_out(checkpoints, tmp_path, caplog):
+    shutil.copytree(checkpoints["stock"], tmp_path / "model")
+    (tmp_path / "model/modules.json").write_text("[]")
+    words = ["lengthen", str(tmp_path / "model"), "--length", "64", "--output_dir", str(tmp_path / "out")]
+    assert main(words) == 0 and "takes the mean over all tokens" in caplog.text
 
 
 def test_the_command_leaves_no_mask_of_another_model(checkpoints, tmp_path):

@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import random
 import shutil
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 import transformers
@@ -32,6 +34,9 @@ from sparsebert.training.objectives import hidden_states, recorded, squared_erro
 from sparsebert.training.post_hoc import agreement_table, search_post_hoc
 from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments, given_mask
 from sparsebert.training.post_hoc_inputs import read_text
+
+
+pytestmark = pytest.mark.usefixtures("without_matplotlib", "short_times")
 
 
 LENGTH, HEADS = 16, 4
@@ -263,6 +268,12 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def short_times(monkeypatch):
+    """Inference is timed on few tokens."""
+    monkeypatch.setattr("sparsebert.training.matching.TIMED_TOKENS", 256)
+
+
 def search(model, text, output, **fields):
     """Search with a recipe of these fields; those of `data` are told by their names."""
     fields = {"max_length": 32, "steps": 3, "target_sparsity": 0.7, "max_validation_tokens": 256} | fields
@@ -272,7 +283,8 @@ def search(model, text, output, **fields):
     return search_post_hoc(recipe)
 
 
-def test_run(model_folder, text, tmp_path, capsys):
+def test_run(model_folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
     metrics = search(model_folder, text, tmp_path / "out", recover=2, bf16=True, search="dam_b", block_size=16)
     assert metrics == json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
@@ -309,7 +321,8 @@ def test_a_checkpoint_that_does_not_name_its_class(model_folder, text, tmp_path)
     assert type(load(tmp_path / "out")).__name__ == "RobertaModel"
 
 
-def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys):
+def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
     flags = {"model": model_folder, "data": text, "output_dir": tmp_path / "out", "max_length": 32}
     flags |= {"steps": 2, "recover": 2, "max_validation_tokens": 256, "target_sparsity": 0.7}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

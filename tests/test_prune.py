@@ -193,6 +193,17 @@ def test_masks_that_were_half_written_are_completed(tmp_path):
         prune(run, output, [0.4])
 
 
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"masks": 3}'])
+def test_a_table_that_was_damaged_is_named(tmp_path, content):
+    run, output = search(tmp_path / "run"), tmp_path / "masks"
+    output.mkdir()
+    (output / "pruning.json").write_text(content)
+    with pytest.raises(ValueError, match=r"pruning\.json is damaged or of something else"):
+        prune(run, output, [0.4])
+    prune(run, output, [0.4], overwrite=True)
+    assert json.loads((output / "pruning.json").read_text())["masks"].keys() == {"p_0.4"}
+
+
 def test_a_mask_that_was_damaged_is_named(tmp_path):
     run, output = search(tmp_path / "run"), tmp_path / "masks"
     prune(run, output, [0.4, 0.8])

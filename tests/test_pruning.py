@@ -17,6 +17,9 @@ from sparsebert.search.searches import best_of_rows, prune
 from sparsebert.training.finetuning import finetune
 
 
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
+
+
 def model_of(search="dam_s", **fields):
     fields = {"mask_length": LENGTH, "mask_constant": 10.0} | fields
     fields |= {"pattern": search} if search == "dense" else {"search": search}

@@ -101,12 +101,19 @@ def test_a_quantized_model_is_not_saved(tiny_config, tmp_path, masked):
             torch.testing.assert_close(again(**inputs_of("bert")).logits, model(**inputs_of("bert")).logits)
 
 
+def _with_nan(config):
+    model = SparseBertModel(config)
+    model.embeddings.LayerNorm.weight.data[3] = torch.nan
+    return model
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda config: torch.nn.Linear(2, 2), "quantize needs a model of transformers, got Linear"),
         (lambda config: quantize(SparseBertModel(config)), "this SparseBertModel is quantized already"),
         (lambda config: SparseBertModel(config).bfloat16(), "float32 on the CPU, got torch.bfloat16 on cpu"),
+        (_with_nan, "finite weights: embeddings.LayerNorm.weight holds infinity or NaN"),
         (lambda config: SparseBertModel(config).to("meta"), "float32 on the CPU, got torch.float32 on meta"),
     ],
 )

@@ -1,9 +1,11 @@
 """Masks and models shared by name: commands and functions in a process with the real client, against a local Hub."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hub_client import Client
 from hub_server import Fault, HubServer
 
@@ -187,13 +189,18 @@ model.save_pretrained({str(folder)!r})
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")
     client.done("pull", "user/run", "--output_dir", tmp_path / "link")
-    (tmp_path / "here" / "old.txt").write_text("of the folder that is replaced")
+    (tmp_path / "here/mine").mkdir()
+    for name in ("old.txt", "mine/a.py", "metrics.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / "here" / name).write_text("{}")
     client.done("pull", "user/run", "--output_dir", tmp_path / "link", "--overwrite")
-    assert {path.name for path in (tmp_path / "here").iterdir()} == pushed and not list(tmp_path.glob(".*"))
+    kept = {"old.txt", "mine"}  # results and weights would be those of another model
+    assert {path.name for path in (tmp_path / "here").iterdir()} == pushed | kept and not list(tmp_path.glob(".*"))
+    assert (tmp_path / "here/mine/a.py").is_file()
     code, _, err = client(["pull", "user/run", "--output_dir", "."])
     assert code == 2 and "is the current folder, which cannot be replaced" in err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("mine")
+    (tmp_path / "other" / "config.json").write_text('{"of": "a program"}')
     code, _, err = client(["pull", "user/run", "--output_dir", tmp_path / "other", "--overwrite"])
     assert code == 2 and "holds neither model nor mask" in err and (tmp_path / "other" / "letter.txt").is_file()
 
@@ -290,6 +297,32 @@ def test_a_pull_that_fails_never_looks_complete(hub, client, shared, tmp_path, w
     hub.faults.clear()
     client.done("pull", shared, "--output_dir", output)
     assert (output / "mask.safetensors").read_bytes() == hub.read(shared, "mask.safetensors")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("killed", ["before the new folder", "after it"])
+def test_a_pull_that_was_killed_while_it_replaced_goes_on(client, shared, tmp_path, killed):
+    output, aside = tmp_path / "out", tmp_path / ".out.unfinished"
+    client.done("pull", shared, "--output_dir", output)
+    (output / "mine.txt").write_text("mine")
+    if killed == "after it":
+        shutil.copytree(output, aside / "replaced")
+        (output / "mine.txt").unlink()
+    else:
+        aside.mkdir()
+        output.rename(aside / "replaced")
+        code, _, err = client(["pull", shared, "--output_dir", output])
+        assert code == 2 and "is not empty" in err
+    client.done("pull", shared, "--output_dir", output, "--overwrite")
+    assert (output / "mine.txt").read_text() == "mine" and not aside.exists()
+
+
+def test_a_second_pull_into_a_folder_is_refused(client, shared, tmp_path):
+    (tmp_path / ".out.unfinished").mkdir()
+    with FileLock(tmp_path / ".out.unfinished/_lock"):
+        code, _, said = client(["pull", shared, "--output_dir", tmp_path / "out"])
+    assert code == 2 and "out is being pulled by another process: choose another, or wait" in said
+    client.done("pull", shared, "--output_dir", tmp_path / "out")
     assert not list(tmp_path.glob(".*"))
 
 

@@ -21,6 +21,9 @@ from sparsebert.training.run_checks import warn_of_slow_bfloat16
 from sparsebert.training.trainer import SparseBertTrainer
 
 
+pytestmark = pytest.mark.usefixtures("without_matplotlib")
+
+
 LENGTH = 12
 
 

@@ -11,6 +11,7 @@ from ..attention import choice
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..checks import check_range
+from ..hub import check_path
 from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_tile_shares
@@ -170,6 +171,7 @@ def saved_plan(
         ValueError: If there is no mask, it is still being searched, or it is undefined at this length.
         OSError: If there is no such folder or repository.
     """
+    check_path(source)
     is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
     reader: Any = load if is_model else SparseMask.from_pretrained
     return make_plan(reader(source, **hub_arguments), length, device, dtype)

@@ -21,6 +21,7 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
+from ..files import check_undamaged
 from ..hub import check_available
 from ..masks.mask_files import (
     MASK_CONFIG_NAME,
@@ -141,6 +142,7 @@ def _is_searching(source, config, hub_arguments):
 
 def _read_search(source, config, hub_arguments):
     """The [`SparseAttention`] of a model that is still searching."""
+    check_undamaged(Path(source, hub_arguments.get("subfolder") or ""))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the weights of the model's heads are not read
     try:

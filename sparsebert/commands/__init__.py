@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import Any
 
 from huggingface_hub.errors import HTTPError, StrictDataclassError
+from safetensors import SafetensorError
 
 from ..checks import nearest
 from ..hub import explained
@@ -145,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _close_output()
     except HTTPError as error:
         return _say(verb, explained(error), 1)
+    except SafetensorError as error:
+        return _say(verb, f"a file of weights is damaged or truncated: {error}", 1)
     except (OSError, FloatingPointError, MaskMismatchError) as error:
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:

@@ -8,7 +8,7 @@ Writes all numbers to `importance.json` in `output_dir`, and pictures (PNG and S
 from dataclasses import dataclass
 
 from ..analysis.importance_analysis import analyze, importance_table
-from ..files import check_output_dir
+from ..files import check_output_dir, locked_output
 from ..hub import HubArguments
 from ._command import Command, Printing, Results, needed
 
@@ -47,5 +47,7 @@ def run(values):
     needed(values, "analysis.runs", "analysis.output_dir")
     options = AnalysisArguments(**values["analysis"])
     check_output_dir(options.output_dir, options.overwrite)
-    numbers = analyze(options.runs, options.output_dir, options.special_tokens, **options.hub_arguments(*options.runs))
+    hub_arguments = options.hub_arguments(*options.runs)
+    with locked_output(options.output_dir):
+        numbers = analyze(options.runs, options.output_dir, options.special_tokens, **hub_arguments)
     return Results(numbers, [importance_table(numbers)], [f"written to {options.output_dir}"])

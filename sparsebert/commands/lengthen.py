@@ -7,12 +7,15 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from ..checks import check_choice
-from ..files import check_output_dir, locked_output
+from ..files import LOCK_NAMES, check_output_dir, check_undamaged, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer
-from ..models.loading import carries_mask, check_folder, load, model_class_of
+from ..models.attaching import get_sparse_attention
+from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.positions import METHODS, extend_positions
-from ..training.run_folders import run_folder
+from ..training.run_folders import ASIDE_NAME, run_folder
 from ._command import Command, Results, needed, without_token
 
 
@@ -25,6 +28,8 @@ class LengtheningArguments(HubArguments):
         model (`str`): Folder or Hub id of the model.
         length (`int`): Tokens of the longest input.
         method (`str`): How the new embeddings are made, see [`extend_positions`].
+        length_policy (`str`, *optional*): What the mask does beyond its own length, see [`SparseMask`]; by default
+            what it does so far.
         output_dir (`str`): Folder to write, created if missing.
         overwrite (`bool`): Replace the model in an output folder that is not empty, and remove its checkpoints.
     """
@@ -32,6 +37,7 @@ class LengtheningArguments(HubArguments):
     model: str | None = None
     length: int | None = None
     method: str = METHODS[0]
+    length_policy: str | None = None
     output_dir: str | None = None
     overwrite: bool = False
 
@@ -54,19 +60,32 @@ def run(values):
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
     check_folder(options.model, "model", subfolder=options.subfolder)
-    check_output_dir(options.output_dir, options.overwrite)
+    overwrite = options.overwrite or _is_unfinished(Path(options.output_dir))
+    check_output_dir(options.output_dir, overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     if carries_mask(source, **hub_arguments):
-        model = load(source, **hub_arguments)
+        policy = {} if options.length_policy is None else {"length_policy": options.length_policy}
+        model = load(source, **policy, **hub_arguments)
+        mask = get_sparse_attention(model).mask
+        if mask is not None:
+            mask.check_length(options.length)
     else:
+        check_undamaged(Path(source, options.subfolder or ""))
         config = read_config(source, **hub_arguments)
         model = model_class_of(config).from_pretrained(source, **hub_arguments)
     tokenizer = read_tokenizer(source, **hub_arguments)
+    warn_of_modules(source, **hub_arguments)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
     output = Path(options.output_dir)
-    with locked_output(output), run_folder(output, options.overwrite, whole=True) as (folder, _):
+    with locked_output(output), run_folder(output, overwrite, whole=True) as (folder, _):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
     return Results(without_token(vars(options)), notes=[done])
+
+
+def _is_unfinished(output):
+    """Whether a folder holds nothing but what this command left when it was killed."""
+    names = {path.name for path in output.glob("*")}
+    return ASIDE_NAME in names <= {ASIDE_NAME, *LOCK_NAMES} and not any(output.rglob(f"{PREFIX_CHECKPOINT_DIR}-*"))

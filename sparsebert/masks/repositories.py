@@ -1,5 +1,6 @@
 """Pushing folders of masks and models to the Hub, pulling them, and listing masks. A push is one commit."""
 
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
@@ -20,7 +22,19 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
 from transformers.utils import CONFIG_NAME
 
-from ..files import PICTURE_NAME, RESULT_FILES, RESULTS_NAME, TASK_FILES, UNFINISHED_NAME, check_output_dir, is_empty
+from ..files import (
+    LOCK_NAME,
+    LOCK_NAMES,
+    PICTURE_NAME,
+    RESULT_FILES,
+    RESULTS_NAME,
+    TASK_FILES,
+    UNFINISHED_NAME,
+    check_output_dir,
+    check_undamaged,
+    is_empty,
+    make_folder,
+)
 from ..hub import check_available
 from .mask_cards import (
     CARD_NAME,
@@ -50,6 +64,8 @@ _STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search
 # Files with weights, and with those that are not pushed because they are pickled.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+# Where a pull keeps the folder that it replaces until all files are in their places.
+_REPLACED_NAME = "replaced"
 # The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, PICTURE_NAME)
 
@@ -157,7 +173,7 @@ def push_folder(
             another state of the mask or another run.
 
     Raises:
-        ValueError: If the folder holds no mask and no model, or an unfinished run.
+        ValueError: If the folder holds no mask and no model, an unfinished run or damaged files.
         OSError: If the Hub cannot be reached or refuses.
     """
     folder = Path(folder)
@@ -233,7 +249,11 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         hint = f": push one of {', '.join(inner)}" if inner else ""
         raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
     if (folder / MASK_CONFIG_NAME).is_file():
-        read_description(folder / MASK_CONFIG_NAME)
+        from .sparse_mask import SparseMask  # which pushes its own folder
+
+        SparseMask.from_pretrained(folder)
+    if not mask_only:
+        check_undamaged(folder)
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     pickled = list(filter(_PICKLED_WEIGHTS.fullmatch, files))
     if pickled and not mask_only and not any(map(_WEIGHTS.fullmatch, files)):
@@ -275,12 +295,14 @@ def pull_folder(
         output_dir (`str` or `os.PathLike`): The folder, created if missing.
         revision, token: See `snapshot_download`.
         subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
-        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace a folder that is not empty.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace the mask or model in a folder. Files of
+            other names that do not belong to it stay.
 
     Returns:
         `list[str]`: Names of the files.
     Raises:
-        FileExistsError: If the folder is not empty and `overwrite` is not set.
+        FileExistsError: If the folder is not empty and `overwrite` is not set, or holds neither model nor mask, or if
+            another process is pulling into it.
         ValueError: If it is the current folder.
         OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
     """
@@ -288,7 +310,7 @@ def pull_folder(
     if output == Path.cwd():
         raise ValueError(f"output_dir {output} is the current folder, which cannot be replaced: choose another")
     check_output_dir(output, overwrite)
-    if not is_empty(output) and not any((output / name).is_file() for name in (CONFIG_NAME, MASK_CONFIG_NAME)):
+    if not is_empty(output) and not _holds_model(output):
         raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
     subfolder = check_subfolder(subfolder)
     api = HfApi(token=token)
@@ -303,23 +325,75 @@ def pull_folder(
             + (f"; there are masks in {names}" if names else "")
         )
     aside = output.parent / f".{output.name}.unfinished"
-    if aside.is_dir() and not (aside / str(commit)).is_dir():
-        shutil.rmtree(aside)  # of another commit or repository
-    place = aside / str(commit)
-    pattern = [f"{within}*"] if within else None
-    snapshot_download(repo_id, revision=commit, local_dir=place, token=token, allow_patterns=pattern)
-    found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=place)
-    wrong = [mismatch["path"] for mismatch in found.mismatches] + sorted({*wanted} & {*found.missing_paths})
-    if wrong:
-        for name in wrong:
-            (place / name).unlink(missing_ok=True)
-        raise OSError(
-            f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written to "
-            f"{output}: run the same command again"
-        )
-    shutil.rmtree(place / ".cache", ignore_errors=True)
-    if output.exists():
-        os.replace(output, aside / "replaced")
-    os.replace(place / within, output)
-    shutil.rmtree(aside)
+    make_folder(aside)
+    try:
+        with FileLock(aside / LOCK_NAME).acquire(timeout=0):
+            _finish_swap(aside, output)
+            check_output_dir(output, overwrite)
+            for path in aside.iterdir():
+                if path.is_dir() and path.name != commit:
+                    shutil.rmtree(path)  # of another commit or repository
+            place = aside / str(commit)
+            pattern = [f"{within}*"] if within else None
+            snapshot_download(repo_id, revision=commit, local_dir=place, token=token, allow_patterns=pattern)
+            found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=place)
+            wrong = [mismatch["path"] for mismatch in found.mismatches] + sorted({*wanted} & {*found.missing_paths})
+            if wrong:
+                for name in wrong:
+                    (place / name).unlink(missing_ok=True)
+                raise OSError(
+                    f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written "
+                    f"to {output}: run the same command again"
+                )
+            shutil.rmtree(place / ".cache", ignore_errors=True)
+            if output.exists():
+                os.replace(output, aside / _REPLACED_NAME)
+            os.replace(place / within, output)
+            _finish_swap(aside, output)
+            shutil.rmtree(aside)
+    except Timeout:
+        raise FileExistsError(
+            f"output_dir {output} is being pulled by another process: choose another, or wait"
+        ) from None
     return [name.removeprefix(within) for name in wanted]
+
+
+def _holds_model(folder):
+    """Whether a folder holds a mask or the model of a library, not just any config.json."""
+    if (folder / MASK_CONFIG_NAME).is_file():
+        return True
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "model_type" in config
+
+
+def _finish_swap(aside, output):
+    """Give the files of the user back to a folder that was replaced, or the folder itself if nothing replaced it."""
+    replaced = aside / _REPLACED_NAME
+    if replaced.is_dir() and not output.exists():
+        os.replace(replaced, output)
+    if not replaced.is_dir():
+        return
+    for root, folders, names in os.walk(replaced):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for path in (Path(root, name) for name in (*names, *links)):
+            target = output / path.relative_to(replaced)
+            if _is_of_model(path, replaced) or os.path.lexists(target):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    shutil.rmtree(replaced)
+
+
+def _is_of_model(path, folder):
+    """Whether a file in the folder of a model or mask says something false beside another."""
+    if path.parent != folder:
+        return False
+    if path.name == CARD_NAME:
+        return own_card(path) is not None
+    weights = _WEIGHTS.fullmatch(path.name) or _PICKLED_WEIGHTS.fullmatch(path.name)
+    return bool(weights) or any(
+        fnmatch(path.name, each) for each in (*_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
+    )

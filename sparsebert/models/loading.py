@@ -1,14 +1,16 @@
 """Loading a model with its mask from a folder or the Hub."""
 
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from ..hub import check_available, read_config
+from ..files import check_undamaged
+from ..hub import check_available, check_path, read_config
 from ..masks.mask_files import (
     HUB_ARGUMENTS,
     MASK_CONFIG_NAME,
@@ -21,6 +23,8 @@ from .architectures import check_architecture
 from .configuration_sparsebert import SparseBertConfig
 from .stock_loading import find_descriptions
 
+
+logger = logging.get_logger(__name__)
 
 # What a folder or repository without a model may hold, and how that is loaded.
 _OTHERS = {
@@ -58,21 +62,28 @@ def check_folder(
     Raises:
         FileNotFoundError: If it is the path of a file or of nothing, or a folder without these files.
     """
-    name, folder = str(source), Path(source)
-    field = f"{field}: " if field else ""
-    if folder.is_file():
-        raise FileNotFoundError(f"{field}{name!r} is a file, expected a folder or Hub id: give {str(folder.parent)!r}")
+    check_path(source, field)
+    folder = Path(source)
     if not folder.is_dir():
-        # A Hub id has one slash at most, and no folder of the owner's name is here.
-        if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir()):
-            raise FileNotFoundError(f"{field}there is no folder {name!r}")
         return
-    folder = folder / (subfolder or "")
+    folder, field = folder / (subfolder or ""), f"{field}: " if field else ""
     if any((folder / each).is_file() for each in names):
         return
     found = sorted(path.parent for each in names for path in folder.glob(f"*/{each}"))
     hint = f"; there is one in {', '.join(map(str, found[:3]))}" if found else ""
     raise FileNotFoundError(f"{field}there is no {' or '.join(names)} in the folder {str(folder)!r}{hint}")
+
+
+def warn_of_modules(source: str | PathLike, **hub_arguments: Any) -> None:
+    """Say that what sentence-transformers adds to a model is left out by a command that writes the model anew."""
+    found = None
+    with suppress(OSError):  # in the cache or not: the Hub need not be reached for this
+        found = find_file(source, "modules.json", **hub_arguments)
+    if found:
+        logger.warning(
+            f"{source}: what sentence-transformers adds to the model (modules.json: pooling, ...) is not written; "
+            "without it, sentence-transformers takes the mean over all tokens"
+        )
 
 
 def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
@@ -93,10 +104,12 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     Raises:
         MaskFileError: If there is a model but no mask, a mask without a model, or an adapter.
         OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
-        ValueError: If the class that was saved is not part of transformers, or for a reason listed under [`attach`].
+        ValueError: If a file in the folder is damaged, if the class that was saved is not part of transformers, or for
+            a reason listed under [`attach`].
     """
     source = pretrained_model_name_or_path
     check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))
+    check_undamaged(Path(source, kwargs.get("subfolder") or ""))
     if not (model_class is None or hasattr(model_class, "from_pretrained")):
         raise ValueError(f"model_class must be a class of transformers, got {model_class!r}")
     # The code beside a model is for environments without this package.

@@ -31,8 +31,8 @@ def quantize(model: Model) -> Model:
     Returns:
         `model`, changed in place and in evaluation mode.
     Raises:
-        ValueError: If the model is not of this kind or is already quantized, or if this build of PyTorch has no int8
-            kernels.
+        ValueError: If the model is not of this kind, is already quantized or has weights that are not finite, or if
+            this build of PyTorch has no int8 kernels.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"quantize needs a model of transformers, got {type(model).__name__}")
@@ -46,9 +46,11 @@ def quantize(model: Model) -> Model:
     layers = [module for module in model.base_model.modules() if type(module) is nn.Linear]
     if not layers:
         raise ValueError(f"this {type(model).__name__} has no linear layers to quantize")
-    for weight in (layer.weight for layer in layers):
+    for name, weight in model.base_model.named_parameters():
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
             raise ValueError(f"quantize needs a model in float32 on the CPU, got {weight.dtype} on {weight.device}")
+        if not weight.isfinite().all():  # rounding would turn it into a number
+            raise ValueError(f"quantize needs finite weights: {name} holds infinity or NaN")
     if torch.backends.quantized.engine == "none":
         raise ValueError("quantize needs a build of PyTorch with int8 kernels: torch.backends.quantized has no engine")
     with warnings.catch_warnings():

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 
 from accelerate import PartialState
 from huggingface_hub.utils.sha import sha_fileobj
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
-from ..files import replace_files
+from ..files import is_damaged, replace_files
 
 
 logger = logging.get_logger(__name__)
@@ -130,22 +129,6 @@ def _read_manifest(folder) -> dict[str, dict[str, Any]]:
         return {str(name): {"size": int(value["size"]), "sha256": value["sha256"]} for name, value in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}): take another checkpoint") from error
-
-
-def is_damaged(path: Path) -> bool:
-    """Whether a file of weights, of PyTorch or of JSON cannot be what its name says."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                return False
-        if path.suffix in (".pt", ".pth", ".bin"):
-            # TrainingArguments are stored as a pickle of the same format.
-            return path.is_file() and not zipfile.is_zipfile(path)
-        if path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-    except (SafetensorError, ValueError, RecursionError, OSError):
-        return True
-    return False
 
 
 def newest_whole(folder: str | os.PathLike, allow_partial: bool = False) -> Path | None:

@@ -21,7 +21,7 @@ from ..hub import read_tokenizer
 from ..masks.matched import MATCHED, VARIED, matched_patterns
 from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import SparseMask
-from ..models.loading import model_class_of
+from ..models.loading import model_class_of, warn_of_modules
 from ..search.budget import scheduled
 from ..search.learned_mask import LearnedMask, expand_probs, save_probs
 from .matching import (
@@ -86,6 +86,7 @@ def _search(
     set_seed(options.seed)
     hub_arguments = options.hub_arguments(options.model)
     tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
+    warn_of_modules(str(options.model), **hub_arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warn_of_slow_bfloat16(options.bf16, device)
     source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)

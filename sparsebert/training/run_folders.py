@@ -24,11 +24,12 @@ from ..files import (
     SUBMISSION_NAME,
     TASK_FILES,
     check_output_dir,
+    is_damaged,
     is_empty,
 )
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
-from .checkpoint_manifests import MANIFEST_NAME, check_whole, is_damaged, newest_whole
+from .checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
 
 
 logger = logging.get_logger(__name__)

@@ -15,12 +15,12 @@ from transformers.utils import (
 
 from ..data.documents import load_documents
 from ..data.streams import find_shards
+from ..files import check_undamaged
 from ..hub import check_available
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..models.loading import check_folder
-from .checkpoint_manifests import is_damaged
 
 
 _TOKENIZER_FILES = (
@@ -66,9 +66,7 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
             for filenames in SOURCES[field]:
                 check_available(name, *filenames, **hub_arguments)
         return
-    for path in sorted(folder.iterdir()):
-        if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
-            raise ValueError(f"{field}: {path} is damaged or truncated: write or download it again")
+    check_undamaged(folder, field)
 
 
 def check_text_files(field: str, source: Any, streaming: bool = False) -> None:

@@ -306,7 +306,7 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
         MaskFileError: If a mask was damaged after all were written, unless `overwrite`.
     """
     table = {"masks": describe(masks)}
-    listed = json.loads((output / TABLE_NAME).read_text())["masks"].keys() if (output / TABLE_NAME).is_file() else None
+    listed = _listed(output / TABLE_NAME, overwrite)
     saved = {}
     for name in masks:
         if (output / name / MASK_CONFIG_NAME).is_file():
@@ -326,6 +326,20 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     for name, mask in masks.items():
         mask.save_pretrained(output / name)
     write_metrics(output / TABLE_NAME, table)
+
+
+def _listed(path, overwrite):
+    """Names of the masks in a table that was written before; `None` if there is none, or it is to be replaced."""
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["masks"]).keys()
+    except (ValueError, KeyError, TypeError) as error:
+        if overwrite:
+            return None
+        raise ValueError(
+            f"{path} is damaged or of something else: choose another output_dir, or pass --overwrite"
+        ) from error
 
 
 def finetune_masks(
