@@ -172,8 +172,13 @@ def test_masks_are_written_once(tmp_path):
     with pytest.raises(FileExistsError, match="is not empty"):
         prune(run, output, [0.7])
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    table = {"masks": dict.fromkeys([*json.loads((output / "pruning.json").read_text())["masks"], "../mine", "other"])}
+    (output / "pruning.json").write_text(json.dumps(table))
+    for folder in (tmp_path / "mine", output / "other"):
+        folder.mkdir()
     prune(run, output, [0.7], overwrite=True)
-    assert (output / "p_0.7").is_dir()
+    assert {path.name for path in output.iterdir() if path.is_dir()} == {"p_0.7", "other"}
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_masks_that_were_half_written_are_completed(tmp_path):

@@ -9,6 +9,8 @@ position is kept.
 """
 
 import json
+import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -37,6 +39,8 @@ from .recipes import load_recipe
 
 
 TABLE_NAME = "pruning.json"
+# Names of the folders of masks.
+_MASK_FOLDER = re.compile(r"p_[\de.+-]+|random_[\de.+-]+_seed\d+")
 # Kinds of masks, by the beginning of the names of their folders.
 KINDS = {"p": "lowest P removed", "random": "random control"}
 # Fields of the fine-tuning recipe that pruning sets, or that mean several tasks.
@@ -299,7 +303,8 @@ def _check_rows(masks: Mapping[str, SparseMask]) -> None:
 
 def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool = False) -> None:
     """
-    Write a folder for each mask, and `pruning.json`, as far as they are not there.
+    Write a folder for each mask, and `pruning.json`, as far as they are not there. Masks of an older table that is
+    replaced are removed.
 
     Raises:
         FileExistsError: If `output` holds other masks or anything else, unless `overwrite`.
@@ -326,6 +331,9 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     for name, mask in masks.items():
         mask.save_pretrained(output / name)
     write_metrics(output / TABLE_NAME, table)
+    for name in (listed or set()) - masks.keys():
+        if _MASK_FOLDER.fullmatch(name):  # a table may be a stranger's
+            shutil.rmtree(output / name, ignore_errors=True)
 
 
 def _listed(path, overwrite):
