@@ -171,11 +171,9 @@ def check_available(
         revision, token, cache_dir, local_files_only, force_download, subfolder: See `hf_hub_download`.
 
     Raises:
-        FileNotFoundError: See [`check_path`].
         LocalEntryNotFoundError: If none is in the cache and the Hub cannot be reached. Whether the Hub has them is
             left to the download.
     """
-    check_path(source)
     if Path(source).exists():
         return
     name = str(source)

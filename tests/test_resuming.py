@@ -186,7 +186,6 @@ def stopped(text, tmp_path_factory):
         ("data", "search_end", 0.5, "data.search_end: 1.0 -> 0.5"),
         ("data", "nsp", True, "data.nsp: False -> True"),
         ("model", "hidden_dropout_prob", 0.2, "model.hidden_dropout_prob: 0.1 -> 0.2"),
-        ("model", "allow_empty_rows", True, "model.allow_empty_rows: False -> True"),
         ("model", "sparsity_weight", 1e-3, "model.sparsity_weight: 0.0001 -> 0.001"),
         ("training", "seed", 1, "training.seed: 42 -> 1"),
         ("training", "per_device_train_batch_size", 8, "training.per_device_train_batch_size: 16 -> 8"),

@@ -153,7 +153,9 @@ ids = torch.arange(12)[None]
 torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits)
 """)
     at = ["--subfolder", "first", "--revision", "v1"]
-    client.done("lengthen", "user/models", *at, "--length", 48, "--output_dir", tmp_path / "longer")
+    client.done(
+        "lengthen", "user/models", *at, "--length", 48, "--length_policy", "dense", "--output_dir", tmp_path / "longer"
+    )
     assert json.loads((tmp_path / "longer" / "config.json").read_text())["max_position_embeddings"] == 48
     code, _, err = client(["lengthen", folder, "--revision", "v1", "--length", 48, "--output_dir", tmp_path / "no"])
     assert code == 2 and "revision 'v1' has no meaning for the folder" in err

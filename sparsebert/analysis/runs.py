@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
 from ..files import check_undamaged
-from ..hub import check_available
+from ..hub import check_available, check_path
 from ..masks.mask_files import (
     MASK_CONFIG_NAME,
     SEARCH_CONFIG_NAME,
@@ -190,8 +190,11 @@ def _check_source(source, hub_arguments):
     source = str(source)
     check_subfolder(subfolder := hub_arguments.get("subfolder"))
     try:
+        check_path(source)
         check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
-    except HFValidationError as error:
+    except LocalEntryNotFoundError:
+        raise
+    except (FileNotFoundError, HFValidationError) as error:
         raise ValueError(f"{source}: no such folder, and not a Hub id") from error
     name = f"{source}/{subfolder}" if subfolder else source
     return source, name, _read_config(source, hub_arguments)

@@ -19,7 +19,7 @@ from huggingface_hub import (
     hf_hub_download,
     snapshot_download,
 )
-from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 from transformers.utils import CONFIG_NAME
 
 from ..files import (
@@ -35,7 +35,7 @@ from ..files import (
     is_empty,
     make_folder,
 )
-from ..hub import check_available
+from ..hub import check_available, check_path
 from .mask_cards import (
     CARD_NAME,
     bare_mask_card,
@@ -52,8 +52,10 @@ from .mask_files import (
     MASK_WEIGHTS_NAME,
     MaskFileError,
     check_subfolder,
+    find_mask_files,
     mask_paths,
     read_description,
+    read_mask_files,
 )
 
 
@@ -87,9 +89,12 @@ def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str
     """
     within = check_subfolder(hub_arguments.pop("subfolder", None))
     try:
+        check_path(source)
         check_available(source, MASK_CONFIG_NAME, **hub_arguments)
         paths = mask_paths(source, **hub_arguments)
-    except HFValidationError as error:
+    except LocalEntryNotFoundError:
+        raise
+    except (FileNotFoundError, HFValidationError) as error:
         raise MaskFileError(f"{source}: neither an existing folder nor a valid Hub id") from error
     if within:
         paths = [path for path in paths if path == within or path.startswith(f"{within}/")]
@@ -249,9 +254,7 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         hint = f": push one of {', '.join(inner)}" if inner else ""
         raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
     if (folder / MASK_CONFIG_NAME).is_file():
-        from .sparse_mask import SparseMask  # which pushes its own folder
-
-        SparseMask.from_pretrained(folder)
+        read_mask_files(*find_mask_files(folder))
     if not mask_only:
         check_undamaged(folder)
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
