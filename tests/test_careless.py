@@ -180,6 +180,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("lengthen MODEL/config.json --length 64 --output_dir out", "is a file, expected a folder or Hub id"),
         ("lengthen TABLE --length 64 --output_dir out", "input of 64 tokens is longer than the mask (16)"),
         ("lengthen TABLE --length 64 --length_policy x --output_dir out", "length_policy must be one of 'extend', "),
+        ("lengthen STOCK --length 64 --length_policy dense --output_dir out", "which has no mask"),
         ("lengthen DAMAGED --length 64 --output_dir out", "model.safetensors is damaged or truncated"),
         ("plan DAMAGED", "model.safetensors is damaged or truncated"),
         ("plan folder/nothing", "there is no folder 'folder/nothing'"),

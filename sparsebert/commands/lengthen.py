@@ -70,6 +70,8 @@ def run(values):
         if mask is not None:
             mask.check_length(options.length)
     else:
+        if options.length_policy is not None:
+            raise ValueError(f"length_policy has no meaning for {source}, which has no mask")
         check_undamaged(Path(source, options.subfolder or ""))
         config = read_config(source, **hub_arguments)
         model = model_class_of(config).from_pretrained(source, **hub_arguments)
