@@ -804,13 +804,13 @@ def test_masks_of_tasks_are_compared_with_the_learned_one():
     scores = {"dense": [0.84, 0.83], "learned": [0.83, 0.83], "window": [0.1, 0.2], "window_recovered": [0.2, 0.3]}
     removed = {"dense": 0.0, "learned": 0.6, "window": 0.62, "window_recovered": 0.62}
 
-    def tables():
+    def tables(tasks=("stsb",)):
         metrics = [
             {f"score_{name}": values[seed] for name, values in scores.items()}
             | {f"removed_{name}": removed.get(name, 0.6) for name in scores}
             for seed in (0, 1)
-        ]
-        settings = [{"task": "stsb", "seed": seed} for seed in (0, 1)]
+        ] * len(tasks)
+        settings = [{"task": task, "seed": seed} for task in tasks for seed in (0, 1)]
         return EXPERIMENTS["minilm_task_masks"].summary(finished(settings, metrics))
 
     means, differences = tables()
@@ -826,6 +826,10 @@ def test_masks_of_tasks_are_compared_with_the_learned_one():
     others = {("learned, recovered", other) for other in ("dense", "learned", "window, recovered")}
     assert found.keys() == {("learned", "attention"), *others}
     assert found["learned", "attention"].startswith("+38.0 [")
+    # The mean over tasks is a further task.
+    means, differences = tables(("stsb", "rte"))
+    assert {row["mask"]: row["mean"] for row in means.as_json()["rows"]}["attention"] == "45.0 ± 7.1"
+    assert [row["task"] for row in differences.as_json()["rows"]][::4] == ["stsb", "rte", "mean"]
 
 
 def test_split_texts_through_a_mask_are_compared_with_truncated_ones():

@@ -21,7 +21,7 @@ from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, STARTED_FROM, search_
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
-from .minilm_tasks import TRAINED_FIELDS, finetuned
+from .minilm_tasks import TRAINED_FIELDS, finetuned, with_task_mean
 from .recipe_sections import check_task
 
 
@@ -167,13 +167,15 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`: Two tables.
     """
-    scores, removed = _by_task(finished, "score_"), _by_task(finished, "removed_")
-    masks = list(dict.fromkeys(mask for by_mask in scores.values() for mask in by_mask))
+    by_task, removed = _by_task(finished, "score_"), _by_task(finished, "removed_")
+    scores = with_task_mean(by_task)
+    masks = list(dict.fromkeys(mask for by_mask in by_task.values() for mask in by_mask))
     rows = []
-    for mask in sorted(masks, key=lambda mask: -_mean(scores, mask)):
+    for mask in sorted(masks, key=lambda mask: -_mean(by_task, mask)):
         row = {"mask": mask, "removed on inputs": f"{_mean(removed, mask):.1f}%"}
         rows.append(row | {task: mean_text(by_mask[mask].values(), 1) for task, by_mask in scores.items()})
-    rows.append({"mask": "seeds"} | {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()})
+    seeds = {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()}
+    rows.append({"mask": "seeds"} | seeds)
     best = LEARNED if _ADAPTED.format(LEARNED) not in masks else _ADAPTED.format(LEARNED)
     pairs = {
         (task, ours, other): (by_mask[ours], values)
@@ -191,8 +193,8 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
         "the fine-tuning, the search and random masks",
         "recovered: with weights that were adapted to the mask, on inputs of the task without their labels; "
-        "removed on inputs: of the attention between the tokens that they have, mean over the tasks; attention: what "
-        f"the fine-tuned model attends to most; {MATCHED}",
+        "removed on inputs: of the attention between the tokens that they have, mean over the tasks; mean: of all "
+        f"tasks, for the seeds that have all; attention: what the fine-tuned model attends to most; {MATCHED}",
     )
     tables = [Table.of("Scores of fine-tuned models through masks", rows, notes)]
     if differences:

@@ -156,15 +156,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         by_system.setdefault(settings["system"], {})[settings["seed"]] = 100 * metrics["score"]
         baseline, examples[settings["task"]] = settings["baseline"], metrics["train_examples"]
         removed[settings["task"], settings["system"]] = metrics["input_sparsity"]
-    if len(scores) > 1:  # the mean over the tasks, where a seed has all of them
-        means = {}
-        for system, values in next(iter(scores.values())).items():
-            seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in scores.values())]
-            if seeds:
-                means[system] = {
-                    seed: statistics.fmean(of_task[system][seed] for of_task in scores.values()) for seed in seeds
-                }
-        scores = scores | {"mean": means}
+    scores = with_task_mean(scores)
     pairs = {
         (task, system): (values, by_system.get(baseline, {}))
         for task, by_system in scores.items()
@@ -188,6 +180,27 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         f"removed on inputs: of the attention between the tokens that they have; {COMPARED}",
     )
     return [Table.of("Tasks through the masks", rows, notes)]
+
+
+def with_task_mean(scores: Mapping[str, dict[str, dict[int, float]]]) -> dict[str, dict[str, dict[int, float]]]:
+    """
+    Add the mean over the tasks, for the seeds that have all of them.
+
+    Args:
+        scores (`dict[str, dict[str, dict[int, float]]]`): Score by task, system and seed.
+
+    Returns:
+        `dict[str, dict[str, dict[int, float]]]`: The same, with the task `"mean"` if there are several tasks and a
+        seed that has all of them. Systems without such a seed are not in it.
+    """
+    means = {}
+    for system, values in next(iter(scores.values())).items():
+        seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in scores.values())]
+        if seeds:
+            means[system] = {
+                seed: statistics.fmean(of_task[system][seed] for of_task in scores.values()) for seed in seeds
+            }
+    return {**scores, "mean": means} if means and len(scores) > 1 else dict(scores)
 
 
 def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
