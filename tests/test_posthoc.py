@@ -443,8 +443,11 @@ def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, w
     (tmp_path / "out/file").touch()
     with pytest.raises(FileExistsError, match="not empty"):
         search(model_folder, text, tmp_path / "out")
-    with pytest.raises(ValueError, match="already has a mask"):
-        search(checkpoints["window"], text, tmp_path / "new")
+    stock = transformers.BertForMaskedLM.from_pretrained(checkpoints["stock"])
+    attach(stock, "dense", mask_length=32).save_pretrained(tmp_path / "attached")
+    for name, advice in ((checkpoints["window"], "pretrain continue --base_model"), (tmp_path / "attached", "detach")):
+        with pytest.raises(ValueError, match=f"already has a mask.*{advice}"):
+            search(name, text, tmp_path / "new")
     gpt2 = transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1)
     gpt2.save_pretrained(tmp_path / "gpt2")
     with pytest.raises(FileNotFoundError, match="model: there is no model.safetensors or .* in the folder '.*gpt2'"):
