@@ -183,7 +183,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("lengthen STOCK --length 64 --length_policy dense --output_dir out", "which has no mask"),
         ("lengthen DAMAGED --length 64 --output_dir out", "model.safetensors is damaged or truncated"),
         ("plan DAMAGED", "model.safetensors is damaged or truncated"),
-        ("plan folder/nothing", "there is no folder 'folder/nothing'"),
+        ("plan folder/nothing", "and a Hub id must not begin with the name of a folder here: folder"),
         ("plan ./nothing", "there is no folder './nothing'"),
         ("draw folder/nothing --output_dir out", "folder/nothing: no such folder, and not a Hub id"),
         ("analyze DAMAGED --output_dir out", "model.safetensors is damaged or truncated"),
