@@ -32,6 +32,8 @@ _ADDRESSES = (
     r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/[^/]+/(?P<file>.+)",
     r"/(?P<repo>[^/]+/[^/]+)\.git/.*",
 )
+# Fields of a configuration, by the names that all models know them by.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(kw_only=True)
@@ -208,12 +210,16 @@ def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedC
     The configuration of a model in a folder or on the Hub.
 
     Raises:
-        ValueError: If it is defined by code in that folder or repository, which is never run.
+        ValueError: If it is defined by code in that folder or repository, which is never run, or has a size below 1.
         OSError: If there is none.
     """
     from transformers import AutoConfig
 
-    return _without_code(AutoConfig.from_pretrained, source, hub_arguments)
+    config = _without_code(AutoConfig.from_pretrained, source, hub_arguments)
+    for name in _SIZES:
+        if isinstance(size := getattr(config, name, None), int) and size < 1:
+            raise ValueError(f"{name} in the config.json of {source} must be at least 1, got {size}")
+    return config
 
 
 def read_tokenizer(

@@ -1,5 +1,6 @@
 """Mistakes of a careless or hurried user: one clear error before any work, or what was meant."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -183,6 +184,11 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("lengthen STOCK --length 64 --length_policy dense --output_dir out", "which has no mask"),
         ("lengthen DAMAGED --length 64 --output_dir out", "model.safetensors is damaged or truncated"),
         ("plan DAMAGED", "model.safetensors is damaged or truncated"),
+        (
+            "lengthen SIZELESS --length 64 --output_dir out",
+            "hidden_size in the config.json of SIZELESS",
+        ),
+        ("search SEARCH --model SIZELESS", "hidden_size in the config.json of SIZELESS must be at least 1, got 0"),
         ("plan folder/nothing", "and a Hub id must not begin with the name of a folder here: folder"),
         ("plan ./nothing", "there is no folder './nothing'"),
         ("draw folder/nothing --output_dir out", "folder/nothing: no such folder, and not a Hub id"),
@@ -217,6 +223,9 @@ def test_verbs(refused, checkpoints, words, said):
     Path("TRUNCATED/mask.safetensors").write_bytes(Path("MASK/mask.safetensors").read_bytes()[:20])
     shutil.copytree(checkpoints["searching"], "DAMAGED")
     Path("DAMAGED/model.safetensors").write_bytes(Path("DAMAGED/model.safetensors").read_bytes()[:20])
+    shutil.copytree(checkpoints["stock"], "SIZELESS")
+    config = Path("SIZELESS/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 0}))
     model = BertForMaskedLM.from_pretrained(checkpoints["stock"])
     attach(model, "bigbird", mask_length=16, length_policy="error").save_pretrained("TABLE")
     search = f"--model {checkpoints['stock']} --data text.txt --target_sparsity 0.5 --max_length 16 --output_dir out"
