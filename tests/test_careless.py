@@ -184,10 +184,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("lengthen STOCK --length 64 --length_policy dense --output_dir out", "which has no mask"),
         ("lengthen DAMAGED --length 64 --output_dir out", "model.safetensors is damaged or truncated"),
         ("plan DAMAGED", "model.safetensors is damaged or truncated"),
-        (
-            "lengthen SIZELESS --length 64 --output_dir out",
-            "hidden_size in the config.json of SIZELESS",
-        ),
+        ("lengthen SIZELESS --length 64 --output_dir out", "hidden_size in the config.json of SIZELESS"),
         ("search SEARCH --model SIZELESS", "hidden_size in the config.json of SIZELESS must be at least 1, got 0"),
         ("plan folder/nothing", "and a Hub id must not begin with the name of a folder here: folder"),
         ("plan ./nothing", "there is no folder './nothing'"),
