@@ -147,10 +147,10 @@ def check_path(source: str | os.PathLike, field: str = "") -> None:
     if folder.is_file():
         raise FileNotFoundError(f"{field}{name!r} is a file, expected a folder or Hub id: give {str(folder.parent)!r}")
     # A Hub id has one slash at most, and no folder of the owner's name is here.
-    like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    like_path = name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
     hidden = not like_path and "/" in name and folder.parent.is_dir()
     if (like_path or hidden) and not folder.is_dir():
-        hint = f", and a Hub id must not begin with the name of a folder here: {folder.parent}" if hidden else ""
+        hint = f"; if it is a Hub id, the folder {folder.parent} hides it: run this elsewhere" if hidden else ""
         raise FileNotFoundError(f"{field}there is no folder {name!r}{hint}")
 
 

@@ -186,7 +186,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("plan DAMAGED", "model.safetensors is damaged or truncated"),
         ("lengthen SIZELESS --length 64 --output_dir out", "hidden_size in the config.json of SIZELESS"),
         ("search SEARCH --model SIZELESS", "hidden_size in the config.json of SIZELESS must be at least 1, got 0"),
-        ("plan folder/nothing", "and a Hub id must not begin with the name of a folder here: folder"),
+        ("plan folder/nothing", "there is no folder 'folder/nothing'; if it is a Hub id, the folder folder hides it"),
         ("plan ./nothing", "there is no folder './nothing'"),
         ("draw folder/nothing --output_dir out", "folder/nothing: no such folder, and not a Hub id"),
         ("analyze DAMAGED --output_dir out", "model.safetensors is damaged or truncated"),

@@ -173,7 +173,8 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     rows = []
     for mask in sorted(masks, key=lambda mask: -_mean(by_task, mask)):
         row = {"mask": mask, "removed on inputs": f"{_mean(removed, mask):.1f}%"}
-        rows.append(row | {task: mean_text(by_mask[mask].values(), 1) for task, by_mask in scores.items()})
+        found = {task: by_mask[mask] for task, by_mask in scores.items() if mask in by_mask}
+        rows.append(row | {task: mean_text(values.values(), 1) for task, values in found.items()})
     seeds = {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()}
     rows.append({"mask": "seeds"} | seeds)
     best = LEARNED if _ADAPTED.format(LEARNED) not in masks else _ADAPTED.format(LEARNED)
@@ -182,7 +183,9 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         for task, by_mask in scores.items()
         for other, values in by_mask.items()
         for ours in (LEARNED if other == ATTENTION else best,)
-        if other != best and (other in ("dense", LEARNED, ATTENTION) or other.endswith(_ADAPTED.format("")))
+        if ours in by_mask
+        and other != best
+        and (other in ("dense", LEARNED, ATTENTION) or other.endswith(_ADAPTED.format("")))
     }
     compared = compare_seeds(pairs, 1)
     differences = [

@@ -232,8 +232,9 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     if config.model_type == "vit":
         raise ValueError(f"{options.model} reads images: this search is for text encoders")
     if carries_mask(str(options.model), **hub_arguments):
-        ours = config.model_type == SparseBertConfig.model_type
-        advice = "sparsebert pretrain continue --base_model takes it" if ours else "sparsebert.detach removes its mask"
+        advice = "sparsebert.detach removes its mask"
+        if config.model_type == SparseBertConfig.model_type:
+            advice = "sparsebert pretrain continue --base_model learns another one, together with its MLM head"
         raise ValueError(f"{options.model} already has a mask: the search starts from a model without one; {advice}")
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
