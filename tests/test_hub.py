@@ -9,6 +9,8 @@ import pytest
 from hub_client import Client
 from hub_server import HubServer
 
+from sparsebert.hub import check_path
+
 
 PUSH_AND_PULL_MASK = """
 import torch
@@ -369,3 +371,8 @@ def test_without_a_connection(without_connection, state):
     assert len(models) == 3
     for message in models:
         assert "user/absent: config.json" in message and message.endswith("hf download user/absent")
+
+
+def test_a_name_with_a_slash_at_its_end_is_a_path():
+    with pytest.raises(FileNotFoundError, match="there is no folder 'nothing/'$"):
+        check_path("nothing/")
