@@ -33,7 +33,7 @@ LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 RESULTS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
 # What a fine-tuning run was asked for, and several; and the archive for GLUE's server.
 RECIPE_NAME, EXPERIMENT_NAME, SUBMISSION_NAME = "recipe.yaml", "experiment.yaml", "submission.zip"
-RESULT_FILES = (RESULTS_NAME, PICTURE_NAME, "mean_probs.png", "offset_profile.png")
+RESULT_FILES = (RESULTS_NAME, "trainer_state.json", PICTURE_NAME, "mean_probs.png", "offset_profile.png")
 TASK_FILES = (
     *(RECIPE_NAME, "results.md", "predictions_*.json*"),
     *("nbest_predictions_*.json", "null_odds_*.json"),

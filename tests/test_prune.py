@@ -13,8 +13,8 @@ from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, 
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
 from sparsebert.commands import main
-from sparsebert.masks.mask_files import MaskFileError
-from sparsebert.search.learned_mask import MASK_PROBS_NAME, save_probs
+from sparsebert.masks.mask_files import MASK_PROBS_NAME, MaskFileError
+from sparsebert.search.learned_mask import save_probs
 from sparsebert.training.two_stage_pruning import (
     PruningArguments,
     fixed_entries,

@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.masks.expansion import parameter_index, special_entries
-from sparsebert.search.learned_mask import MASK_PROBS_NAME, expand_probs
+from sparsebert.masks.mask_files import MASK_PROBS_NAME
+from sparsebert.search.learned_mask import expand_probs
 from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
 from sparsebert.search.searches import best_of_rows, prune
 from sparsebert.training.finetuning import finetune

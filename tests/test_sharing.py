@@ -192,10 +192,11 @@ model.save_pretrained({str(folder)!r})
     (tmp_path / "link").symlink_to("here")
     client.done("pull", "user/run", "--output_dir", tmp_path / "link")
     (tmp_path / "here/mine").mkdir()
-    for name in ("old.txt", "mine/a.py", "metrics.json", "model-00001-of-00002.safetensors"):
+    stale = ("metrics.json", "trainer_state.json", "mask_logits.safetensors", "model-00001-of-00002.safetensors")
+    for name in ("old.txt", "mine/a.py", *stale):
         (tmp_path / "here" / name).write_text("{}")
     client.done("pull", "user/run", "--output_dir", tmp_path / "link", "--overwrite")
-    kept = {"old.txt", "mine"}  # results and weights would be those of another model
+    kept = {"old.txt", "mine"}  # results, logits and weights would be those of another model
     assert {path.name for path in (tmp_path / "here").iterdir()} == pushed | kept and not list(tmp_path.glob(".*"))
     assert (tmp_path / "here/mine/a.py").is_file()
     code, _, err = client(["pull", "user/run", "--output_dir", "."])
@@ -392,7 +393,7 @@ def test_a_run_pushed_by_its_trainer_is_whole_elsewhere(hub, client, tmp_path, c
 # Cards
 
 
-def test_card_of_a_repository_is_ours_or_stays(hub, client):
+def test_card_of_a_repository_is_ours_or_stays(hub, client, tmp_path):
     """A model's names the repository and has the tags that were asked for; one that a user wrote stays."""
     client.run("""
 model = sparsebert.attach(tiny(), "window", mask_length=16)
@@ -409,6 +410,8 @@ model.push_to_hub("user/card")
 mask_of("star").push_to_hub("user/card")
 mask_of("star").push_to_hub("user/card", subfolder="star-80")
 """)
+    client.run(f'mask_of("star").save_pretrained({str(tmp_path)!r})')
+    assert "pushed mask.safetensors, mask_config.json\n" in client.done("push", tmp_path, "--repo_id", "user/card")
     assert hub.read("user/card", "README.md") == b"# Mine"
     assert b'"user/card", subfolder="star-80"' in hub.read("user/card", "star-80/README.md")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -25,6 +25,7 @@ from ..files import check_undamaged
 from ..hub import check_available, check_path
 from ..masks.mask_files import (
     MASK_CONFIG_NAME,
+    MASK_PROBS_NAME,
     SEARCH_CONFIG_NAME,
     MaskFileError,
     check_subfolder,
@@ -35,7 +36,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
-from ..search.learned_mask import MASK_PROBS_NAME, expand_probs, is_of_mask
+from ..search.learned_mask import expand_probs, is_of_mask
 from .pictures import KEPT
 
 
@@ -189,12 +190,10 @@ def _check_source(source, hub_arguments):
     """The source as text, its name with the subfolder, and its configuration."""
     source = str(source)
     check_subfolder(subfolder := hub_arguments.get("subfolder"))
+    check_path(source)
     try:
-        check_path(source)
         check_available(source, CONFIG_NAME, MASK_CONFIG_NAME, **hub_arguments)
-    except LocalEntryNotFoundError:
-        raise
-    except (FileNotFoundError, HFValidationError) as error:
+    except HFValidationError as error:
         raise ValueError(f"{source}: no such folder, and not a Hub id") from error
     name = f"{source}/{subfolder}" if subfolder else source
     return source, name, _read_config(source, hub_arguments)
@@ -226,7 +225,7 @@ def read_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
     Raises:
         NoMaskError: If there is no mask.
         ValueError: If a file is damaged or does not fit the mask.
-        OSError: If the Hub has no such repository.
+        OSError: If there is no such folder or repository.
     """
     source, name, config = _check_source(source, hub_arguments)
     if _is_searching(source, config, hub_arguments):
@@ -280,7 +279,7 @@ def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> lis
     Raises:
         ValueError: If there is no source, one is given twice, one holds no mask or is damaged, or the runs differ in
             anything but the seed.
-        OSError: If the Hub has no such repository.
+        OSError: If there is no such folder or repository.
     """
     if not sources:
         raise ValueError("expected at least one run or mask")
@@ -342,7 +341,7 @@ def find_mask(
         [`SparseMask`]
     Raises:
         ValueError: If `source` is unknown, holds no mask or is damaged, or an argument of the pattern is out of range.
-        OSError: If the Hub has no such repository.
+        OSError: If there is no such folder or repository.
     """
     if is_pattern(source):
         return build_pattern(source, length, num_heads, **pattern_arguments)

@@ -50,8 +50,8 @@ def command(words):
 def run(values):
     needed(values, "push.folder", "push.repo_id")
     options = PushArguments(**values["push"])
-    names = check_pushable(Path(options.folder), options.mask_only)
-    done = push_folder(
+    check_pushable(Path(options.folder), options.mask_only)
+    done, names = push_folder(
         options.folder,
         options.repo_id,
         subfolder=options.subfolder,

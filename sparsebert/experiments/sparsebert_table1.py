@@ -18,7 +18,7 @@ from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
 from ..analysis.pictures import plot_importance
 from ..analysis.tables import Table
 from ..checks import check_range
-from ..search.learned_mask import MASK_PROBS_NAME
+from ..masks.mask_files import MASK_PROBS_NAME
 from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
 from .experiment import Experiment
 

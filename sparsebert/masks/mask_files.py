@@ -26,10 +26,14 @@ from ..version import __version__
 
 MASK_CONFIG_NAME = "mask_config.json"
 MASK_WEIGHTS_NAME = "mask.safetensors"
+# P before freezing.
+MASK_PROBS_NAME = "mask_probs.safetensors"
 # What is searched, beside a stock model that carries the logits.
 SEARCH_CONFIG_NAME = "search_config.json"
 # The logits of a search beside an adapter, whose weights do not have them.
 MASK_LOGITS_NAME = "mask_logits.safetensors"
+# The state of a mask or of its search, which a newer one replaces.
+MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MASK_LOGITS_NAME)
 MASK_FORMAT_VERSION = 1
 
 # Arguments of `from_pretrained` that select a file on the Hub.

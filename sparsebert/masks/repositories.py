@@ -19,7 +19,7 @@ from huggingface_hub import (
     hf_hub_download,
     snapshot_download,
 )
-from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
 from transformers.utils import CONFIG_NAME
 
 from ..files import (
@@ -49,6 +49,7 @@ from .mask_cards import (
 )
 from .mask_files import (
     MASK_CONFIG_NAME,
+    MASK_STATE,
     MASK_WEIGHTS_NAME,
     MaskFileError,
     check_subfolder,
@@ -61,8 +62,6 @@ from .mask_files import (
 
 # What a run leaves in its folder that is of no use to others, or is pickled.
 _NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
-# The state of a mask, which a newer one replaces.
-_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, "mask_probs.safetensors", "search_config.json")
 # Files with weights, and with those that are not pushed because they are pickled.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -84,17 +83,15 @@ def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str
         `list[dict]`: For each mask `name` (its subfolder), `made_by`, `form`, `sparsity` (`None` if it was not
         stored), `length`, `num_layers`, `num_heads`, `base_model` and `scores`, those of its card by their names.
     Raises:
-        MaskFileError: If the source is neither a folder nor a Hub id, or a description is damaged.
-        OSError: If the Hub has no such repository or cannot be reached.
+        MaskFileError: If the source cannot be a Hub id, or a description is damaged.
+        OSError: If there is no such folder or repository, or the Hub cannot be reached.
     """
     within = check_subfolder(hub_arguments.pop("subfolder", None))
+    check_path(source)
     try:
-        check_path(source)
         check_available(source, MASK_CONFIG_NAME, **hub_arguments)
         paths = mask_paths(source, **hub_arguments)
-    except LocalEntryNotFoundError:
-        raise
-    except (FileNotFoundError, HFValidationError) as error:
+    except HFValidationError as error:
         raise MaskFileError(f"{source}: neither an existing folder nor a valid Hub id") from error
     if within:
         paths = [path for path in paths if path == within or path.startswith(f"{within}/")]
@@ -159,7 +156,7 @@ def push_folder(
     tags: Sequence[str] | None = None,
     mask_only: bool = False,
     replaced: Sequence[str] | None = None,
-) -> CommitInfo:
+) -> tuple[CommitInfo, list[str]]:
     """
     Push the folder of a mask or model, in one commit that also deletes what contradicts it there: another state of the
     mask and, with a model, other weights and the results of another run that was pushed there with its card.
@@ -177,6 +174,8 @@ def push_folder(
         replaced (`list[str]`, *optional*): Files to delete that the folder lacks, besides weights; by default those of
             another state of the mask or another run.
 
+    Returns:
+        `tuple[CommitInfo, list[str]]`: The commit, and the names of the pushed files of the folder.
     Raises:
         ValueError: If the folder holds no mask and no model, an unfinished run or damaged files.
         OSError: If the Hub cannot be reached or refuses.
@@ -205,7 +204,7 @@ def push_folder(
             card = _card_of_mask(folder, card)
         contents[CARD_NAME] = signed(renamed(card, repo_id, subfolder, tags or ()))
     operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
-    stale = set(_STATE if replaced is None else replaced)
+    stale = set(MASK_STATE if replaced is None else replaced)
     here = {path.removeprefix(place) for path in there if path.startswith(place)}
     if any(map(_WEIGHTS.fullmatch, names)):
         stale |= set(filter(_WEIGHTS.fullmatch, here))
@@ -219,7 +218,7 @@ def push_folder(
     if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):
         operations.append(CommitOperationAdd(CARD_NAME, _collection(api, repo_id, revision, folder, subfolder)))
     try:
-        return api.create_commit(
+        commit = api.create_commit(
             repo_id,
             operations,
             commit_message=commit_message or f"Upload {subfolder or folder.resolve().name}",
@@ -227,6 +226,7 @@ def push_folder(
             revision=revision,
             create_pr=create_pr,
         )
+        return commit, names
     except RuntimeError as error:
         # How the client reports that a large file could not be sent.
         if not isinstance(error.__cause__, HTTPError):
@@ -398,5 +398,5 @@ def _is_of_model(path, folder):
         return own_card(path) is not None
     weights = _WEIGHTS.fullmatch(path.name) or _PICKLED_WEIGHTS.fullmatch(path.name)
     return bool(weights) or any(
-        fnmatch(path.name, each) for each in (*_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
+        fnmatch(path.name, each) for each in (*MASK_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
     )

@@ -401,9 +401,10 @@ class SparseMask:
         check_subfolder(subfolder)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return push_folder(
+            commit, _ = push_folder(
                 folder, repo_id, subfolder=subfolder, **{"commit_message": "Upload SparseMask"} | kwargs
             )
+            return commit
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "SparseMask":

@@ -14,10 +14,15 @@ from transformers import BertConfig, PreTrainedModel
 
 from ..files import replace_files
 from ..masks.mask_cards import CARD_NAME
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_LOGITS_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import (
+    MASK_CONFIG_NAME,
+    MASK_LOGITS_NAME,
+    MASK_PROBS_NAME,
+    MASK_WEIGHTS_NAME,
+    SEARCH_CONFIG_NAME,
+)
 from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
-from ..search.learned_mask import MASK_PROBS_NAME
 from .configuration_sparsebert import SparseBertConfig
 from .derived import Derived
 from .forwards import MaskedForward
@@ -201,7 +206,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         tags = ModelCard.load(card, ignore_metadata_errors=True).data.tags if card.is_file() else None
         card.unlink(missing_ok=True)
         save_model_card(self, Path(working_dir))
-        return push_folder(
+        commit, _ = push_folder(
             working_dir,
             repo_id,
             commit_message=commit_message or "Upload model",
@@ -212,6 +217,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             tags=tags,
             replaced=self._contradicting_files(),
         )
+        return commit
 
 
 class AttachedModel(Derived, SparseModelMixin):

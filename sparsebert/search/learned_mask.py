@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from ..files import replace_files
 from ..masks.expansion import expand, fill_fixed_entries
+from ..masks.mask_files import MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
@@ -40,9 +41,7 @@ _SMALLEST_WIDTH = 0.02
 # Share of the learned entries that a budget leaves free at both ends, so that P never saturates.
 _MARGIN = 1e-3
 
-# Beside a frozen model: what [`save_probs`] writes.
-MASK_PROBS_NAME = "mask_probs.safetensors"
-# Where that file holds the outcome of the search, and what identifies the mask that was frozen.
+# Where a file of P holds the outcome of the search, and what identifies the mask that was frozen.
 _OUTCOME, _MASK = "search_outcome", "mask"
 
 

@@ -13,8 +13,9 @@ from transformers.trainer_pt_utils import get_model_param_count
 from ..analysis.importance import analysed_special_tokens, position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..files import locked_output, write_metrics
+from ..masks.mask_files import MASK_PROBS_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..search.learned_mask import MASK_PROBS_NAME, expand_probs, read_outcome
+from ..search.learned_mask import expand_probs, read_outcome
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .batch_ramp import BatchRamp, check_batch_ramp

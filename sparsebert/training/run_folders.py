@@ -11,7 +11,6 @@ from typing import Any
 
 from accelerate import PartialState
 from safetensors import SafetensorError
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -28,7 +27,7 @@ from ..files import (
     is_empty,
 )
 from ..masks.mask_cards import CARD_NAME, own_card
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
+from ..masks.mask_files import MASK_STATE
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
 
 
@@ -38,8 +37,8 @@ logger = logging.get_logger(__name__)
 ASIDE_NAME = "_unfinished"
 # Patterns of what every run leaves that must not stay beside the files of another.
 _REPLACED = (
-    *("model*.safetensors*", "mask*.safetensors", MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, *RESULT_FILES),
-    *(TRAINER_STATE_NAME, f"{PREFIX_CHECKPOINT_DIR}-*"),
+    *("model*.safetensors*", *MASK_STATE, *RESULT_FILES),
+    f"{PREFIX_CHECKPOINT_DIR}-*",
 )
 # What a run of some kinds leaves as well, by a key of its metrics.
 _REPLACED_OF_KIND = {
