@@ -43,7 +43,7 @@ def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") 
     Raises:
         ValueError: If every token is a special token, or `special_tokens` is unknown.
     """
-    probs = torch.stack([run.probs for run in runs])
+    probs = _stacked(runs)
     groups = head_groups(probs, special_tokens)
     offsets, profile = offset_profile(probs, special_tokens)
     pooled = None
@@ -74,6 +74,11 @@ def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") 
     if probs.shape[1] > 1:
         result["layers"] = [numbers(slice(layer, layer + 1)) for layer in range(probs.shape[1])]
     return result
+
+
+def _stacked(runs):
+    """P of all runs, `(S, L, H, n, n)`; that of a single one, which may take gigabytes, is not copied."""
+    return runs[0].probs[None] if len(runs) == 1 else torch.stack([run.probs for run in runs])
 
 
 def _fixed_groups(run, special_tokens):
@@ -138,7 +143,7 @@ def analyze(
     if special_tokens is None:
         special_tokens = analysed_special_tokens(runs[0].mask)
     numbers = measure_importance(runs, special_tokens)
-    probs, quantity = torch.stack([run.probs for run in runs]), runs[0].quantity
+    probs, quantity = _stacked(runs), runs[0].quantity
     make_folder(output)
     for number, run in enumerate(runs, start=1):
         name = Path(run.source).name if len(runs) == 1 else f"run {number}, {Path(run.source).name}"
