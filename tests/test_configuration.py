@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
-from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, RobertaConfig
+from transformers.utils import logging
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
 from sparsebert.models.configuration_sparsebert import mask_search
@@ -277,3 +278,12 @@ def test_overrides_reach_the_model(tiny_config, tmp_path):
 def test_unknown_pattern_parameter_names_the_nearest(tiny_config, parameter, nearest):
     with pytest.raises(ValueError, match=nearest):
         SparseBertModel(tiny_config(pattern="window", pattern_kwargs={parameter: 1}))
+
+
+def test_only_another_architecture_is_warned_of(tiny_config, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    for kind, warned in ((BertConfig, False), (RobertaConfig, True)):
+        tiny_config(kind).save_pretrained(tmp_path)
+        config = SparseBertConfig.from_pretrained(tmp_path, pattern="window")
+        assert config.pattern == "window" and config.model_type == "sparsebert"
+        assert ("instantiate a model of type" in caplog.text) == warned

@@ -90,6 +90,12 @@ def folders(tmp_path_factory):
         save(model, served / auto, auto, **given)
     pattern = {"pattern": "strided_cycle", "head_configuration": "sequential", "mask_length": 16}
     save(SparseBertModel(SparseBertConfig(**TINY, **pattern, length_policy="dense")), served / "pattern", "AutoModel")
+    # What was a stock BERT, as a model and as the fields of a configuration.
+    BertModel(BertConfig(**TINY)).save_pretrained(root / "stock")
+    window = {"pattern": "window", "mask_length": LENGTH}
+    save(SparseBertModel.from_pretrained(root / "stock", **window), served / "from_bert", "AutoModel")
+    fields = BertConfig(**TINY).to_dict()
+    save(SparseBertModel(SparseBertConfig(**fields, **window)), served / "from_fields", "AutoModel")
     attached = attach(BertForSequenceClassification(BertConfig(**TINY)), "bigbird", mask_length=LENGTH)
     save(attached, served / "attached", "AutoModelForSequenceClassification")
     SparseBertModel(SparseBertConfig(**TINY, search="dam_s")).save_pretrained(refused / "searching")
@@ -202,7 +208,7 @@ def client(folders, tmp_path_factory):
 
 def test_every_form_and_head_equals_the_package(client, folders):
     report = client[0]
-    for name in (*FORMS, *AUTO_CLASSES, "pattern", "attached", "mask_of_the_caller"):
+    for name in (*FORMS, *AUTO_CLASSES, "pattern", "attached", "mask_of_the_caller", "from_bert", "from_fields"):
         for kind in ("eager", "sdpa"):
             error, *wrong = report[f"{name} {kind}"]
             assert error <= 1e-5 and not any(wrong), (name, kind, error, wrong)
@@ -258,6 +264,15 @@ def test_what_it_saves_is_read_by_the_package(client, folders, name):
     config = json.loads((saved / "config.json").read_text())
     assert config["auto_map"][(folders / "served" / name / "auto").read_text()].startswith(CODE_PATH.stem)
     assert (saved / CODE_PATH.name).read_bytes() == CODE_PATH.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["from_bert", "from_fields", "attached"])
+def test_saved_again_a_configuration_is_the_same(folders, name, tmp_path):
+    load(folders / "served" / name).save_pretrained(tmp_path)
+    first, second = (
+        json.loads((folder / "config.json").read_text()) for folder in (folders / "served" / name, tmp_path)
+    )
+    assert second == first
 
 
 def test_code_names_what_the_package_registers(folders):

@@ -207,6 +207,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     token_mixers: list | None = validated_field(_names(tuple(MIXERS)), default=None)
 
     def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("model_type", None)  # that of a BERT whose fields these are
         if self.pattern is None and self.search is None and not self.frozen:
             if self.num_attention_layers:
                 self.search = "dam_s"
@@ -232,6 +233,13 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     def num_attention_layers(self) -> int:
         """Number of layers with attention, which the mask belongs to."""
         return self.num_hidden_layers if self.token_mixers is None else self.token_mixers.count("attention")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        # A BERT is meant to be read as a SparseBERT: without the warning that models of two types may not fit.
+        found, unused = super().get_config_dict(*args, **kwargs)
+        is_bert = found.get("model_type") == BertConfig.model_type
+        return (found | {"model_type": cls.model_type} if is_bert else found), unused
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

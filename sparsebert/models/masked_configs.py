@@ -28,7 +28,7 @@ class MaskedConfigMixin(_ConfigBase):
         Save the configuration as transformers does, with a note how the model is loaded. That of a BERT also names the
         code for environments without this package, which is written beside it.
         """
-        saved = saved_fields(self.model_type)
+        saved = saved_fields(type(self).model_type)
         if AUTO_MAP_FIELD in saved:
             # Code of the user's that transformers saves for a class derived from ours comes first.
             saved[AUTO_MAP_FIELD] |= getattr(self, AUTO_MAP_FIELD, None) or {}
