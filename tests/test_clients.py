@@ -111,6 +111,19 @@ def test_from_pretrained_attaches_the_mask(loader, state, attached):
     assert type(detach(loaded)) is BertForMaskedLM and loaded.config._attn_implementation == "sdpa"
 
 
+def test_an_attached_bert_is_read_as_a_sparsebert(state, attached, tmp_path):
+    model, folder = attached
+    loaded, info = SparseBertForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()) and loaded.sparse_attention.searching == (state == "searching")
+    assert (loaded.config.search, loaded.config.frozen) == ((None, True) if state == "frozen" else ("dam_s", False))
+    assert state == "frozen" or loaded.config.sparsity_weight == 1e-3
+    loaded.save_pretrained(tmp_path / "again")
+    for each in (loaded, AutoModelForMaskedLM.from_pretrained(tmp_path / "again")):
+        assert_same(each, model)
+    new = SparseBertForMaskedLM.from_pretrained(folder, pattern="dense")
+    assert new.sparse_attention.sparsity() == 0
+
+
 def test_other_heads_and_base_models(state, attached):
     model, folder = attached
     expected = model.bert(IDS).last_hidden_state

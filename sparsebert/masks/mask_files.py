@@ -10,7 +10,7 @@ import math
 import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from safetensors import SafetensorError
+from transformers.utils import cached_file
 
 from ..files import replace_files
 from ..hub import check_available
@@ -270,6 +271,44 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
             f"{name}: there is no mask in subfolder {kwargs.get('subfolder') or ''!r}; there are masks in "
             f"{', '.join(names)}: give one of them as subfolder"
         ) from error
+
+
+class Descriptions(NamedTuple):
+    """The descriptions beside a model: of its mask, or else of its search. `None` for what is not there."""
+
+    mask: Path | None
+    search: Path | None
+
+
+def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descriptions:
+    """
+    Find the description of a mask or search in a folder or Hub repository. Where the Hub does not answer, none is
+    found: whether that matters is left to the download of the weights.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: Any of `HUB_ARGUMENTS`.
+    """
+    found: list[Path | None] = [None, None]
+    for index, name in enumerate((MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)):
+        path: Path | None
+        if Path(source).is_dir():
+            path = Path(source, hub_arguments.get("subfolder") or "", name)
+            path = path if path.is_file() else None
+        else:
+            file = cached_file(
+                source,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+                _raise_exceptions_for_gated_repo=False,
+                **hub_arguments,
+            )
+            path = None if file is None else Path(file)
+        if path is not None:
+            found[index] = path
+            break
+    return Descriptions(*found)
 
 
 def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None, str | None]:

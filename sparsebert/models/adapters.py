@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available, logging
 
-from ..masks.mask_files import HUB_ARGUMENTS, MASK_LOGITS_NAME, MaskFileError, check_subfolder
+from ..masks.mask_files import HUB_ARGUMENTS, MASK_LOGITS_NAME, MaskFileError, check_subfolder, find_descriptions
 from ..masks.sparse_mask import SparseMask
 from .architectures import check_architecture
+from .configuration_sparsebert import read_search
 from .saving import carries_sparse_attention, get_sparse_attention, save_with_adapter, without_adapters
-from .stock_loading import attach_from, find_descriptions, read_search
+from .stock_loading import attach_from
 
 
 logger = logging.get_logger(__name__)

@@ -1,9 +1,12 @@
 """The configuration of a BERT with a learned or fixed sparse attention mask, and the mask that it describes."""
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict, validated_field
@@ -13,7 +16,7 @@ from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice
 from ..masks.expansion import LENGTH_POLICIES, default_length_policy
-from ..masks.mask_files import MAX_MASK_LENGTH
+from ..masks.mask_files import HUB_ARGUMENTS, MAX_MASK_LENGTH, MaskFileError, find_descriptions
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
@@ -235,11 +238,25 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         return self.num_hidden_layers if self.token_mixers is None else self.token_mixers.count("attention")
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        # A BERT is meant to be read as a SparseBERT: without the warning that models of two types may not fit.
-        found, unused = super().get_config_dict(*args, **kwargs)
-        is_bert = found.get("model_type") == BertConfig.model_type
-        return (found | {"model_type": cls.model_type} if is_bert else found), unused
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """
+        As in transformers; a stock BERT is read as a SparseBERT, with the mask or search that is saved beside it.
+        """
+        source = pretrained_model_name_or_path
+        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        found, unused = super().get_config_dict(source, **kwargs)
+        if found.get("model_type") != BertConfig.model_type or Path(source).is_file():
+            return found, unused
+        beside = find_descriptions(source, **hub_arguments)
+        if beside.mask is not None:
+            # Empty rows were accepted when the mask was frozen.
+            found = found | {"frozen": True, "allow_empty_rows": True}
+        elif beside.search is not None:
+            found = found | read_search(beside.search)
+        # Without the warning that models of two types may not fit.
+        return found | {"model_type": cls.model_type}, unused
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -334,6 +351,23 @@ def with_changes(
 def requests(config: SparseBertConfig) -> dict[str, str | None]:
     """The arguments of [`with_changes`] that a configuration asks for."""
     return {name: getattr(config, name) for name in REQUESTS}
+
+
+def read_search(path: Path) -> dict[str, Any]:
+    """
+    Fields of a [`SparseBertConfig`] from the description of a search.
+
+    Raises:
+        MaskFileError: If the file is damaged, or describes something else.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        known = fields.keys() <= SparseBertConfig.__dataclass_fields__.keys()
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise MaskFileError(f"{path}: not a search ({error!r})") from error
+    if not known or "search" not in fields:
+        raise MaskFileError(f"{path}: not a search (its fields are {', '.join(map(str, fields)) or 'none'})")
+    return fields
 
 
 def pattern_mask(config: SparseBertConfig) -> SparseMask:

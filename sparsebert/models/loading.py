@@ -17,11 +17,11 @@ from ..masks.mask_files import (
     SEARCH_CONFIG_NAME,
     MaskFileError,
     check_subfolder,
+    find_descriptions,
 )
 from . import modeling_sparsebert
 from .architectures import check_architecture
 from .configuration_sparsebert import SparseBertConfig
-from .stock_loading import find_descriptions
 
 
 logger = logging.get_logger(__name__)

@@ -6,15 +6,14 @@ the class, which all others end in (`Auto*`, `pipeline`, sentence-transformers),
 """
 
 import copy
-import json
 from functools import wraps
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file, hub, logging
+from transformers.utils import hub, logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
 from ..masks.mask_files import (
@@ -23,12 +22,13 @@ from ..masks.mask_files import (
     SEARCH_CONFIG_NAME,
     MaskFileError,
     check_subfolder,
+    find_descriptions,
     weights_changed,
 )
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES, describe
 from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
-from .configuration_sparsebert import SparseBertConfig
+from .configuration_sparsebert import SparseBertConfig, read_search
 from .derived import Derived
 from .remote_code import NOTE_FIELD, forget_saved_fields
 from .saving import SparseModelMixin
@@ -40,61 +40,6 @@ logger = logging.get_logger(__name__)
 _resolve_revision: Any = getattr(hub, "resolve_revision", None)
 _stock_from_pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
 _stock_save_pretrained: Any = PreTrainedModel.save_pretrained
-
-
-class Descriptions(NamedTuple):
-    """The descriptions beside a model: of its mask, or else of its search. `None` for what is not there."""
-
-    mask: Path | None
-    search: Path | None
-
-
-def find_descriptions(source: str | PathLike, **hub_arguments: Any) -> Descriptions:
-    """
-    Find the description of a mask or search in a folder or Hub repository. Where the Hub does not answer, none is
-    found: whether that matters is left to the download of the weights.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: Any of `HUB_ARGUMENTS`.
-    """
-    found: list[Path | None] = [None, None]
-    for index, name in enumerate((MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)):
-        path: Path | None
-        if Path(source).is_dir():
-            path = Path(source, hub_arguments.get("subfolder") or "", name)
-            path = path if path.is_file() else None
-        else:
-            file = cached_file(
-                source,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                _raise_exceptions_for_gated_repo=False,
-                **hub_arguments,
-            )
-            path = None if file is None else Path(file)
-        if path is not None:
-            found[index] = path
-            break
-    return Descriptions(*found)
-
-
-def read_search(path: Path) -> dict[str, Any]:
-    """
-    Fields of a [`SparseBertConfig`] from the description of a search.
-
-    Raises:
-        MaskFileError: If the file is damaged, or describes something else.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        known = fields.keys() <= SparseBertConfig.__dataclass_fields__.keys()
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise MaskFileError(f"{path}: not a search ({error!r})") from error
-    if not known or "search" not in fields:
-        raise MaskFileError(f"{path}: not a search (its fields are {', '.join(map(str, fields)) or 'none'})")
-    return fields
 
 
 def _searching_class(model_class: Any, source: Any, fields: dict[str, Any]) -> Any:
