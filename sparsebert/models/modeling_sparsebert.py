@@ -19,9 +19,9 @@ from transformers import (
 from transformers.utils import CONFIG_NAME
 
 from ..hub import check_available
-from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder
+from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder, find_mask_files
 from ..masks.sparse_mask import SparseMask
-from .attaching import make_sparse_attention, register
+from .attaching import make_sparse_attention, register, warn_of_changed_weights
 from .configuration_sparsebert import NEW_SEARCH, SparseBertConfig
 from .masked_predictions import with_skip_logits
 from .remote_code import saved_with_code
@@ -87,6 +87,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
             source: Any = pretrained_model_name_or_path
             mask = SparseMask.from_pretrained(source, **hub_arguments)
             sparse_attention.load_mask(mask, search=model.config.search)
+            warn_of_changed_weights(source, find_mask_files(source, **hub_arguments)[0])
         return loaded
 
     @classmethod

@@ -23,11 +23,17 @@ from ..masks.mask_files import (
     MaskFileError,
     check_subfolder,
     find_descriptions,
-    weights_changed,
 )
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES, describe
-from .attaching import MASK_FIELDS, become_attached, make_sparse_attention, put_on, register
+from .attaching import (
+    MASK_FIELDS,
+    become_attached,
+    make_sparse_attention,
+    put_on,
+    register,
+    warn_of_changed_weights,
+)
 from .configuration_sparsebert import SparseBertConfig, read_search
 from .derived import Derived
 from .remote_code import NOTE_FIELD, forget_saved_fields
@@ -164,12 +170,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     if "sparse_attention" not in model.base_model._modules:  # an adapter brings a mask of its own
-        # On the Hub the weights are by now in the same folder of the cache.
-        if weights_changed(found.mask, found.mask.parent):
-            logger.warning(
-                f"{source}: the weights are not those that the mask was saved with. If a model without a mask was "
-                f"saved over one that had it, delete {MASK_CONFIG_NAME}. To end this warning, save this model again."
-            )
+        warn_of_changed_weights(source, found.mask)
         attach_from(source, model, mask, attn_implementation, **fields)
     return loaded
 
