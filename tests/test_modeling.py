@@ -18,6 +18,7 @@ from transformers import (
 import sparsebert
 from sparsebert import (
     SEARCHES,
+    SparseBertConfig,
     SparseBertForMaskedLM,
     SparseBertForPreTraining,
     SparseBertForSequenceClassification,
@@ -526,6 +527,14 @@ def test_frozen_model_has_no_logits(tiny_config):
     assert not any("mask_logits" in name for name, _ in model.named_parameters())
     assert model.config.frozen and sparsity(model) == mask.sparsity == pytest.approx(0.8, abs=0.05)
     assert sparsity_loss(model) == 0.0
+
+
+def test_the_configuration_of_a_stock_bert_is_refused(tiny_config):
+    stock = tiny_config(BertConfig)
+    with pytest.raises(TypeError, match="config of a SparseBertForMaskedLM must be a SparseBertConfig, got a BertC"):
+        SparseBertForMaskedLM(stock)
+    model = SparseBertForMaskedLM(SparseBertConfig(**stock.to_dict(), pattern="window"))
+    assert model.sparse_attention.mask.metadata["pattern"] == "window"
 
 
 def test_mask_of_another_shape_is_refused(tiny_config):

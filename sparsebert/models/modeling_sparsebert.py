@@ -41,6 +41,11 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
     _keep_in_fp32_modules_strict = {"mask_logits", "alpha_logits"}
 
     def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(config, SparseBertConfig):
+            raise TypeError(
+                f"config of a {type(self).__name__} must be a SparseBertConfig, got a {type(config).__name__}: make "
+                "it one with SparseBertConfig(**config.to_dict()), where a search or pattern can be added"
+            )
         # A state of the mask is written into it, which is not that of other models made from the same configuration.
         config = copy.deepcopy(config)
         vars(config).pop(NEW_SEARCH, None)
