@@ -111,17 +111,32 @@ def test_from_pretrained_attaches_the_mask(loader, state, attached):
     assert type(detach(loaded)) is BertForMaskedLM and loaded.config._attn_implementation == "sdpa"
 
 
-def test_an_attached_bert_is_read_as_a_sparsebert(state, attached, tmp_path):
+def test_an_attached_bert_is_read_as_a_sparsebert(state, attached, said, tmp_path):
     model, folder = attached
     loaded, info = SparseBertForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()) and loaded.sparse_attention.searching == (state == "searching")
     assert (loaded.config.search, loaded.config.frozen) == ((None, True) if state == "frozen" else ("dam_s", False))
-    assert state == "frozen" or loaded.config.sparsity_weight == 1e-3
+    assert loaded.config.mask_length == LENGTH and (state == "frozen" or loaded.config.sparsity_weight == 1e-3)
     loaded.save_pretrained(tmp_path / "again")
     for each in (loaded, AutoModelForMaskedLM.from_pretrained(tmp_path / "again")):
         assert_same(each, model)
     new = SparseBertForMaskedLM.from_pretrained(folder, pattern="dense")
-    assert new.sparse_attention.sparsity() == 0
+    assert new.sparse_attention.sparsity() == 0 and not new.config.allow_empty_rows
+    new = SparseBertForMaskedLM.from_pretrained(folder, search="dam_s")
+    assert new.sparse_attention.searching and not new.config.allow_empty_rows
+    if state == "frozen":
+        with pytest.raises(ValueError, match="target_sparsity 0.9 has no meaning for a frozen mask"):
+            SparseBertForMaskedLM.from_pretrained(folder, target_sparsity=0.9)
+        searched = with_mask(stock_model(), "searching")
+        searched.freeze()
+        searched.save_pretrained(folder)
+        config = SparseBertConfig.from_pretrained(folder / "config.json")
+        assert (config.search, config.frozen, config.mask_length) == ("dam_s", True, LENGTH)
+    for name in ("mask_config.json", "search_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    said.clear()
+    SparseBertConfig.from_pretrained(folder)
+    assert "there is no mask_config.json beside it" in said.text and "a new search begins" in said.text
 
 
 def test_other_heads_and_base_models(state, attached):
@@ -258,8 +273,9 @@ def test_damaged_and_unfit_masks_are_refused(state, attached):
 def test_wrong_searches_are_refused(search, tmp_path):
     with_mask(stock_model(), "searching").save_pretrained(tmp_path)
     (tmp_path / "search_config.json").write_text(json.dumps(search))
-    with pytest.raises(MaskFileError, match=str(tmp_path)):
-        AutoModel.from_pretrained(tmp_path)
+    for loader in (AutoModel, SparseBertModel):
+        with pytest.raises(MaskFileError, match=str(tmp_path)):
+            loader.from_pretrained(tmp_path)
 
 
 def test_mask_beside_changed_weights_is_warned_of(said, tmp_path):

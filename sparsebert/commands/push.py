@@ -7,11 +7,10 @@ base model.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..hub import HubArguments
 from ..masks.mask_files import MASK_CONFIG_NAME
-from ..masks.repositories import check_pushable, push_folder
+from ..masks.repositories import push_folder
 from ._command import Command, Printing, Results, needed
 
 
@@ -50,7 +49,6 @@ def command(words):
 def run(values):
     needed(values, "push.folder", "push.repo_id")
     options = PushArguments(**values["push"])
-    check_pushable(Path(options.folder), options.mask_only)
     done, names = push_folder(
         options.folder,
         options.repo_id,

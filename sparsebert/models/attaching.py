@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..attention.backends import sparse_name
 from ..checks import nearest
 from ..hub import explained
-from ..masks.mask_files import HUB_ARGUMENTS, MASK_CONFIG_NAME, weights_changed
+from ..masks.mask_files import HUB_ARGUMENTS, weights_changed
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
@@ -122,7 +122,7 @@ def _check_base(model: PreTrainedModel, mask: SparseMask, strict: bool) -> None:
     logger.warning(f"{message}.")
 
 
-def warn_of_changed_weights(source: str | PathLike, description: Path) -> None:
+def warn_of_changed_weights(source: str | PathLike, description: Path, hint: str = "") -> None:
     """
     Say so if a model was loaded that is not the one beside which its mask was saved.
 
@@ -130,11 +130,12 @@ def warn_of_changed_weights(source: str | PathLike, description: Path) -> None:
         source (`str` or `os.PathLike`): Folder or Hub id of the model.
         description (`Path`): The description of the mask. On the Hub the weights are by now in the same folder of the
             cache.
+        hint (`str`, *optional*): A sentence about the cause, for the message.
     """
     if weights_changed(description, description.parent):
         logger.warning(
-            f"{source}: the weights are not those that the mask was saved with. If a model without a mask was saved "
-            f"over one that had it, delete {MASK_CONFIG_NAME}. To end this warning, save this model again."
+            f"{source}: the weights are not those that the mask was saved with.{' ' * bool(hint)}{hint} To end this "
+            "warning, save this model again."
         )
 
 

@@ -10,21 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict, validated_field
+from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig
+from transformers.utils import logging
 
 from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..checks import check_choice
 from ..masks.expansion import LENGTH_POLICIES, default_length_policy
-from ..masks.mask_files import HUB_ARGUMENTS, MAX_MASK_LENGTH, MaskFileError, find_descriptions
+from ..masks.mask_files import (
+    HUB_ARGUMENTS,
+    MASK_CONFIG_NAME,
+    MAX_MASK_LENGTH,
+    MaskFileError,
+    find_descriptions,
+    read_description,
+)
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS, SparseMask
 from ..search.mask_search import MaskSearch
 from ..search.searches import SCOPES, SEARCHES
 from .masked_configs import MaskedConfigMixin
-from .remote_code import forget_saved_fields, saved_with_code
+from .remote_code import NOTE_FIELD, forget_saved_fields, saved_with_code
 from .token_mixers import MIXERS, check_token_mixers
 
+
+logger = logging.get_logger(__name__)
 
 MASK_FORMS = ("additive", "log", "multiplicative")
 
@@ -210,7 +221,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     token_mixers: list | None = validated_field(_names(tuple(MIXERS)), default=None)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("model_type", None)  # that of a BERT whose fields these are
+        if kwargs.get("model_type") == BertConfig.model_type:
+            del kwargs["model_type"]  # these are the fields of a BERT
         if self.pattern is None and self.search is None and not self.frozen:
             if self.num_attention_layers:
                 self.search = "dam_s"
@@ -242,21 +254,19 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         cls, pretrained_model_name_or_path: str | PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        As in transformers; a stock BERT is read as a SparseBERT, with the mask or search that is saved beside it.
+        As in transformers. A stock BERT is read as a SparseBERT: with the mask or search that is saved beside it,
+        unless another search or pattern is given.
         """
         source = pretrained_model_name_or_path
         hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        replaced = kwargs.get("search") or kwargs.get("pattern")
         found, unused = super().get_config_dict(source, **kwargs)
-        if found.get("model_type") != BertConfig.model_type or Path(source).is_file():
-            return found, unused
-        beside = find_descriptions(source, **hub_arguments)
-        if beside.mask is not None:
-            # Empty rows were accepted when the mask was frozen.
-            found = found | {"frozen": True, "allow_empty_rows": True}
-        elif beside.search is not None:
-            found = found | read_search(beside.search)
-        # Without the warning that models of two types may not fit.
-        return found | {"model_type": cls.model_type}, unused
+        if found.get("model_type") == BertConfig.model_type:
+            # Otherwise transformers warns that models of two types may not fit.
+            found = found | {"model_type": cls.model_type}
+            if not replaced:
+                found = _with_mask_beside(found, source, hub_arguments)
+        return found, unused
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -269,7 +279,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         elif config_dict.get("frozen") is True:
             allowed = {*_OF_MODEL, *REQUESTS, "frozen", "pruned", "search_progress"}
             for name in own.keys() & of_mask - allowed:
-                if own[name] not in (None, config_dict.get(name, own[name])):
+                if own[name] not in (None, config_dict.get(name, cls.__dataclass_fields__[name].default)):
                     raise ValueError(
                         f"{name} {own[name]!r} has no meaning for a frozen mask: give a search or a pattern as well, "
                         "which replaces it"
@@ -368,6 +378,31 @@ def read_search(path: Path) -> dict[str, Any]:
     if not known or "search" not in fields:
         raise MaskFileError(f"{path}: not a search (its fields are {', '.join(map(str, fields)) or 'none'})")
     return fields
+
+
+def _with_mask_beside(found, source, hub_arguments):
+    """The fields of a BERT, and those of the mask or search that is described beside it."""
+    place = Path(source).parent if Path(source).is_file() else source
+    beside = find_descriptions(place, **hub_arguments)
+    if beside.search is not None:
+        searching = found | read_search(beside.search)
+        try:
+            SparseBertConfig(**searching)
+        except (ValueError, StrictDataclassError) as error:
+            raise MaskFileError(f"{beside.search}: {' '.join(str(error).split())}") from error
+        return searching
+    if beside.mask is not None:
+        described, metadata, _, _ = read_description(beside.mask)
+        search = metadata.get("search")
+        # Empty rows were accepted when the mask was frozen.
+        frozen = {"frozen": True, "allow_empty_rows": True, "mask_length": described["length"]}
+        return found | frozen | {"search": search if search in SEARCHES else None}
+    if NOTE_FIELD in found:
+        logger.warning(
+            f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or "
+            "without a connection none in the cache: a new search begins"
+        )
+    return found
 
 
 def pattern_mask(config: SparseBertConfig) -> SparseMask:

@@ -5,6 +5,7 @@ from os import PathLike
 from typing import Any
 
 from transformers import (
+    BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
     BertForNextSentencePrediction,
@@ -42,9 +43,11 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
 
     def __init__(self, config: SparseBertConfig, *args: Any, **kwargs: Any) -> None:
         if not isinstance(config, SparseBertConfig):
+            hint = "SparseBertConfig(**config.to_dict()) makes it one, with a search or pattern if it is added"
+            if config.model_type != BertConfig.model_type:
+                hint = "sparsebert.attach gives masks to models of other types"
             raise TypeError(
-                f"config of a {type(self).__name__} must be a SparseBertConfig, got a {type(config).__name__}: make "
-                "it one with SparseBertConfig(**config.to_dict()), where a search or pattern can be added"
+                f"config of a {type(self).__name__} must be a SparseBertConfig, got a {type(config).__name__}: {hint}"
             )
         # A state of the mask is written into it, which is not that of other models made from the same configuration.
         config = copy.deepcopy(config)
@@ -92,7 +95,8 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
             source: Any = pretrained_model_name_or_path
             mask = SparseMask.from_pretrained(source, **hub_arguments)
             sparse_attention.load_mask(mask, search=model.config.search)
-            warn_of_changed_weights(source, find_mask_files(source, **hub_arguments)[0])
+            cached = {"local_files_only": True, "force_download": False}
+            warn_of_changed_weights(source, find_mask_files(source, **hub_arguments | cached)[0])
         return loaded
 
     @classmethod

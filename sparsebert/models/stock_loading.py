@@ -170,7 +170,8 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     if "sparse_attention" not in model.base_model._modules:  # an adapter brings a mask of its own
-        warn_of_changed_weights(source, found.mask)
+        over = f"If a model without a mask was saved over one that had it, delete {MASK_CONFIG_NAME}."
+        warn_of_changed_weights(source, found.mask, over)
         attach_from(source, model, mask, attn_implementation, **fields)
     return loaded
 
