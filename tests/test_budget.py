@@ -8,7 +8,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.models.configuration_sparsebert import mask_search
+from sparsebert.models.described_masks import mask_search
 from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from sparsebert.search.decided_entries import TiedEntries
 from sparsebert.search.learned_mask import LearnedMask

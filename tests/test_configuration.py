@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, RobertaCo
 from transformers.utils import logging
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.models.configuration_sparsebert import mask_search
+from sparsebert.models.described_masks import mask_search
 
 
 @pytest.mark.parametrize(

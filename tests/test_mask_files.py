@@ -16,7 +16,7 @@ from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.files import replace_files, write_metrics
 from sparsebert.masks.mask_files import MaskFileError, check_sizes
 from sparsebert.masks.sparse_mask import SparseMask
-from sparsebert.models.configuration_sparsebert import mask_search
+from sparsebert.models.described_masks import mask_search
 
 
 CONFIG = "mask_config.json"

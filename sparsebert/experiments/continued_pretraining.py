@@ -24,7 +24,8 @@ from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
 from ..hub import read_config
 from ..models.architectures import num_positions
-from ..models.configuration_sparsebert import SparseBertConfig, mask_search, pattern_mask
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.described_masks import mask_search, pattern_mask
 from ..models.loading import carries_mask, load
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
 from ..models.positions import extend_positions

@@ -18,7 +18,8 @@ from ..checks import check_choice, check_range
 from ..data.tasks import glue
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
-from ..models.configuration_sparsebert import SparseBertConfig, mask_search
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.described_masks import mask_search
 from ..models.loading import load
 from ..search.searches import SCOPES
 from ..training.objectives import OBJECTIVES

@@ -13,7 +13,8 @@ from ..checks import check_choice, check_range
 from ..data.tasks import TASKS
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
-from ..models.configuration_sparsebert import SparseBertConfig, mask_search
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.described_masks import mask_search
 from ..models.loading import check_folder
 from ..search.searches import SEARCHES
 from ..training.objectives import ANSWERING

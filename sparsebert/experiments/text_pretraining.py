@@ -13,7 +13,8 @@ from ..checks import check_range
 from ..data.documents import load_documents
 from ..data.tokenization import train_tokenizer
 from ..masks.sparse_mask import SparseMask
-from ..models.configuration_sparsebert import SparseBertConfig, pattern_mask
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.described_masks import pattern_mask
 from ..training.pretraining import pretrain
 from .recipe_sections import check_texts, check_training, model_section, training_section
 

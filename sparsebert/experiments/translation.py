@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..models.configuration_sparsebert import pattern_mask
+from ..models.described_masks import pattern_mask
 from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, train_translation
 from .experiment import Experiment, seeded
 from .pattern_levels import PatternLevels, pattern_cells

@@ -25,7 +25,8 @@ from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inp
 from ..search.learned_mask import LearnedMask
 from ..search.mask_search import MaskSearch
 from ..search.searches import SEARCHES
-from .configuration_sparsebert import REQUESTS, SparseBertConfig, mask_search, pattern_mask, requests, with_changes
+from .configuration_sparsebert import REQUESTS, SparseBertConfig
+from .described_masks import mask_search, pattern_mask, requests, with_changes
 
 
 logger = logging.get_logger(__name__)

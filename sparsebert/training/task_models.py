@@ -22,7 +22,8 @@ from ..models.attaching import (
     get_sparse_attention,
     read_mask,
 )
-from ..models.configuration_sparsebert import SparseBertConfig, with_changes
+from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.described_masks import with_changes
 from ..models.loading import carries_mask, load
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
