@@ -12,14 +12,12 @@ from typing import Any
 from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig
-from transformers.utils import logging
 
 from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..masks.expansion import LENGTH_POLICIES
 from ..masks.mask_files import (
     HUB_ARGUMENTS,
-    MASK_CONFIG_NAME,
     MAX_MASK_LENGTH,
     MaskFileError,
     find_descriptions,
@@ -29,11 +27,9 @@ from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS
 from ..search.searches import SCOPES, SEARCHES
 from .masked_configs import MaskedConfigMixin
-from .remote_code import NOTE_FIELD, forget_saved_fields, saved_with_code
+from .remote_code import NOTE_FIELD, forget_saved_fields, saved_with_code, warn_of_missing_mask
 from .token_mixers import MIXERS, check_token_mixers
 
-
-logger = logging.get_logger(__name__)
 
 MASK_FORMS = ("additive", "log", "multiplicative")
 
@@ -363,10 +359,7 @@ def _with_mask_beside(found, source, hub_arguments):
         frozen = {"frozen": True, "allow_empty_rows": True, "mask_length": described["length"]}
         return found | frozen | {"search": search if search in SEARCHES else None}
     if NOTE_FIELD in found:
-        logger.warning(
-            f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or "
-            "without a connection none in the cache: a new search begins"
-        )
+        warn_of_missing_mask(source, "a new search begins")
     return found
 
 

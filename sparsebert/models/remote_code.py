@@ -3,9 +3,16 @@ What a saved model needs to run where this package is not installed: a file of c
 runs, and the fields of its configuration that name it.
 """
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
+from ..masks.mask_files import MASK_CONFIG_NAME
+
+
+logger = logging.get_logger(__name__)
 
 CODE_PATH = Path(__file__).with_name("modeling_frozen_sparsebert.py")
 
@@ -73,6 +80,20 @@ def forget_saved_fields(config: Any) -> None:
     for name in attributes.keys() - kept.keys():
         del attributes[name]
     attributes.update(kept)
+
+
+def warn_of_missing_mask(source: str | PathLike, outcome: str) -> None:
+    """
+    Say that a configuration with the note of [`saved_fields`] has no mask beside it.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id of the model.
+        outcome (`str`): What happens instead.
+    """
+    logger.warning(
+        f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or without "
+        f"a connection none in the cache: {outcome}"
+    )
 
 
 def runs_without_package(saved: dict[str, Any], frozen: bool) -> bool:

@@ -36,7 +36,7 @@ from .attaching import (
 )
 from .configuration_sparsebert import SparseBertConfig, read_search
 from .derived import Derived
-from .remote_code import NOTE_FIELD, forget_saved_fields
+from .remote_code import NOTE_FIELD, forget_saved_fields, warn_of_missing_mask
 from .saving import SparseModelMixin
 
 
@@ -148,10 +148,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _attach_of_base(model, source)
         if "sparse_attention" not in model.base_model._modules and hasattr(model.config, NOTE_FIELD):
-            logger.warning(
-                f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or "
-                "without a connection none in the cache: the model was loaded without a mask"
-            )
+            warn_of_missing_mask(source, "the model was loaded without a mask")
             forget_saved_fields(model.config)
         return loaded
     check_subfolder(hub_arguments.get("subfolder"))
