@@ -213,6 +213,12 @@ def test_data_of_the_hub_is_named(tmp_path, finetuned):
     assert isinstance(result.metric_value, float) and card.data.datasets == ["nyu-mll/glue"]
 
 
+def test_a_dense_model_has_no_pictures_of_its_mask(tmp_path, pretraining_flags):
+    output = tmp_path / "run"
+    assert main(pretraining_flags(output, "--pattern", "dense", "--pictures", "--max_steps", 1)) == 0
+    assert not list(output.glob("*.png")) and "![" not in card_of(output).text
+
+
 def test_pretraining_and_a_readme_of_the_user(tmp_path, pretraining_flags):
     output = tmp_path / "run"
     flags = pretraining_flags(output, "--search", "dam_s", "--target_sparsity", 0.5, "--pictures", "--max_steps", 2)

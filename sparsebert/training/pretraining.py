@@ -156,7 +156,8 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         metrics["minutes"] = budget.elapsed / 60
     metrics["seconds"] = time.perf_counter() - start
     metrics["hardware"] = hardware()
-    if trainer.is_world_process_zero() and data.pictures and find_spec("matplotlib"):
+    masked = model.config.search is not None or metrics["sparsity"] > 0  # of a dense model all would be white
+    if trainer.is_world_process_zero() and data.pictures and masked and find_spec("matplotlib"):
         plot_heads(model.sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")
         special_tokens = analysed_special_tokens(model.sparse_attention.mask)

@@ -192,9 +192,14 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, f
 
 
 def draw_heads(folder: Path, network: Any) -> None:
-    """Draw the masks of a model's heads into a folder, if matplotlib is installed and the picture is not there."""
+    """
+    Draw the masks of a model's heads into a folder, if they remove anything, the picture is not there and matplotlib
+    is installed.
+    """
     mask: SparseMask | None = None
     if "sparse_attention" in network.base_model._modules:
         mask = get_sparse_attention(network).mask
-    if mask is not None and _is_small(mask) and not (folder / PICTURE_NAME).exists() and find_spec("matplotlib"):
+    if mask is None or not mask.sparsity or not _is_small(mask):
+        return
+    if not (folder / PICTURE_NAME).exists() and find_spec("matplotlib"):
         plot_heads(mask, folder / PICTURE_NAME)
