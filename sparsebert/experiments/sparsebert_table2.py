@@ -70,6 +70,8 @@ class TasksStudy(ContinuedSettings):
     task_batch_size: int | None = 16
 
 
+# Metrics of questions. A model that gives no answer at all has a high score in SQuAD v2.0, and 0 in the second.
+_QUESTIONS = ("exact_match", "has_answer_f1")
 # Settings of a cell by the field of `TrainingArguments` that they are.
 _TRAINING = {
     "num_train_epochs": "num_train_epochs",
@@ -146,7 +148,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     metrics = {name: found[name] for name in ("score", "sparsity", "input_sparsity", "train_examples")}
     metrics |= {"validation_examples": num_validation, "mlm_loss": pretrained["mlm_loss"]}
     evaluated = found["splits"]["validation"]
-    metrics |= {"exact_match": evaluated["exact_match"]} if "exact_match" in evaluated else {}
+    metrics |= {name: evaluated[name] for name in _QUESTIONS if name in evaluated}
     return metrics | {"train_seconds": found["train_seconds"], "shared_seconds": shared}
 
 
@@ -171,7 +173,7 @@ def by_system(finished: Mapping[str, dict[str, Any]], metric: str) -> dict[tuple
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        metric (`str`): Name of the metric.
+        metric (`str`): Name of the metric. Cells without it are left out.
 
     Returns:
         `dict[tuple[str, str], dict[int, float]]`
@@ -179,6 +181,8 @@ def by_system(finished: Mapping[str, dict[str, Any]], metric: str) -> dict[tuple
     drawn: dict[tuple[str, str], dict[int, list[float]]] = {}
     for cell in finished.values():
         settings = cell["settings"]
+        if metric not in cell["metrics"]:
+            continue
         system = settings["system"].partition(", draw ")[0]
         seeds = drawn.setdefault((settings["task"], system), {})
         seeds.setdefault(settings["seed"], []).append(cell["metrics"][metric])
@@ -195,8 +199,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`: One table.
     """
-    questions = {name: cell for name, cell in finished.items() if "exact_match" in cell["metrics"]}
-    exact, examples = by_system(questions, "exact_match"), by_system(finished, "train_examples")
+    exact, answerable, examples = (by_system(finished, metric) for metric in (*_QUESTIONS, "train_examples"))
     scores = {
         key: {seed: 100 * value for seed, value in seeds.items()}
         for key, seeds in by_system(finished, "score").items()
@@ -220,12 +223,15 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
             if key in exact:
                 row["exact match"] = mean_text([100 * value for value in exact[key].values()], 1)
                 row["exact match, paper"] = f"{100 * published[1]:.1f}"
+            if key in answerable:
+                row["F1 of answerable"] = mean_text([100 * value for value in answerable[key].values()], 1)
             row["minus dense"], row["p (Holm)"] = compared.get(key, ("", ""))
             rows.append(row | {"seeds": str(len(scores[key]))})
     notes = (
-        "score: F1 of SQuAD, accuracy of SWAG, on the validation part, times 100; random_drop: mean of the draws of a "
-        "seed; minus dense: in the score; ±: deviation over seeds, which vary what Table 1 varies, the head and the "
-        f"order of the examples, and not the checkpoint or the examples; {COMPARED}",
+        "score: F1 of SQuAD, accuracy of SWAG, on the validation part, times 100; F1 of answerable: of the questions "
+        "of SQuAD v2.0 that have an answer, 0 if the model never gives one; random_drop: mean of the draws of a seed; "
+        "minus dense: in the score; ±: deviation over seeds, which vary what Table 1 varies, the head and the order "
+        f"of the examples, and not the checkpoint or the examples; {COMPARED}",
     )
     return [Table.of("Removing the diagonal or as much at random, on tasks (Table 2)", rows, notes)]
 
@@ -247,6 +253,7 @@ EXPERIMENT = Experiment(
     columns={
         "score": ("score", "{:.1%}"),
         "exact_match": ("exact match", "{:.1%}"),
+        "has_answer_f1": ("F1 of answerable questions", "{:.1%}"),
         "mlm_loss": ("our MLM loss before", "{:.3f}"),
         "sparsity": ("removed", "{:.1%}"),
         "input_sparsity": ("removed on inputs", "{:.1%}"),
