@@ -186,7 +186,7 @@ def _copying(cells):
 
 def _convolutions(cells):
     def loss(kind, count):
-        return by_seed(cells, "mlm_loss", series=kind, replaced=count)
+        return by_seed(cells, "mlm_loss", series=kind, replaced_layers=count)
 
     better = {count: ("attention", "sepconv") if count <= 2 else ("sepconv", "attention") for count in range(1, 7)}
     return [

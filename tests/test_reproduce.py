@@ -183,7 +183,7 @@ def test_new_attention_has_the_weights_of_a_new_model(tiny_config, tmp_path):
     torch.manual_seed(0)
     model = SparseBertForMaskedLM(tiny_config(SparseBertConfig, pattern="dense"))
     model.save_pretrained(tmp_path / "checkpoint")
-    cell = {"replaced": 1, "seed": 3}
+    cell = {"replaced_layers": 1, "seed": 3}
     for name in ("one", "two"):
         minilm_mixers.save_with_new_attention(cell, tmp_path / "checkpoint", tmp_path / name)
     one, two = (SparseBertForMaskedLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two"))

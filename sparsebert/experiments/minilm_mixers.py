@@ -58,7 +58,7 @@ def cells(settings: MiniLMMixers) -> dict[str, dict[str, Any]]:
     names = ("task", "data", "task_learning_rate", "task_epochs", "max_train_examples")
     common = continued_fields(settings) | {name: getattr(settings, name) for name in names}
     layers = {
-        f"{series}_{count}": common | {"series": series, "replaced": count}
+        f"{series}_{count}": common | {"series": series, "replaced_layers": count}
         for count in settings.replaced
         for series in (("sepconv", "attention") if count else ("attention",))
     }
@@ -77,7 +77,7 @@ def check(cell: dict[str, Any]) -> None:
         OSError: If there is no such model, text or data.
     """
     check_continued(cell)
-    check_range("replaced", cell["replaced"], 0, read_config(located(cell["base_model"])).num_hidden_layers)
+    check_range("replaced", cell["replaced_layers"], 0, read_config(located(cell["base_model"])).num_hidden_layers)
     check_range("max_train_examples", cell["max_train_examples"], 1)
     if cell["task"] is not None:
         check_task(cell)
@@ -88,13 +88,13 @@ def save_with_new_attention(cell: dict[str, Any], checkpoint: Path, path: str | 
     Save a model whose attention has learned nothing in the first layers, as new convolutions have not.
 
     Args:
-        cell (`dict`): Settings of the cell: `"replaced"`, the number of layers, and `"seed"`.
+        cell (`dict`): Settings of the cell: `"replaced_layers"`, their number, and `"seed"`.
         checkpoint (`Path`): Folder of the model.
         path (`str` or `Path`): Where the new one is saved.
     """
     model = SparseBertForMaskedLM.from_pretrained(checkpoint)
     torch.manual_seed(cell["seed"])
-    for layer in model.base_model.encoder.layer[: cell["replaced"]]:
+    for layer in model.base_model.encoder.layer[: cell["replaced_layers"]]:
         for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
             linear.weight.data.normal_(std=model.config.initializer_range)
             linear.bias.data.zero_()
@@ -113,7 +113,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    num_layers, replaced = read_config(located(cell["base_model"])).num_hidden_layers, cell["replaced"]
+    num_layers, replaced = read_config(located(cell["base_model"])).num_hidden_layers, cell["replaced_layers"]
     mixers = [cell["series"]] * replaced + ["attention"] * (num_layers - replaced)
     model = {"pattern": "dense", "token_mixers": mixers}
     with tempfile.TemporaryDirectory() as start:
@@ -155,7 +155,7 @@ EXPERIMENT = Experiment(
         "task_score": ("task", "{:.1%}"),
         "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
-    plot=("replaced", "mlm_loss", "series"),
+    plot=("replaced_layers", "mlm_loss", "series"),
     baseline="attention_0",
     notes=(
         "sepconv_k: convolutions instead of attention in the first k layers; attention_k: queries, keys and values of "
