@@ -136,7 +136,7 @@ def test_an_attached_bert_is_read_as_a_sparsebert(state, attached, said, tmp_pat
         (folder / name).unlink(missing_ok=True)
     said.clear()
     SparseBertConfig.from_pretrained(folder)
-    assert "there is no mask_config.json beside it" in said.text and "a new search begins" in said.text
+    assert "nor search_config.json" in said.text and "a new search begins" in said.text
 
 
 def test_other_heads_and_base_models(state, attached):

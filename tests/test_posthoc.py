@@ -355,6 +355,13 @@ def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_the_dense_model_has_no_picture_of_its_mask(model_folder, text, tmp_path):
+    fields = {"mask": "dense", "target_sparsity": None, "patterns": False}
+    search(model_folder, text, tmp_path / "dense", recover=1, **fields)
+    assert not list((tmp_path / "dense").glob("*.png"))
+    assert "![" not in (tmp_path / "dense/README.md").read_text()
+
+
 def test_given_random_masks_differ_by_seed(model_folder):
     config = transformers.AutoConfig.from_pretrained(model_folder)
     masks = [

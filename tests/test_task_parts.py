@@ -123,7 +123,7 @@ def test_tasks_share_the_model_that_went_on(settings, tmp_path):
 def test_the_answerable_questions_are_scored_alone(settings, folders, tmp_path):
     """The score of SQuAD v2.0 is high if no question is answered."""
     (table, _), cells = table_2(tmp_path, settings | {"squad2": str(folders["squad_v2"])}, "squad*_dense_seed_1")
-    shown = {row["task"]: row["F1 of answerable"] for row in table.as_json()["rows"] if row["system"] == "dense"}
+    shown = {row["task"]: row["F1, answerable"] for row in table.as_json()["rows"] if row["system"] == "dense"}
     found = cells["squad_v2_dense_seed_1"]["metrics"]["has_answer_f1"]
     assert shown == {"SQuAD v1.1": "", "SQuAD v2.0": f"{100 * found:.1f}"}
     assert "has_answer_f1" not in cells["squad_dense_seed_1"]["metrics"]

@@ -3,7 +3,7 @@ Train a BERT and learn its attention mask together with the weights, or train th
 
 A learned mask is frozen at the end of its search. Writes to `output_dir` the model with its mask, the tokenizer,
 `metrics.json`, `trainer_state.json` (the log), `mask_probs.safetensors` (P before freezing), pictures (with the extra
-`viz`) and TensorBoard logs.
+`viz`, unless the model is dense) and TensorBoard logs.
 """
 
 from pathlib import Path

@@ -88,7 +88,7 @@ def save_with_new_attention(cell: dict[str, Any], checkpoint: Path, path: str | 
     Save a model whose attention has learned nothing in the first layers, as new convolutions have not.
 
     Args:
-        cell (`dict`): Settings of the cell: `"replaced_layers"`, their number, and `"seed"`.
+        cell (`dict`): Settings of the cell: `"replaced_layers"`, how many, and `"seed"`.
         checkpoint (`Path`): Folder of the model.
         path (`str` or `Path`): Where the new one is saved.
     """

@@ -70,7 +70,8 @@ class TasksStudy(ContinuedSettings):
     task_batch_size: int | None = 16
 
 
-# Metrics of questions. A model that gives no answer at all has a high score in SQuAD v2.0, and 0 in the second.
+# Metrics of questions. A model that never answers scores the share of questions without an answer in SQuAD v2.0; its
+# `has_answer_f1` is 0.
 _QUESTIONS = ("exact_match", "has_answer_f1")
 # Settings of a cell by the field of `TrainingArguments` that they are.
 _TRAINING = {
@@ -223,15 +224,16 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
             if key in exact:
                 row["exact match"] = mean_text([100 * value for value in exact[key].values()], 1)
                 row["exact match, paper"] = f"{100 * published[1]:.1f}"
-            if key in answerable:
-                row["F1 of answerable"] = mean_text([100 * value for value in answerable[key].values()], 1)
+            # Always there, so that the column is beside the others of questions. Older results lack the metric.
+            whole = answerable.get(key, {}).keys() == scores[key].keys()
+            row["F1, answerable"] = mean_text([100 * v for v in answerable[key].values()], 1) if whole else ""
             row["minus dense"], row["p (Holm)"] = compared.get(key, ("", ""))
             rows.append(row | {"seeds": str(len(scores[key]))})
     notes = (
-        "score: F1 of SQuAD, accuracy of SWAG, on the validation part, times 100; F1 of answerable: of the questions "
-        "of SQuAD v2.0 that have an answer, 0 if the model never gives one; random_drop: mean of the draws of a seed; "
-        "minus dense: in the score; ±: deviation over seeds, which vary what Table 1 varies, the head and the order "
-        f"of the examples, and not the checkpoint or the examples; {COMPARED}",
+        "score: F1 of SQuAD, accuracy of SWAG, on the validation part, times 100; F1, answerable: of the questions "
+        "of SQuAD v2.0 that have an answer (0 for a model that never answers); random_drop: mean of the draws of a "
+        "seed; minus dense: in the score; ±: deviation over seeds, which vary what Table 1 varies, the head and the "
+        f"order of the examples, and not the checkpoint or the examples; {COMPARED}",
     )
     return [Table.of("Removing the diagonal or as much at random, on tasks (Table 2)", rows, notes)]
 

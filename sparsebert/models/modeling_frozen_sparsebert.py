@@ -30,7 +30,7 @@ REMOVED = -1e9
 
 
 class SparseBertConfig(transformers.BertConfig):
-    """BERT's configuration. What it says about the mask is kept for sparsebert."""
+    """BERT's configuration. What it says about the mask is kept for sparsebert, except what only a search needs."""
 
     model_type = "sparsebert"
 

@@ -1,6 +1,6 @@
 """
 What a saved model needs to run where this package is not installed: a file of code, which `trust_remote_code=True`
-runs, and the fields of its configuration that name it.
+runs, the fields of its configuration that name it, and the warning when its mask is missing.
 """
 
 from os import PathLike
@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 
 
 logger = logging.get_logger(__name__)
@@ -91,8 +91,8 @@ def warn_of_missing_mask(source: str | PathLike, outcome: str) -> None:
         outcome (`str`): What happens instead.
     """
     logger.warning(
-        f"{source}: its configuration was saved with a mask, but there is no {MASK_CONFIG_NAME} beside it, or without "
-        f"a connection none in the cache: {outcome}"
+        f"{source}: its configuration was saved with a mask, but beside it (without a connection: in the cache) there "
+        f"is neither {MASK_CONFIG_NAME} nor {SEARCH_CONFIG_NAME}: {outcome}"
     )
 
 

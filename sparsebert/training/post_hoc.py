@@ -137,7 +137,7 @@ def _search(
         inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    if find_spec("matplotlib"):
+    if mask.sparsity and find_spec("matplotlib"):
         plot_heads(mask, output / "heads.png")
     if learned is not None:
         probs = learned.found_probs()

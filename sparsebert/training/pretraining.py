@@ -46,7 +46,8 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     `model.is_decoder` on the next token. The mask is given or learned with the weights; at the end it is frozen.
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was
-    logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed, pictures.
+    logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed and the model is not
+    dense, pictures.
 
     Args:
         recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
@@ -156,7 +157,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         metrics["minutes"] = budget.elapsed / 60
     metrics["seconds"] = time.perf_counter() - start
     metrics["hardware"] = hardware()
-    masked = model.config.search is not None or metrics["sparsity"] > 0  # of a dense model all would be white
+    masked = model.config.search is not None or metrics["sparsity"] > 0  # those of a dense model would be all white
     if trainer.is_world_process_zero() and data.pictures and masked and find_spec("matplotlib"):
         plot_heads(model.sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")

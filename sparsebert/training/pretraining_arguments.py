@@ -50,7 +50,7 @@ class PretrainingArguments(HubArguments):
         batch_ramp (`float`): Fraction of the training during which the batch grows to its full size; until then, the
             weights are updated several times in each step. Needs `gradient_accumulation_steps`.
         attn_implementation (`str`): Attention backend, `"sparse_auto"` or a name of `BACKENDS`.
-        pictures (`bool`): Draw the mask at the end, if matplotlib is installed.
+        pictures (`bool`): Draw the mask at the end, if matplotlib is installed and the model is not dense.
         resume (`bool`): Continue from the newest complete checkpoint in the output folder, if there is one.
         allow_partial_resume (`bool`): Resume also from a checkpoint that lacks parts, such as the optimizer's state.
         overwrite (`bool`): Replace what is in the output folder, once the new run is finished.

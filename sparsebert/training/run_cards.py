@@ -193,8 +193,8 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, f
 
 def draw_heads(folder: Path, network: Any) -> None:
     """
-    Draw the masks of a model's heads into a folder, if they remove anything, the picture is not there and matplotlib
-    is installed.
+    Draw the masks of a model's heads into a folder, unless they remove nothing, the picture exists already or
+    matplotlib is missing.
     """
     mask: SparseMask | None = None
     if "sparse_attention" in network.base_model._modules:
