@@ -1,6 +1,8 @@
 """Two-stage pruning: masks from a saved P, their random controls, and fine-tuning through them."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sparsebert.analysis.runs import Run, read_run
 from sparsebert.commands import main
 from sparsebert.masks.mask_files import MASK_PROBS_NAME, MaskFileError
 from sparsebert.search.learned_mask import save_probs
+from sparsebert.training.stopping import StopOnSignal
 from sparsebert.training.two_stage_pruning import (
     PruningArguments,
     fixed_entries,
@@ -261,6 +264,27 @@ def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path):
     weights = (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns
     prune(run, output, [0.4, 0.7], recipe, random_controls=1)
     assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_an_interrupted_fine_tuning_goes_on(checkpoints, glue_folder, tmp_path, monkeypatch, capsys, caplog):
+    recipe, output = finetuning(checkpoints, glue_folder, overwrite=True), tmp_path / "out"  # is not for prune
+    recipe["training"] |= {"max_steps": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = ["prune", str(search(tmp_path / "run")), "--sparsities", "0.4", "--output_dir", str(output)]
+    words += ["--finetune", str(tmp_path / "recipe.yaml")]
+
+    def terminate(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as once:
+        once.setattr(StopOnSignal, "on_step_begin", terminate)
+        assert main(words) == 143
+    assert capsys.readouterr().err.endswith("sparsebert prune: stopped by SIGTERM: continue with the same command\n")
+    assert main(words) == 0
+    assert f"Resuming from {output / 'finetuned/dense/checkpoint-1'}" in caplog.text
+    weights = (output / "finetuned/dense/model.safetensors").stat().st_mtime_ns
+    assert main(words) == 0
+    assert (output / "finetuned/dense/model.safetensors").stat().st_mtime_ns == weights
 
 
 def test_the_recipe_of_the_fine_tuning_is_read(checkpoints, glue_folder, tmp_path):

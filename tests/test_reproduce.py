@@ -332,7 +332,7 @@ def test_the_time_is_judged_by_the_cells_that_are_most_alike():
 
 
 def test_an_interrupted_run_goes_on(experiment, run, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="^interrupted: finished cells are kept, the same command"):
         run("products", "--names", "[a, stopped, b]")
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
     assert (tmp_path / "runs/products_tiny/stopped/file").is_file()

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,3 +109,18 @@ def needed(values: dict, *names: str) -> None:
         section, field_name = name.split(".")
         if values[section].get(field_name) is None:
             raise ValueError(f"--{field_name} is needed")
+
+
+@contextmanager
+def advising(advice: str) -> Iterator[None]:
+    """
+    Say how a verb that is interrupted is continued, instead of what a training within it says of itself.
+
+    Args:
+        advice (`str`): What was kept, and what to do.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.args = (f"{getattr(error, 'reason', str(error)) or 'interrupted'}: {advice}",)
+        raise

@@ -13,12 +13,12 @@ from ..models.attaching import STATE_FIELDS
 from ..training.finetuning import SECTIONS
 from ..training.recipes import load_recipe
 from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_table
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Printing, Results, advising, needed
 
 
 # What this verb sets for each mask, what means several tasks, and what is about the run here.
 _EXCLUDED = (
-    *("all", "mask", "mask_revision", "mask_subfolder", "overwrite", "pruning"),
+    *("all", "mask", "mask_revision", "mask_subfolder", "overwrite", "pruning", "resume"),
     *("revision", "subfolder", "token"),
 )
 
@@ -47,6 +47,7 @@ def run(values):
         recipe["data"] |= {"token": options.token} if options.token is not None else {}
     elif given:
         raise ValueError(f"{given} is a field of fine-tuning: it needs --finetune RECIPE")
-    with locked_output(str(options.output_dir)):
+    again = "the same command without --overwrite" if options.overwrite else "the same command"
+    with locked_output(str(options.output_dir)), advising(f"continue with {again}"):
         result = prune_run(options, recipe)
     return Results(result, [pruning_table(result)], [f"written to {options.output_dir}"])

@@ -21,7 +21,7 @@ from ..experiments.reproduction import (
     result_files,
     run_experiment,
 )
-from ._command import Command, Printing, Results
+from ._command import Command, Printing, Results, advising
 
 
 logger = logging.get_logger(__name__)
@@ -54,8 +54,10 @@ def run(values):
         logger.warning(plan_text(options.experiment, options, cells))
         return Results(cells, notes=list(cells))
     failed = []
+    again = "run the others with --only" if options.overwrite else "the same command runs the others"
     try:
-        tables = run_experiment(options.experiment, options, values["settings"])
+        with advising(f"finished cells are kept, {again}"):
+            tables = run_experiment(options.experiment, options, values["settings"])
     except CellsFailed as error:
         tables, failed = error.tables, [str(error)]
     notes = [f"written: {path}" for path in result_files(options.experiment, options)] + failed

@@ -15,7 +15,7 @@ from ..models.attaching import allowed_fields
 from ..search.searches import SEARCHES
 from ..training.post_hoc import agreement_table, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS, SECTIONS
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Printing, Results, advising, needed
 
 
 def command(words):
@@ -37,13 +37,8 @@ def command(words):
 def run(values):
     source = ("data.data",) if values["data"].get("task") is None else ()
     needed(values, "data.model", *source, "data.output_dir")
-    try:
+    with advising("nothing was written, the same command starts from the beginning"):
         metrics = search_post_hoc(values)
-    except KeyboardInterrupt as error:
-        error.args = (
-            f"{str(error) or 'interrupted'}: nothing was written, the same command starts from the beginning",
-        )
-        raise
     lines = [f"written to {values['data']['output_dir']}"]
     if outcome := metrics["search_outcome"]:
         found = f"asked for {outcome['asked']:.1%}, got {outcome['got']:.1%}"

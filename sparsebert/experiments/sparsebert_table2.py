@@ -63,11 +63,11 @@ class TasksStudy(ContinuedSettings):
     squad2: str | None = None
     swag: str | None = None
     draws: int = 3
-    max_train_examples: int = 1000
+    max_train_examples: int = 6000
     max_validation_examples: int = 500
-    num_train_epochs: float | None = 3.0
+    num_train_epochs: float | None = 1.0
     task_learning_rate: float | None = 1e-4
-    task_batch_size: int | None = 16
+    task_batch_size: int | None = 8
 
 
 # Metrics of questions. A model that never answers scores the share of questions without an answer in SQuAD v2.0; its

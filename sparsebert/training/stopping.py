@@ -24,12 +24,13 @@ class TrainingStopped(KeyboardInterrupt):
         step (`int`): Step of the checkpoint.
 
     Attributes:
+        reason (`str`): What ended it, without the checkpoint.
         exit_code (`int`): 143 for SIGTERM, 130 for SIGINT.
     """
 
     def __init__(self, number: int, step: int) -> None:
-        name = signal.Signals(number).name
-        super().__init__(f"stopped by {name} at step {step}, with a checkpoint: add --resume to continue")
+        self.reason = f"stopped by {signal.Signals(number).name}"
+        super().__init__(f"{self.reason} at step {step}, with a checkpoint: add --resume to continue")
         self.exit_code = 128 + number
 
 

@@ -358,7 +358,7 @@ def finetune_masks(
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """
-    Fine-tune through each mask and densely. Finished runs are not repeated.
+    Fine-tune through each mask and densely. Finished runs are not repeated, and interrupted ones are continued.
 
     Args:
         masks (`Mapping[str, SparseMask]`): Masks that [`write_masks`] wrote to `output`.
@@ -372,13 +372,13 @@ def finetune_masks(
     """
     scores = {}
     for name in tqdm(("dense", *masks), "Fine-tuning", disable=None):
+        place = output / "finetuned" / name
         changes: dict[str, dict[str, Any]] = {
-            "data": {"mask": "dense" if name == "dense" else str(output / name)},
+            "data": {"mask": "dense" if name == "dense" else str(output / name), "overwrite": overwrite},
             "model": {},
-            "training": {"output_dir": str(output / "finetuned" / name)},
+            "training": {"output_dir": str(place)},
         }
-        if overwrite:
-            changes["data"]["overwrite"] = True
+        changes["data"]["resume"] = not overwrite and place.is_dir()
         if allow_empty_rows and name != "dense":
             changes["model"]["allow_empty_rows"] = True
         folder = finetune({section: recipe[section] | values for section, values in changes.items()})
