@@ -174,7 +174,7 @@ def by_system(finished: Mapping[str, dict[str, Any]], metric: str) -> dict[tuple
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        metric (`str`): Name of the metric. Cells without it are left out.
+        metric (`str`): Name of the metric.
 
     Returns:
         `dict[tuple[str, str], dict[int, float]]`
@@ -182,8 +182,6 @@ def by_system(finished: Mapping[str, dict[str, Any]], metric: str) -> dict[tuple
     drawn: dict[tuple[str, str], dict[int, list[float]]] = {}
     for cell in finished.values():
         settings = cell["settings"]
-        if metric not in cell["metrics"]:
-            continue
         system = settings["system"].partition(", draw ")[0]
         seeds = drawn.setdefault((settings["task"], system), {})
         seeds.setdefault(settings["seed"], []).append(cell["metrics"][metric])
@@ -200,7 +198,11 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`: One table.
     """
-    exact, answerable, examples = (by_system(finished, metric) for metric in (*_QUESTIONS, "train_examples"))
+    exact, answerable = (
+        by_system({name: cell for name, cell in finished.items() if metric in cell["metrics"]}, metric)
+        for metric in _QUESTIONS
+    )
+    examples = by_system(finished, "train_examples")
     scores = {
         key: {seed: 100 * value for seed, value in seeds.items()}
         for key, seeds in by_system(finished, "score").items()
