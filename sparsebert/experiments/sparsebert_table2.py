@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from ..analysis.charts import plot_values
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
@@ -240,6 +241,21 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     return [Table.of("Removing the diagonal or as much at random, on tasks (Table 2)", rows, notes)]
 
 
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot the scores of every system, a panel per task.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    panels: dict[str, dict[str, list[float]]] = {}
+    for (task, system), seeds in by_system(finished, "score").items():
+        panels.setdefault(f"{NAMES[task]}, score", {})[system] = [100 * score for score in seeds.values()]
+    plot_values(panels, path, title, "dense")
+
+
 EXPERIMENT = Experiment(
     title="Questions and endings without the diagonal ([S] Table 2)",
     arguments=TasksStudy,
@@ -265,7 +281,8 @@ EXPERIMENT = Experiment(
         "validation_examples": ("validation examples", "{:,.0f}"),
         "train_seconds": ("training, s by the clock", "{:.0f}"),
     },
-    plot=("mlm_loss", "score", "task"),
+    plot=("seed", "score", "task"),
+    draw=draw,
     published={
         f"{task}_{'random_drop_0' if system == 'random_drop' else system}": dict(
             zip(("score", "exact_match"), values, strict=False)
