@@ -17,16 +17,9 @@ from sparsebert.analysis.runs import Run, read_run
 from sparsebert.commands import main
 from sparsebert.masks.mask_files import MASK_PROBS_NAME, MaskFileError
 from sparsebert.search.learned_mask import save_probs
+from sparsebert.training.pruned_masks import fixed_entries, make_masks, prune_by_probs, random_control
 from sparsebert.training.stopping import StopOnSignal
-from sparsebert.training.two_stage_pruning import (
-    PruningArguments,
-    fixed_entries,
-    make_masks,
-    prune_by_probs,
-    prune_run,
-    pruning_table,
-    random_control,
-)
+from sparsebert.training.two_stage_pruning import PruningArguments, prune_run, pruning_table
 
 
 def search(folder, frozen=True, **fields):
@@ -279,7 +272,7 @@ def test_an_interrupted_fine_tuning_goes_on(checkpoints, glue_folder, tmp_path, 
     with monkeypatch.context() as once:
         once.setattr(StopOnSignal, "on_step_begin", terminate)
         assert main(words) == 143
-    assert capsys.readouterr().err.endswith("sparsebert prune: stopped by SIGTERM: continue with the same command\n")
+    assert capsys.readouterr().err.endswith("sparsebert prune: stopped by SIGTERM: the same command continues\n")
     assert main(words) == 0
     assert f"Resuming from {output / 'finetuned/dense/checkpoint-1'}" in caplog.text
     weights = (output / "finetuned/dense/model.safetensors").stat().st_mtime_ns

@@ -47,7 +47,7 @@ def run(values):
         recipe["data"] |= {"token": options.token} if options.token is not None else {}
     elif given:
         raise ValueError(f"{given} is a field of fine-tuning: it needs --finetune RECIPE")
-    again = "the same command without --overwrite" if options.overwrite else "the same command"
-    with locked_output(str(options.output_dir)), advising(f"continue with {again}"):
+    again = "starts the fine-tuning over" if options.overwrite else "continues"
+    with locked_output(str(options.output_dir)), advising(f"the same command {again}"):
         result = prune_run(options, recipe)
     return Results(result, [pruning_table(result)], [f"written to {options.output_dir}"])

@@ -16,7 +16,7 @@ from filelock import FileLock
 from ..analysis.runs import read_run
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
-from ..training.two_stage_pruning import prune_by_probs, random_control
+from ..training.pruned_masks import prune_by_probs, random_control
 from .continued_pretraining import (
     SEARCH_VARIANTS,
     ContinuedSettings,
