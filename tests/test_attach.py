@@ -382,6 +382,17 @@ def test_load_of_a_folder_without_a_mask(tmp_path):
 # Off again, copies
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_model_made_from_the_configuration_of_another_says_that_it_has_no_mask(name, caplog):
+    model = attach(base_model(name), "window", mask_length=LENGTH)
+    made = transformers.AutoModel.from_config(model.config).eval()
+    transformers.utils.logging.get_logger("sparsebert").warning_once.cache_clear()
+    model(**inputs_of(name))
+    assert "runs dense" not in caplog.text
+    made(**inputs_of(name))
+    assert "Attention runs dense, since its model carries no mask: pass one to sparsebert.attach" in caplog.text
+
+
 @pytest.mark.parametrize("model_of, mask", [(base_model, "window"), (head_model, "dam_s")], ids=["base", "head"])
 @pytest.mark.parametrize("name", MODELS)
 def test_detached_model_is_what_it_was(assert_same_model, name, model_of, mask):

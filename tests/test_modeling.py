@@ -399,11 +399,12 @@ def test_generation_with_cache_equals_full_recomputation(tiny_config, mask, phas
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
 
 
-def test_encoder_decoder(tiny_config):
+def test_encoder_decoder(tiny_config, caplog):
     encoder = SparseBertModel(tiny_config())
     decoder = SparseBertLMHeadModel(tiny_config(is_decoder=True, add_cross_attention=True))
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).train()
     model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+    transformers.utils.logging.get_logger("sparsebert").warning_once.cache_clear()
     model(input_ids=IDS, attention_mask=PADDING, labels=IDS[:, :7].contiguous()).loss.backward()
     for part in (model.encoder, model.decoder):
         assert part.sparse_attention.mask_logits.grad.abs().sum() > 0
@@ -414,6 +415,7 @@ def test_encoder_decoder(tiny_config):
         b[:, 5:] = 3
         logits = [model(input_ids=IDS, attention_mask=PADDING, decoder_input_ids=ids).logits for ids in (a, b)]
     torch.testing.assert_close(logits[0][:, :5], logits[1][:, :5])
+    assert "runs dense" not in caplog.text  # cross-attention does
 
 
 # Compilation

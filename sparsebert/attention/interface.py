@@ -11,9 +11,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils import logging
 
 from .backends import ATTENTION_NAMES, run_backend
 from .mask_inputs import MaskInputs
+
+
+logger = logging.get_logger(__name__)
 
 
 def sparse_attention_forward(
@@ -30,7 +34,8 @@ def sparse_attention_forward(
     """
     The attention function registered under all our names.
 
-    Modules that carry no mask, such as cross-attention, run dense.
+    Modules that carry no mask, such as cross-attention, run dense. If the whole model carries none, a warning says so
+    once.
 
     Args:
         module (`torch.nn.Module`): The attention module of a layer.
@@ -50,6 +55,11 @@ def sparse_attention_forward(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
+        if mask_inputs is None and not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"{type(module).__name__} runs dense, since its model carries no mask: pass one to sparsebert.attach. A "
+                "model that is made from the configuration of another does not get the mask of that model."
+            )
         backend = mask_inputs.backend if mask_inputs and mask_inputs.compiled[0] is None else "sparse_sdpa"
         mask_inputs = MaskInputs.dense(attention_mask, backend)
     elif mask_inputs is None:
