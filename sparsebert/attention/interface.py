@@ -57,8 +57,8 @@ def sparse_attention_forward(
     if getattr(module, "sparse_attention", None) is None:
         if mask_inputs is None and not torch.compiler.is_compiling():
             logger.warning_once(
-                f"{type(module).__name__} runs dense, since its model carries no mask: pass one to sparsebert.attach. A "
-                "model that is made from the configuration of another does not get the mask of that model."
+                f"{type(module).__name__} runs dense, since its model carries no mask: pass one to sparsebert.attach. "
+                "A model that is made from the configuration of another does not get the mask of that model."
             )
         backend = mask_inputs.backend if mask_inputs and mask_inputs.compiled[0] is None else "sparse_sdpa"
         mask_inputs = MaskInputs.dense(attention_mask, backend)
