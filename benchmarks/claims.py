@@ -61,6 +61,7 @@ class Claim:
         experiment (`str`): Experiment that tests it, a key of `EXPERIMENTS`.
         compare (`Callable[[dict], list[Comparison]]`): Makes the comparisons from the finished cells.
         digits (`int`): Digits of the differences.
+        folder (`str`): Folder of the experiment's results, in that of all.
     """
 
     source: str
@@ -68,6 +69,12 @@ class Claim:
     experiment: str
     compare: Callable[[dict], list[Comparison]]
     digits: int = 3
+    folder: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The file of the results, in the folder of all."""
+        return Path(self.folder, f"{self.experiment}_tiny.json")
 
 
 def by_seed(cells, metric, **settings):
@@ -289,7 +296,7 @@ CLAIMS = (
     ),
     Claim(
         "[S] Table 4", "Manual masks are as good without their diagonal", "sparsebert_table3",
-        _manual_without_diagonal,
+        _manual_without_diagonal, folder="float32",
     ),
     Claim(
         "[S] Figure 3", "Pruning by P is better than pruning at random", "sparsebert_figure7",
@@ -413,14 +420,14 @@ def table(folder: Path = REPRODUCED) -> Table:
     """
     rows = []
     for claim in CLAIMS:
-        path = folder / f"{claim.experiment}_tiny.json"
+        path = folder / claim.path
         row = {"paper": claim.source, "claim": claim.text, "status": "open"}
         row |= {"found": "not run", "seeds": "", "from": f"`sparsebert reproduce {claim.experiment}`"}
         if path.is_file():
             comparisons = claim.compare(json.loads(path.read_text(encoding="utf-8"))["cells"])
             seeds = [len(comparison.seeds()) for comparison in comparisons if comparison.seeds()]
             row |= {"status": status(comparisons), "found": weakest(comparisons, claim.digits)}
-            row |= {"seeds": str(min(seeds, default=0)), "from": f"`{path.name}`"}
+            row |= {"seeds": str(min(seeds, default=0)), "from": f"`{claim.path}`"}
         rows.append(row)
     return Table.of("Claims of the papers", rows)
 

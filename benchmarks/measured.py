@@ -114,6 +114,7 @@ TABLES = {
         f"reproduce.{name}.paper": lambda name=name: reproduced(name, scale="paper")
         for name in ("minilm", "minilm_settings")
     },
+    "reproduce.sparsebert_table3.float32": lambda: reproduced("sparsebert_table3", REPRODUCED / "float32"),
     "claims": lambda: [claims.table()],
 }
 

@@ -56,7 +56,9 @@ def test_the_first_tables_of_an_experiment_are_shown():
     assert table.columns[:3] == ["cell", "removed", "BLEU"]
 
 
-@pytest.mark.parametrize("path", sorted(REPRODUCED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted([*REPRODUCED.glob("*.json"), *REPRODUCED.glob("float32/*.json")]), ids=lambda path: path.stem
+)
 def test_reports_are_those_of_the_results(path):
     found = json.loads(path.read_text())
     tables = experiment_tables(EXPERIMENTS[found["experiment"]], found["scale"], found["cells"])

@@ -879,6 +879,32 @@ def test_draws_of_a_seed_are_one_system():
     ]  # fmt: skip
 
 
+def test_masks_are_compared_with_those_without_their_diagonal():
+    losses = {
+        "dense": [3.7],
+        "star": [4.0, 4.1, 4.2],
+        "star_no_diag": [4.01, 4.13, 4.22, 4.9],
+        "fixed_no_diag": [3.8],
+        "fixed": [3.9],
+        "strided": [3.9],
+        "dam_s_keep_diag_target_0.912": [3.8],
+        "dam_s_target_0.912": [3.85],
+    }
+    cells = [
+        ({"system": name, "seed": seed}, loss) for name, values in losses.items() for seed, loss in enumerate(values)
+    ]
+    settings, values = zip(*cells, strict=True)
+    metrics = [{"mlm_loss": loss, "sparsity": 0.9} for loss in values]
+    _, table = EXPERIMENTS["sparsebert_table3"].summary(finished(settings, metrics))
+    fixed, star, dam_s = table.as_json()["rows"]
+    assert (fixed["mask"], star["mask"], dam_s["mask"]) == ("fixed", "star", "dam_s_target_0.912")
+    test = paired_difference([4.01, 4.13, 4.22], losses["star"])
+    assert star["difference"] == "+0.020 [{:+.3f}, {:+.3f}]".format(test["low"], test["high"])
+    assert star["without the diagonal"] == "4.120 ± 0.105" and star["p (Holm)"] == f"{test['p']:.3g}"
+    assert fixed["difference"] == "-0.100" and not fixed["p (Holm)"] and dam_s["difference"] == "+0.050"
+    assert (dam_s["GLUE, paper"], dam_s["without, paper"]) == ("80.5", "80.9") and star["seeds"] == "3"
+
+
 @pytest.mark.parametrize("name", ["minilm_tasks", "minilm_task_masks", "minilm_mixers", "mixers"])
 def test_tasks_without_data_are_refused_first(name, inputs):
     settings = inputs(name) | ({"tasks": ["rte", "mrpc"]} if name.startswith("minilm_task") else {"task": "mrpc"})

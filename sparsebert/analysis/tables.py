@@ -52,7 +52,7 @@ class Table:
         """The table for a terminal, with numbers aligned to the right."""
         table = rich.table.Table(title=self.title, caption="\n".join(self.notes) or None, caption_justify="left")
         for index, column in enumerate(self.columns):
-            numeric = any(row[index][:1].isdigit() or row[index][:1] == "-" for row in self.rows)
+            numeric = any(row[index][:1].isdigit() or row[index].startswith(("+", "-")) for row in self.rows)
             table.add_column(column, justify="right" if numeric else "left")
         for row in self.rows:
             table.add_row(*row)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.pictures import plot_heads
-from ..analysis.statistics import COMPARED, compare_seeds
+from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
@@ -178,17 +178,19 @@ def draw(finished: Mapping[str, dict[str, Any]], kept: Path, path: Path, *, sear
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
-    The losses of all systems, and what searches with a target lose less than windows that are as sparse.
+    The losses of all systems, what masks lose without their diagonal, and what searches with a target lose less than
+    windows that are as sparse.
 
     Args:
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
 
     Returns:
-        `list[Table]`: One table, or two if there are two seeds of both.
+        `list[Table]`: The first, the second if a mask was run with and without its diagonal, and the third if there
+        are two seeds of a search and a window.
     """
-    tables = [loss_table(finished, "Manual and learned masks (Tables 3 and 4)", "dense")]
     systems = {cell["settings"]["system"] for cell in finished.values()}
-    pairs = {name: (_by_seed(finished, name, "mlm_loss"), window_losses(finished, name)) for name in systems}
+    losses = {name: _by_seed(finished, name, "mlm_loss") for name in systems}
+    pairs = {name: (losses[name], window_losses(finished, name)) for name in systems}
     compared = compare_seeds({name: pair for name, pair in pairs.items() if "_target_" in name}, 3)
     rows = [
         {"system": name, "loss minus that of a window as sparse": difference, "p (Holm)": p}
@@ -198,7 +200,31 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         "a window as sparse: windows do not come in every sparsity; their loss is taken from the straight line "
         "through the two that are nearest, seed by seed"
     )
-    return [*tables, Table.of("Learned masks compared with windows", rows, (note, COMPARED))] if rows else tables
+    return [
+        loss_table(finished, "Manual and learned masks (Tables 3 and 4)", "dense"),
+        *_diagonals(losses),
+        *([Table.of("Learned masks compared with windows", rows, (note, COMPARED))] if rows else []),
+    ]
+
+
+def _diagonals(losses):
+    """Table 4 of the paper, as far as both masks of a pair were run with the same seed."""
+    pairs = {name: (name, f"{name}_no_diag") for name in MANUAL}
+    learned = {name: f"dam_s_keep_diag_{name.removeprefix('dam_s_')}" for name in _TABLE3 if name.startswith("dam_s")}
+    pairs |= {name: (kept, name) for name, kept in learned.items()}
+    found = {name: tuple(losses.get(system, {}) for system in pair) for name, pair in pairs.items()}
+    compared = compare_seeds({name: (without, kept) for name, (kept, without) in found.items()}, 3)
+    rows, published = [], _TABLE3 | _TABLE4
+    for name, numbers in found.items():
+        seeds = sorted(numbers[0].keys() & numbers[1].keys())
+        if not seeds:
+            continue
+        kept, without = ([by_seed[seed] for seed in seeds] for by_seed in numbers)
+        row = {"mask": name, "MLM loss": mean_text(kept, 3), "without the diagonal": mean_text(without, 3)}
+        row["difference"], row["p (Holm)"] = compared.get(name, (f"{without[0] - kept[0]:+.3f}", ""))
+        row |= {"seeds": str(len(seeds)), "GLUE, paper": f"{published[pairs[name][0]]:.1f}"}
+        rows.append(row | {"without, paper": f"{published[pairs[name][1]]:.1f}"})
+    return [Table.of("Masks without their diagonal (Table 4)", rows, (COMPARED,))] if rows else []
 
 
 def window_losses(finished: Mapping[str, dict[str, Any]], system: str) -> dict[int, float]:

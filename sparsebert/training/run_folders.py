@@ -105,6 +105,8 @@ def run_folder(
         folder = output / ASIDE_NAME / output.name
     if checkpoint is not None:
         logger.warning(f"Resuming from {checkpoint}.")
+    elif resume:
+        logger.warning(f"{output} has no checkpoint to resume from: the run starts at the beginning.")
     state.wait_for_everyone()
     if folder != output and checkpoint is None and folder.is_dir() and state.is_main_process:
         _keep_older(folder)
@@ -154,7 +156,6 @@ def choose_folder(
             raise problems[0]
         if home == output and not (unfinished or overwrite):
             check_output_dir(output)
-        logger.warning(f"{output} has no checkpoint to resume from: the run starts at the beginning.")
         return home, None
     if resume:
         check_whole(resume, allow_partial)
