@@ -448,6 +448,15 @@ def test_resuming_without_a_checkpoint(saved, pretraining_flags, said, tmp_path)
     assert "finished run" in said(pretraining_flags(tmp_path / "new", *SEARCH, "--resume"))
 
 
+def test_that_there_is_no_checkpoint_is_said_once(tmp_path, caplog):
+    """The check before a run says nothing, the run does."""
+    folder = tmp_path / "run"
+    assert choose_folder(folder, False, True, False, True) == (folder, None) and not caplog.text
+    with run_folder(folder, resume=True, unfinished=True) as place:
+        assert place == (folder, None)
+    assert caplog.text.count("has no checkpoint to resume from: the run starts at the beginning") == 1
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["no checkpoint", "a damaged one"])
 def test_a_run_that_started_over_without_a_checkpoint(saved, damaged):
     """The checkpoints of the first attempt are still there."""
