@@ -182,6 +182,8 @@ def test_links_lead_somewhere(page):
             path, _, anchor = target.partition("#")
             linked = page.parent / path if path else page
             assert linked.is_file(), target
+            if page.parent.name == "docs" and linked.suffix == ".md":
+                assert linked.parent.name == "docs", f"{target} is no page of the built documentation"
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
                 assert anchor in {
