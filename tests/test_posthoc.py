@@ -20,9 +20,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach, build_pattern, load
 from sparsebert.commands import main
+from sparsebert.training.agreement import agreement
 from sparsebert.training.finetuning import finetune
 from sparsebert.training.matching import (
-    agreement,
     carrier,
     learn_mask,
     random_batches,
@@ -271,7 +271,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def short_times(monkeypatch):
     """Inference is timed on few tokens."""
-    monkeypatch.setattr("sparsebert.training.matching.TIMED_TOKENS", 256)
+    monkeypatch.setattr("sparsebert.training.agreement.TIMED_TOKENS", 256)
 
 
 def search(model, text, output, **fields):

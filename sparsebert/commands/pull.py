@@ -8,7 +8,7 @@ same command continues with it.
 from dataclasses import dataclass
 
 from ..hub import HubArguments
-from ..masks.repositories import pull_folder
+from ..masks.pulling import pull_folder
 from ._command import Command, Printing, Results, needed
 
 

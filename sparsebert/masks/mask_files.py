@@ -9,19 +9,15 @@ import json
 import math
 import os
 import re
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from safetensors import SafetensorError
-from transformers.utils import cached_file
 
 from ..files import replace_files
-from ..hub import check_available
 from ..version import __version__
 
 
@@ -36,10 +32,6 @@ MASK_LOGITS_NAME = "mask_logits.safetensors"
 # The state of a mask or of its search, which a newer one replaces.
 MASK_STATE = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MASK_LOGITS_NAME)
 MASK_FORMAT_VERSION = 1
-
-# Arguments of `from_pretrained` that select a file on the Hub.
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 # No real mask is larger: a description that is gets refused before anything is allocated for it.
 MAX_MASK_LENGTH = 2**16
@@ -82,20 +74,6 @@ def check_sizes(description: dict[str, Any]) -> None:
         raise ValueError(f"a mask may have {MAX_BITS} bits, one per parameter of every layer and head, got {bits}")
 
 
-def check_subfolder(subfolder: str | None) -> str | None:
-    """
-    A subfolder in its shortest spelling, `"a"` for `"./a/"`, or `None` for the folder or repository itself.
-
-    Raises:
-        MaskFileError: If a subfolder may lie outside of its folder or repository.
-    """
-    for path in (PurePosixPath(subfolder or ""), PureWindowsPath(subfolder or "")):
-        if path.anchor or ".." in path.parts:
-            raise MaskFileError(f"subfolder must lie inside the folder or repository, got {subfolder!r}")
-    path = PurePosixPath(subfolder or "")
-    return str(path) if path.parts else None
-
-
 def write_mask_files(
     folder: Path, keep: torch.Tensor, description: dict[str, Any], sparsity: float, metadata: dict[str, Any]
 ) -> None:
@@ -134,29 +112,6 @@ def write_mask_files(
         raise ValueError(f"the metadata of a mask may have {MAX_CONFIG_BYTES} bytes, got {len(content)}")
     # The description first: one with a hash never passes with other weights, as an older one without might.
     replace_files({folder / MASK_CONFIG_NAME: content, folder / MASK_WEIGHTS_NAME: weights})
-
-
-def mask_paths(source: str | os.PathLike, **hub_arguments: Any) -> list[str]:
-    """
-    Subfolders of a folder or Hub repository that hold a mask, `""` for itself, without those of checkpoints and
-    unfinished runs.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: `revision` and `token`.
-    """
-    if (folder := Path(source)).is_dir():
-        names = [path.relative_to(folder).as_posix() for path in _entries(folder)]
-    else:
-        names = HfApi().list_repo_files(str(source), **hub_arguments)
-    paths = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == MASK_CONFIG_NAME]
-    kept = [path for path in paths if not any(part.startswith(("checkpoint-", ".", "_")) for part in path.parts)]
-    return sorted("" if path == PurePosixPath() else str(path) for path in kept)
-
-
-def _entries(folder):
-    """Descriptions of masks in a folder and up to two levels below: a folder may be a home directory."""
-    return [path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + MASK_CONFIG_NAME)]
 
 
 def check_no_search(folder: Path) -> None:
@@ -218,97 +173,6 @@ def _check_metadata(metadata, description):
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata: {name} must hold JSON values, got {value!r} ({error})") from error
-
-
-def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> tuple[Path, Path]:
-    """
-    Locate the files of a mask in a folder, or download them from the Hub.
-
-    Args:
-        pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id.
-        kwargs: Any of `HUB_ARGUMENTS`.
-
-    Returns:
-        `tuple` of `Path`: The description and the weights. In a folder they may be missing.
-    Raises:
-        TypeError: If an argument is unknown.
-        MaskFileError: If a file was given, a name that is neither a folder nor a Hub id, or a subfolder outside of it.
-        OSError: If the Hub has no such files, or they are not in the cache and it cannot be reached.
-    """
-    unknown = set(kwargs) - set(HUB_ARGUMENTS)
-    if unknown:
-        raise TypeError(f"unknown arguments {sorted(unknown)}; allowed: {', '.join(HUB_ARGUMENTS)}")
-    check_subfolder(kwargs.get("subfolder"))
-    source = Path(pretrained_model_name_or_path)
-    if source.is_dir():
-        folder = source / (kwargs.get("subfolder") or "")
-        if not (folder / MASK_CONFIG_NAME).is_file() and (names := [path for path in mask_paths(source) if path]):
-            raise MaskFileError(
-                f"{folder / MASK_CONFIG_NAME}: no such file; there are masks in {', '.join(names)}: give one of them "
-                "as subfolder"
-            )
-        return folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME
-    if source.is_file() or source.suffix in PICKLE_SUFFIXES:
-        raise MaskFileError(
-            f"{source}: expected a folder or Hub id with {MASK_CONFIG_NAME} and {MASK_WEIGHTS_NAME}; "
-            "pickled files are never read. SparseMask(keep, length).save_pretrained writes such a folder from a bool "
-            "tensor"
-        )
-    name = str(pretrained_model_name_or_path)
-    found = []
-    try:
-        for filename in (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME):
-            check_available(name, filename, fetch=f"{MASK_CONFIG_NAME} {MASK_WEIGHTS_NAME}", **kwargs)
-            found.append(Path(hf_hub_download(name, filename, **kwargs)))
-        return found[0], found[1]
-    except HFValidationError as error:
-        raise MaskFileError(f"{name}: neither an existing folder nor a valid Hub id") from error
-    except RemoteEntryNotFoundError as error:
-        within = {key: kwargs[key] for key in ("revision", "token") if kwargs.get(key) is not None}
-        if not (names := [path for path in mask_paths(name, **within) if path]):
-            raise
-        raise MaskFileError(
-            f"{name}: there is no mask in subfolder {kwargs.get('subfolder') or ''!r}; there are masks in "
-            f"{', '.join(names)}: give one of them as subfolder"
-        ) from error
-
-
-class Descriptions(NamedTuple):
-    """The descriptions beside a model: of its mask, or else of its search. `None` for what is not there."""
-
-    mask: Path | None
-    search: Path | None
-
-
-def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descriptions:
-    """
-    Find the description of a mask or search in a folder or Hub repository. Where the Hub does not answer, none is
-    found: whether that matters is left to the download of the weights.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: Any of `HUB_ARGUMENTS`.
-    """
-    found: list[Path | None] = [None, None]
-    for index, name in enumerate((MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)):
-        path: Path | None
-        if Path(source).is_dir():
-            path = Path(source, hub_arguments.get("subfolder") or "", name)
-            path = path if path.is_file() else None
-        else:
-            file = cached_file(
-                source,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                _raise_exceptions_for_gated_repo=False,
-                **hub_arguments,
-            )
-            path = None if file is None else Path(file)
-        if path is not None:
-            found[index] = path
-            break
-    return Descriptions(*found)
 
 
 def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None, str | None]:

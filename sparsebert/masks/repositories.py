@@ -1,15 +1,12 @@
-"""Pushing folders of masks and models to the Hub, pulling them, and listing masks. A push is one commit."""
+"""Pushing folders of masks and models to the Hub, each in one commit, and listing masks."""
 
-import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
@@ -17,23 +14,17 @@ from huggingface_hub import (
     HfApi,
     ModelCard,
     hf_hub_download,
-    snapshot_download,
 )
 from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
 from transformers.utils import CONFIG_NAME
 
 from ..files import (
-    LOCK_NAME,
-    LOCK_NAMES,
     PICTURE_NAME,
     RESULT_FILES,
     RESULTS_NAME,
     TASK_FILES,
     UNFINISHED_NAME,
-    check_output_dir,
     check_undamaged,
-    is_empty,
-    make_folder,
 )
 from ..hub import check_available, check_path
 from .mask_cards import (
@@ -52,21 +43,17 @@ from .mask_files import (
     MASK_STATE,
     MASK_WEIGHTS_NAME,
     MaskFileError,
-    check_subfolder,
-    find_mask_files,
-    mask_paths,
     read_description,
     read_mask_files,
 )
+from .mask_sources import check_subfolder, find_mask_files, mask_paths
 
 
 # What a run leaves in its folder that is of no use to others, or is pickled.
 _NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
 # Files with weights, and with those that are not pushed because they are pickled.
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
-# Where a pull keeps the folder that it replaces until all files are in their places.
-_REPLACED_NAME = "replaced"
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 # The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, PICTURE_NAME)
 
@@ -206,8 +193,8 @@ def push_folder(
     operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
     stale = set(MASK_STATE if replaced is None else replaced)
     here = {path.removeprefix(place) for path in there if path.startswith(place)}
-    if any(map(_WEIGHTS.fullmatch, names)):
-        stale |= set(filter(_WEIGHTS.fullmatch, here))
+    if any(map(WEIGHTS.fullmatch, names)):
+        stale |= set(filter(WEIGHTS.fullmatch, here))
     if replaced is None and ours:
         stale.add(PICTURE_NAME)
     if replaced is None and CONFIG_NAME in names and ours and RESULTS_NAME in here:
@@ -258,8 +245,8 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
     if not mask_only:
         check_undamaged(folder)
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    pickled = list(filter(_PICKLED_WEIGHTS.fullmatch, files))
-    if pickled and not mask_only and not any(map(_WEIGHTS.fullmatch, files)):
+    pickled = list(filter(PICKLED_WEIGHTS.fullmatch, files))
+    if pickled and not mask_only and not any(map(WEIGHTS.fullmatch, files)):
         raise ValueError(
             f"{folder} has its weights in {pickled[0]} alone, which is pickled and so not pushed: load the model and "
             "save it with save_pretrained"
@@ -278,125 +265,3 @@ def _collection(api, repo_id, revision, folder, subfolder):
     if (folder / MASK_CONFIG_NAME).is_file():
         masks[subfolder] = _entry(folder, "", {}) | {"name": subfolder}
     return signed(collection_card(repo_id, [masks[name] for name in sorted(masks)]))
-
-
-def pull_folder(
-    repo_id: str,
-    output_dir: str | os.PathLike,
-    *,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | bool | None = None,
-    overwrite: bool = False,
-) -> list[str]:
-    """
-    Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
-    interrupted download has is kept next to the folder, and the next one continues with it.
-
-    Args:
-        repo_id (`str`): Name of the repository.
-        output_dir (`str` or `os.PathLike`): The folder, created if missing.
-        revision, token: See `snapshot_download`.
-        subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
-        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace the mask or model in a folder. Files of
-            other names that do not belong to it stay.
-
-    Returns:
-        `list[str]`: Names of the files.
-    Raises:
-        FileExistsError: If the folder is not empty and `overwrite` is not set, or holds neither model nor mask, or if
-            another process is pulling into it.
-        ValueError: If it is the current folder.
-        OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
-    """
-    output = Path(output_dir).resolve()
-    if output == Path.cwd():
-        raise ValueError(f"output_dir {output} is the current folder, which cannot be replaced: choose another")
-    check_output_dir(output, overwrite)
-    if not is_empty(output) and not _holds_model(output):
-        raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
-    subfolder = check_subfolder(subfolder)
-    api = HfApi(token=token)
-    # The commit: the branch may move on meanwhile.
-    commit = api.model_info(repo_id, revision=revision).sha
-    within = f"{subfolder}/" if subfolder else ""
-    wanted = sorted(name for name in api.list_repo_files(repo_id, revision=commit) if name.startswith(within))
-    if not wanted:
-        names = ", ".join(path for path in mask_paths(repo_id, revision=commit, token=token) if path)
-        raise FileNotFoundError(
-            f"{repo_id}: there is nothing in subfolder {subfolder!r}"
-            + (f"; there are masks in {names}" if names else "")
-        )
-    aside = output.parent / f".{output.name}.unfinished"
-    make_folder(aside)
-    try:
-        with FileLock(aside / LOCK_NAME).acquire(timeout=0):
-            _finish_swap(aside, output)
-            check_output_dir(output, overwrite)
-            for path in aside.iterdir():
-                if path.is_dir() and path.name != commit:
-                    shutil.rmtree(path)  # of another commit or repository
-            place = aside / str(commit)
-            pattern = [f"{within}*"] if within else None
-            snapshot_download(repo_id, revision=commit, local_dir=place, token=token, allow_patterns=pattern)
-            found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=place)
-            wrong = [mismatch["path"] for mismatch in found.mismatches] + sorted({*wanted} & {*found.missing_paths})
-            if wrong:
-                for name in wrong:
-                    (place / name).unlink(missing_ok=True)
-                raise OSError(
-                    f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written "
-                    f"to {output}: run the same command again"
-                )
-            shutil.rmtree(place / ".cache", ignore_errors=True)
-            if output.exists():
-                os.replace(output, aside / _REPLACED_NAME)
-            os.replace(place / within, output)
-            _finish_swap(aside, output)
-            shutil.rmtree(aside)
-    except Timeout:
-        raise FileExistsError(
-            f"output_dir {output} is being pulled by another process: choose another, or wait"
-        ) from None
-    return [name.removeprefix(within) for name in wanted]
-
-
-def _holds_model(folder):
-    """Whether a folder holds a mask or the model of a library, not just any config.json."""
-    if (folder / MASK_CONFIG_NAME).is_file():
-        return True
-    try:
-        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "model_type" in config
-
-
-def _finish_swap(aside, output):
-    """Give the files of the user back to a folder that was replaced, or the folder itself if nothing replaced it."""
-    replaced = aside / _REPLACED_NAME
-    if replaced.is_dir() and not output.exists():
-        os.replace(replaced, output)
-    if not replaced.is_dir():
-        return
-    for root, folders, names in os.walk(replaced):
-        links = [name for name in folders if Path(root, name).is_symlink()]
-        for path in (Path(root, name) for name in (*names, *links)):
-            target = output / path.relative_to(replaced)
-            if _is_of_model(path, replaced) or os.path.lexists(target):
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, target)
-    shutil.rmtree(replaced)
-
-
-def _is_of_model(path, folder):
-    """Whether a file in the folder of a model or mask says something false beside another."""
-    if path.parent != folder:
-        return False
-    if path.name == CARD_NAME:
-        return own_card(path) is not None
-    weights = _WEIGHTS.fullmatch(path.name) or _PICKLED_WEIGHTS.fullmatch(path.name)
-    return bool(weights) or any(
-        fnmatch(path.name, each) for each in (*MASK_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
-    )

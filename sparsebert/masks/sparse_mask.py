@@ -40,11 +40,10 @@ from .mask_files import (
     SPARSITY_TOLERANCE,
     MaskFileError,
     check_no_search,
-    check_subfolder,
-    find_mask_files,
     read_mask_files,
     write_mask_files,
 )
+from .mask_sources import check_subfolder, find_mask_files
 from .repositories import push_folder
 
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available, logging
 
-from ..masks.mask_files import HUB_ARGUMENTS, MASK_LOGITS_NAME, MaskFileError, check_subfolder, find_descriptions
+from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
+from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
 from ..masks.sparse_mask import SparseMask
 from .architectures import check_architecture
 from .configuration_sparsebert import read_search

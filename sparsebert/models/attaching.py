@@ -15,7 +15,8 @@ from transformers.utils import logging
 from ..attention.backends import sparse_name
 from ..checks import nearest
 from ..hub import explained
-from ..masks.mask_files import HUB_ARGUMENTS, weights_changed
+from ..masks.mask_files import weights_changed
+from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES

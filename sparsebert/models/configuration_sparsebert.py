@@ -16,13 +16,8 @@ from transformers import BertConfig
 from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..masks.expansion import LENGTH_POLICIES
-from ..masks.mask_files import (
-    HUB_ARGUMENTS,
-    MAX_MASK_LENGTH,
-    MaskFileError,
-    find_descriptions,
-    read_description,
-)
+from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError, read_description
+from ..masks.mask_sources import HUB_ARGUMENTS, find_descriptions
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS
 from ..search.searches import SCOPES, SEARCHES

@@ -11,14 +11,8 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from ..files import check_undamaged
 from ..hub import check_available, check_path, read_config
-from ..masks.mask_files import (
-    HUB_ARGUMENTS,
-    MASK_CONFIG_NAME,
-    SEARCH_CONFIG_NAME,
-    MaskFileError,
-    check_subfolder,
-    find_descriptions,
-)
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
+from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
 from . import modeling_sparsebert
 from .architectures import check_architecture
 from .configuration_sparsebert import SparseBertConfig

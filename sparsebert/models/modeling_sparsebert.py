@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME
 
 from ..hub import check_available
-from ..masks.mask_files import HUB_ARGUMENTS, check_subfolder, find_mask_files
+from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_mask_files
 from ..masks.sparse_mask import SparseMask
 from .attaching import make_sparse_attention, register, warn_of_changed_weights
 from .configuration_sparsebert import NEW_SEARCH, SparseBertConfig

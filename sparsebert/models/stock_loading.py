@@ -16,14 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import hub, logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
-from ..masks.mask_files import (
-    HUB_ARGUMENTS,
-    MASK_CONFIG_NAME,
-    SEARCH_CONFIG_NAME,
-    MaskFileError,
-    check_subfolder,
-    find_descriptions,
-)
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
+from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES, describe
 from .attaching import (

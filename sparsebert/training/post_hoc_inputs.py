@@ -14,8 +14,9 @@ from transformers import Trainer, TrainingArguments
 
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
+from .agreement import TIMED_TOKENS
 from .finetuning_arguments import FinetuningArguments
-from .matching import TIMED_TOKENS, random_batches
+from .matching import random_batches
 from .objectives import Batch
 from .post_hoc_arguments import PostHocArguments
 from .search_start import START_BATCHES

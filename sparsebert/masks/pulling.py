@@ -1,0 +1,143 @@
+"""Pulling folders of masks and models from the Hub."""
+
+import json
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from huggingface_hub import HfApi, snapshot_download
+from transformers.utils import CONFIG_NAME
+
+from ..files import LOCK_NAME, LOCK_NAMES, RESULT_FILES, TASK_FILES, check_output_dir, is_empty, make_folder
+from .mask_cards import CARD_NAME, own_card
+from .mask_files import MASK_CONFIG_NAME, MASK_STATE
+from .mask_sources import check_subfolder, mask_paths
+from .repositories import PICKLED_WEIGHTS, WEIGHTS
+
+
+# Where a pull keeps the folder that it replaces until all files are in their places.
+_REPLACED_NAME = "replaced"
+
+
+def pull_folder(
+    repo_id: str,
+    output_dir: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """
+    Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
+    interrupted download has is kept next to the folder, and the next one continues with it.
+
+    Args:
+        repo_id (`str`): Name of the repository.
+        output_dir (`str` or `os.PathLike`): The folder, created if missing.
+        revision, token: See `snapshot_download`.
+        subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
+        overwrite (`bool`, *optional*, defaults to `False`): Whether to replace the mask or model in a folder. Files of
+            other names that do not belong to it stay.
+
+    Returns:
+        `list[str]`: Names of the files.
+    Raises:
+        FileExistsError: If the folder is not empty and `overwrite` is not set, or holds neither model nor mask, or if
+            another process is pulling into it.
+        ValueError: If it is the current folder.
+        OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
+    """
+    output = Path(output_dir).resolve()
+    if output == Path.cwd():
+        raise ValueError(f"output_dir {output} is the current folder, which cannot be replaced: choose another")
+    check_output_dir(output, overwrite)
+    if not is_empty(output) and not _holds_model(output):
+        raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
+    subfolder = check_subfolder(subfolder)
+    api = HfApi(token=token)
+    # The commit: the branch may move on meanwhile.
+    commit = api.model_info(repo_id, revision=revision).sha
+    within = f"{subfolder}/" if subfolder else ""
+    wanted = sorted(name for name in api.list_repo_files(repo_id, revision=commit) if name.startswith(within))
+    if not wanted:
+        names = ", ".join(path for path in mask_paths(repo_id, revision=commit, token=token) if path)
+        raise FileNotFoundError(
+            f"{repo_id}: there is nothing in subfolder {subfolder!r}"
+            + (f"; there are masks in {names}" if names else "")
+        )
+    aside = output.parent / f".{output.name}.unfinished"
+    make_folder(aside)
+    try:
+        with FileLock(aside / LOCK_NAME).acquire(timeout=0):
+            _finish_swap(aside, output)
+            check_output_dir(output, overwrite)
+            for path in aside.iterdir():
+                if path.is_dir() and path.name != commit:
+                    shutil.rmtree(path)  # of another commit or repository
+            place = aside / str(commit)
+            pattern = [f"{within}*"] if within else None
+            snapshot_download(repo_id, revision=commit, local_dir=place, token=token, allow_patterns=pattern)
+            found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=place)
+            wrong = [mismatch["path"] for mismatch in found.mismatches] + sorted({*wanted} & {*found.missing_paths})
+            if wrong:
+                for name in wrong:
+                    (place / name).unlink(missing_ok=True)
+                raise OSError(
+                    f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written "
+                    f"to {output}: run the same command again"
+                )
+            shutil.rmtree(place / ".cache", ignore_errors=True)
+            if output.exists():
+                os.replace(output, aside / _REPLACED_NAME)
+            os.replace(place / within, output)
+            _finish_swap(aside, output)
+            shutil.rmtree(aside)
+    except Timeout:
+        raise FileExistsError(
+            f"output_dir {output} is being pulled by another process: choose another, or wait"
+        ) from None
+    return [name.removeprefix(within) for name in wanted]
+
+
+def _holds_model(folder):
+    """Whether a folder holds a mask or the model of a library, not just any config.json."""
+    if (folder / MASK_CONFIG_NAME).is_file():
+        return True
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "model_type" in config
+
+
+def _finish_swap(aside, output):
+    """Give the files of the user back to a folder that was replaced, or the folder itself if nothing replaced it."""
+    replaced = aside / _REPLACED_NAME
+    if replaced.is_dir() and not output.exists():
+        os.replace(replaced, output)
+    if not replaced.is_dir():
+        return
+    for root, folders, names in os.walk(replaced):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        for path in (Path(root, name) for name in (*names, *links)):
+            target = output / path.relative_to(replaced)
+            if _is_of_model(path, replaced) or os.path.lexists(target):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    shutil.rmtree(replaced)
+
+
+def _is_of_model(path, folder):
+    """Whether a file in the folder of a model or mask says something false beside another."""
+    if path.parent != folder:
+        return False
+    if path.name == CARD_NAME:
+        return own_card(path) is not None
+    weights = WEIGHTS.fullmatch(path.name) or PICKLED_WEIGHTS.fullmatch(path.name)
+    return bool(weights) or any(
+        fnmatch(path.name, each) for each in (*MASK_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
+    )
