@@ -590,7 +590,7 @@ def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
 def test_searched_mask_and_its_gradient_under_left_padding(tiny_config, name, special_tokens, causal):
     """A batch that mixes left and right padding, against the formulas written out in float64."""
     if causal and special_tokens == "first_last":
-        return
+        pytest.skip("undefined in a decoder")
     length, heads_size = 13, 8
     config = tiny_config(
         search="dam_s", special_tokens=special_tokens, mask_length=length, mask_constant=10.0, is_decoder=causal
@@ -690,8 +690,12 @@ def test_stock_attention_never_runs_without_the_mask(tiny_config, phase):
 # The reasons that backends give: head size, dtype, dropout, fewer queries than keys, gradients.
 CANNOT = {
     "sparse_triton on CPU": ("sparse_triton", {}, "it needs a CUDA device, got 'cpu'"),
-    "sparse_flex, gradients": ("sparse_flex", {"gradients": True}, "it has no gradients on device 'cpu'"),
-    "sparse_flex, dropout": ("sparse_flex", {"dropout": 0.1}, "it has no attention dropout; set"),
+    "sparse_flex, gradients": ("sparse_flex", {"gradients": True}, "it has no gradients on device 'cpu'.*no_grad"),
+    "sparse_flex, dropout": (
+        "sparse_flex",
+        {"dropout": 0.1},
+        "it has no attention dropout; set .*_prob to 0",
+    ),
     "sparse_flex, cache": ("sparse_flex", {"queries": 5}, "it needs as many queries as keys, got 5 and 12"),
     "sparse_cpu, float64": ("sparse_cpu", {"dtype": torch.float64}, "dtype must be one of .*got torch.float64"),
     "sparse_cpu, head size": ("sparse_cpu", {"size": 300}, "head size must be at most 256, got 300"),

@@ -138,7 +138,7 @@ def test_weights_without_a_tokenizer_are_refused(refused, checkpoints, pretraini
     model = Path(shutil.copytree(checkpoints["stock"], tmp_path / "model"))
     for path in model.glob("tokenizer*"):
         path.unlink()
-    line = refused(_without_tokenizer(pretraining_flags(tmp_path / "other", "--base_model", model)))
+    line = refused(_without_tokenizer(pretraining_flags(tmp_path / "run", "--base_model", model)))
     assert f"tokenizer: that of base_model {model} cannot be read (there is no tokenizer" in line
 
 

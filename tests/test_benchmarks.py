@@ -95,7 +95,7 @@ def test_sweep_times_dense_attention_once_for_all_densities(tmp_path, capsys):
 def test_padded_inputs_pass_the_gate(tmp_path):
     pytest.importorskip("matplotlib")
     cells = cells_of(attention.main, tmp_path, "--padded", "--masks", "window:8", "--lengths", "40")
-    assert all(cell["padded"] for cell in cells)
+    assert cells and all(cell["padded"] for cell in cells)
 
 
 @pytest.mark.parametrize("benchmark", [layer.run, model.run], ids=["layer", "model"])
@@ -212,14 +212,24 @@ def test_search_reports_time_and_memory(tmp_path, capsys):
 @pytest.mark.parametrize(
     "system", [*pretrain.SYSTEMS, *(f"dense+{option}" for option in OPTIONS if option != "compile")]
 )
-def test_steps_of_pretraining_learn(system):
+def test_steps_of_pretraining_learn(system, monkeypatch):
+    optimizers, made = [], torch.optim.AdamW
+
+    def make_optimizer(*arguments, **fields):
+        optimizers.append(made(*arguments, **fields))
+        return optimizers[-1]
+
+    monkeypatch.setattr(torch.optim, "AdamW", make_optimizer)
     spec = {"size": "tiny", "n": 64, "batch": 2, "dropout": 0.1, "device": "cpu", "dtype": "float32", "seed": 0}
     step, loss = make_step(spec | {"system": system})
+    weights = optimizers[0].param_groups[0]["params"]
+    before = [weight.detach().clone() for weight in weights]
     expected = make_step(spec | {"system": "stock"})[1]
     if system.startswith("dense"):
         assert loss == pytest.approx(expected, rel=1e-2 if "bf16" in system else 1e-5)
     for _ in range(3):
         step()
+    assert not any(torch.equal(*pair) for pair in zip(weights, before, strict=True))
 
 
 def test_a_wrong_loss_is_not_timed():

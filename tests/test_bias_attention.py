@@ -284,6 +284,13 @@ def test_a_caller_s_4d_mask_applies_on_top(tiny_config):
     eager, ours = (trained(model, name, ids, mask) for name in ("sparse_eager", "sparse_sdpa"))
     for name in eager:
         torch.testing.assert_close(ours[name], eager[name], rtol=1e-4, atol=1e-5)
+    mask[..., 7] = False  # then nothing depends on this token
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    for name in ("sparse_eager", "sparse_sdpa"):
+        model.set_attn_implementation(name)
+        states = model.bert(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state
+        (grad,) = torch.autograd.grad(states[:, 8:, :5].sum(), embeddings)
+        assert (grad[:, 7] == 0).all() and (grad[:, 6] != 0).any(), name
 
 
 def test_a_layer_s_own_4d_mask_applies_on_top():
@@ -293,6 +300,7 @@ def test_a_layer_s_own_4d_mask_applies_on_top():
     assert layer.learned == (None,)
     want = inputs.learned[0] + torch.zeros(2, HEADS, 4, 4)
     torch.testing.assert_close(layer.bias[0][extra.expand_as(want)], want[extra.expand_as(want)])
+    assert (layer.bias[0][~extra.expand_as(want)] < -1e3).all()
 
 
 def saved_bytes(function):

@@ -319,7 +319,7 @@ def test_undecided_share_falls_as_the_search_hardens(tiny_config):
     assert attention.outcome()["undecided"] < 0.05 < before
 
 
-def test_progress_comes_from_the_trainer_and_survives_copies(tiny_config):
+def test_progress_survives_copies_and_is_no_weight(tiny_config):
     import copy
 
     model = searching(tiny_config, 0.8)

@@ -31,7 +31,7 @@ from sparsebert import (
 )
 from sparsebert.commands import main
 from sparsebert.training.pretraining import SECTIONS
-from sparsebert.training.recipes import load_recipe
+from sparsebert.training.recipes import load_recipe, read_recipe, recipe_names, recipes_folder
 
 
 ROOT = Path(__file__).parents[1]
@@ -130,11 +130,9 @@ def test_what_recipes_mean(line, section, name, meant):
     assert load_recipe(["r.yaml"], SECTIONS)[section][name] == meant
 
 
-@pytest.mark.parametrize("name", ["small", "bert_base", "glue", "squad", "translation"])
+@pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
     # Only words are read in another way, and the recipes that ship have none of these.
-    from sparsebert.training.recipes import read_recipe, recipes_folder
-
     path = recipes_folder() / f"{name}.yaml"
     stock = yaml.safe_load(path.read_text())
     for section, fields in read_recipe(path).items():
@@ -395,7 +393,7 @@ def test_one_class_is_said(checkpoints, caplog, monkeypatch):
     from sparsebert.training.finetuning_arguments import FinetuningArguments
     from sparsebert.training.task_data import prepare
 
-    logging.enable_propagation()
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
     for name, content in (("train", GOOD.replace("not_entailment", "entailment")), ("dev", GOOD)):
         Path(f"{name}.tsv").write_text(content)
     prepare(FinetuningArguments(task="rte", model=checkpoints["window"], data=".", max_length=32))

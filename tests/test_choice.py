@@ -124,12 +124,6 @@ def test_errors_name_what_can_run(name, fields, reason):
     assert str(error.value) == f"{name} cannot run here: {reason}. Use {', '.join(able)} or sparse_auto"
 
 
-def test_flex_refuses_gradients():
-    with pytest.raises(ValueError, match="sparse_flex cannot run here: it has no gradients"):
-        check(BACKENDS, "sparse_flex", replace(REQUEST, gradients=True))
-    check(BACKENDS, "sparse_flex", REQUEST)
-
-
 # sparse_measure. With gradients, since without them sparse_flex would be compiled for every shape.
 
 TRAINED = replace(REQUEST, num_queries=16, num_keys=16, head_size=8, gradients=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -86,10 +87,13 @@ def test_examples_of_the_help_parse(verb):
 def test_recipes_are_listed_for_the_verb_that_takes_them(capsys):
     homes = {name: [] for name in recipe_names()}
     for verb in VERBS:
-        command = command_of(verb)
-        for name in recipe_names(command.sections) if command.positional is None else ():
-            homes[name].append(verb)
-    assert all(len(verbs) == 1 for verbs in homes.values()), homes
+        for flag in ("--help", "--help-all"):
+            printed = " ".join(help_text(capsys, verb, flag).split())
+            for names in re.findall(r"recipes: (.*?), or the path of one", printed):
+                for name in names.split(", "):
+                    homes[name].append((verb, flag))
+    assert all([flag for _, flag in found] == ["--help", "--help-all"] for found in homes.values()), homes
+    assert all(len({verb for verb, _ in found}) == 1 for found in homes.values()), homes
 
 
 # Parsing

@@ -28,7 +28,6 @@ from sparsebert.experiments.reproduction import ReproductionArguments, plan_cell
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
-SHELL = ("sh", "console")
 # The verb, script or program of a command in running text, after which it has arguments.
 PROGRAMS = r"(?:sparsebert|python|pip|make) "
 

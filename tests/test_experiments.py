@@ -89,9 +89,11 @@ def test_an_interrupted_run_can_be_resumed(recipe, tmp_path):
     folder = finetune(recipe(saving))
     whole = load_file(folder / "model.safetensors")
     (folder / "metrics.json").unlink()
+    saved_at = (folder / "checkpoint-2/model.safetensors").stat().st_mtime_ns
     finetune(recipe(saving | {"resume_from_checkpoint": str(folder / "checkpoint-2")}))
     for name, weight in load_file(folder / "model.safetensors").items():
         torch.testing.assert_close(weight, whole[name], msg=name)
+    assert (folder / "checkpoint-2/model.safetensors").stat().st_mtime_ns == saved_at  # it did not start over
     finetune(recipe(saving))  # finished: the same recipe
 
 

@@ -359,7 +359,7 @@ class TestAverages:
     )
     def test_some(self, scores, expected):
         result = averages(scores)
-        assert tuple(result.values()) == pytest.approx(expected) if scores else expected
+        assert tuple(result.values()) == (pytest.approx(expected) if scores else expected)
 
     def test_columns_are_of_the_tasks(self):
         assert [title for title, *_ in GLUE_COLUMNS] == [

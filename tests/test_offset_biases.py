@@ -216,6 +216,7 @@ def test_a_layer_s_own_4d_mask_applies_on_top():
     assert layer.learned == (None,)
     want = entries(bias, 4) + torch.zeros(2, HEADS, 4, 4)
     torch.testing.assert_close(layer.bias[0][extra.expand_as(want)], want[extra.expand_as(want)])
+    assert (layer.bias[0][~extra.expand_as(want)] < -1e3).all()
 
 
 LONG_TABLE = 4 * 4 * 2600**2

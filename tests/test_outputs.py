@@ -1,5 +1,6 @@
 """Output folders: nothing in them is lost, one run has them at a time, and what did not finish can go on."""
 
+import itertools
 import json
 import os
 import resource
@@ -391,13 +392,17 @@ def saved(saved_run, tmp_path):
     return Path(shutil.copytree(saved_run, tmp_path / "saved"))
 
 
+DAMAGED = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json", "model.safetensors")
+
+
 @pytest.mark.parametrize(
-    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json", "model.safetensors", MANIFEST_NAME]
+    "name, damage",
+    [
+        *itertools.product(DAMAGED, ("missing", "truncated", "flipped")),
+        *itertools.product([MANIFEST_NAME], ("missing", "truncated")),
+    ],
 )
-@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_a_damaged_checkpoint_is_refused_by_name(saved, name, damage):
-    if (name, damage) == (MANIFEST_NAME, "flipped"):
-        name = "scheduler.pt"  # whichever file the manifest is wrong about
     path = saved / "checkpoint-6" / name
     content = path.read_bytes()
     if damage == "missing":
@@ -415,6 +420,14 @@ def test_a_damaged_checkpoint_is_refused_by_name(saved, name, damage):
     else:
         with pytest.raises(ValueError, match=name):
             check_whole(saved / "checkpoint-6", allow_partial=True)
+    assert newest_whole(saved) == saved / "checkpoint-4"
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"files": {"a": 3}}', '{"files": {"a": {"size": 1}}}'])
+def test_a_manifest_of_something_else_is_refused_by_name(saved, content):
+    (saved / "checkpoint-6" / MANIFEST_NAME).write_text(content)
+    with pytest.raises(ValueError, match=f"{MANIFEST_NAME} is damaged"):
+        check_whole(saved / "checkpoint-6", allow_partial=True)
     assert newest_whole(saved) == saved / "checkpoint-4"
 
 

@@ -96,6 +96,11 @@ def test_command(checkpoints, tmp_path, capsys, kind, mask):
     model = model_class.from_pretrained(tmp_path)
     assert model.config.max_position_embeddings == AutoTokenizer.from_pretrained(tmp_path).model_max_length == 64
     assert model(torch.ones(1, 64, dtype=torch.long)).logits.shape[1] == 64
+    old, new = (
+        model_class.from_pretrained(folder).bert.embeddings.position_embeddings.weight
+        for folder in (checkpoints[kind], tmp_path)
+    )
+    torch.testing.assert_close(new[[0, -1]], old[[0, -1]])  # interpolated, not repeated
     assert main(command) == 2
     assert "not empty" in capsys.readouterr().err
 

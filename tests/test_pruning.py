@@ -368,6 +368,12 @@ def test_attention_needs_its_probabilities(tmp_path):
         train(tmp_path, model, {"score": "attention"})
 
 
+def test_the_best_of_several_sparsities_is_refused(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    with pytest.raises(ValueError, match="load_best_model_at_end must be false"):
+        train(tmp_path, model_of("dam_s"), {}, **best)
+
+
 def test_one_step_is_too_few(tmp_path):
     with pytest.raises(ValueError, match="at least 2 steps, got max_steps 1"):
         train(tmp_path, model_of("dam_u"), {}, max_steps=1)

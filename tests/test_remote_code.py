@@ -27,6 +27,8 @@ from sparsebert.models.remote_code import AUTO_CLASSES, CODE_PATH
 
 
 LENGTH = 24
+# Weights with which heads and generated text depend on the mask.
+LARGE = {"initializer_range": 0.3}
 # A keep table and everything about it that a file can say.
 DRAW = torch.Generator().manual_seed(0)
 FORMS = {
@@ -40,6 +42,8 @@ FORMS = {
     "table_dense": {"keep": torch.rand(4, 16, 16, generator=DRAW) < 0.2, "length": 16, "length_policy": "dense"},
     "empty_rows": {"keep": torch.rand(4, LENGTH, LENGTH, generator=DRAW) < 0.1, "length": LENGTH, "diagonal": False},
 }
+FORMS["offsets_position"] = FORMS["offsets"] | {"last_token": "position"}
+FORMS["offsets_diagonal"] = FORMS["offsets"] | {"diagonal": False}
 for name, mask_fields in FORMS.items():
     FORMS[name] = {"form": "offsets" if "offsets" in name else "table"} | mask_fields
 
@@ -80,7 +84,8 @@ def folders(tmp_path_factory):
     for auto in AUTO_CLASSES:
         decoder = {"is_decoder": True} if auto == "AutoModelForCausalLM" else {}
         search = {"mask_length": LENGTH, "search": "dam_s", "sparsity_weight": 0.0, "share_layers": False}
-        model = getattr(transformers, auto).from_config(SparseBertConfig(**TINY, **search, **decoder))
+        config = SparseBertConfig(**TINY, **LARGE, **search, **decoder)
+        model = getattr(transformers, auto).from_config(config)
         with torch.no_grad():
             model.sparse_attention.mask_logits.normal_()
         model.freeze()
@@ -96,7 +101,7 @@ def folders(tmp_path_factory):
     save(SparseBertModel.from_pretrained(root / "stock", **window), served / "from_bert", "AutoModel")
     fields = BertConfig(**TINY).to_dict()
     save(SparseBertModel(SparseBertConfig(**fields, **window)), served / "from_fields", "AutoModel")
-    attached = attach(BertForSequenceClassification(BertConfig(**TINY)), "bigbird", mask_length=LENGTH)
+    attached = attach(BertForSequenceClassification(BertConfig(**TINY, **LARGE)), "bigbird", mask_length=LENGTH)
     save(attached, served / "attached", "AutoModelForSequenceClassification")
     SparseBertModel(SparseBertConfig(**TINY, search="dam_s")).save_pretrained(refused / "searching")
     mixers = SparseBertConfig(**TINY, pattern="window", token_mixers=["average", "attention"])

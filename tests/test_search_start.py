@@ -95,12 +95,13 @@ def test_the_start_takes_no_more_memory_with_a_large_batch(recipe, tmp_path, mon
     assert sizes == [START_ROWS, 4]
 
 
-def test_a_resumed_run_keeps_its_logits(recipe, tmp_path):
+def test_a_resumed_run_keeps_its_logits(recipe, tmp_path, monkeypatch):
     training = {"max_steps": 4, "learning_rate": 1e-2, "save_steps": 2}
     pretrain(recipe("whole", training=training))
     pretrain(recipe("resumed", training=training))
     (tmp_path / "resumed/metrics.json").unlink()
     checkpoint = str(tmp_path / "resumed/checkpoint-2")
+    monkeypatch.setattr("sparsebert.training.pretraining.start_search", lambda *_: pytest.fail("starts again"))
     pretrain(recipe("resumed", training=training | {"resume_from_checkpoint": checkpoint}, data={"overwrite": True}))
     whole, resumed = (load_file(tmp_path / name / "mask_probs.safetensors")["probs"] for name in ("whole", "resumed"))
     assert torch.equal(whole, resumed)

@@ -137,6 +137,8 @@ def test_mask_mod_agrees_with_the_table():
         mask_mod = mask.mask_mod(layer, length=6)
         for head in range(3):
             assert torch.equal(mask_mod(0, head, i, j), mask.to_table(6)[layer, head])
+    shared = make_mask("offsets", special_tokens="first_last")
+    assert torch.equal(shared.mask_mod(5, length=6)(0, 2, i, j), shared.to_table(6)[0, 2])
 
 
 def test_density_and_sparsity():

@@ -126,7 +126,8 @@ def test_hidden_chains_are_found():
         order = rng.permutation(length)
         table[order[1:], order[:-1]] = True
         chain = find_chain(table)
-        assert chain.exists is not False  # never a false "no"
+        # Without the solver "unknown" may be all that is said.
+        assert chain.exists or (chain.exists is None and importlib.util.find_spec("ortools") is None)
         if chain.exists:
             assert is_chain(table, chain.order)
     random = find_chain(rng.random((200, 200)) < 0.05)

@@ -5,6 +5,7 @@ import torch
 
 from sparsebert.analysis import charts
 from sparsebert.analysis.charts import plot_lines, plot_scores, plot_values
+from sparsebert.analysis.importance import as_runs, head_groups, offset_profile, sketch
 from sparsebert.analysis.pictures import (
     plot_gallery,
     plot_groups,
@@ -37,6 +38,21 @@ def test_plots(tmp_path):
     assert all(map(is_picture, tmp_path.rglob("*.png")))
     assert len(list(tmp_path.rglob("*.png"))) == 6
     assert (tmp_path / "short.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_the_pictures_show(monkeypatch):
+    figures = []
+    monkeypatch.setattr("sparsebert.analysis.pictures.save_figure", lambda figure, path: figures.append(figure))
+    probs = torch.rand(3, 20, 20)
+    for plot in (plot_mean_probs, plot_sketch, plot_offset_profile, plot_groups):
+        plot(probs, "any")
+    image, pooled = (torch.tensor(figure.axes[0].get_images()[0].get_array()) for figure in figures[:2])
+    torch.testing.assert_close(image, probs.mean(0))
+    torch.testing.assert_close(pooled, sketch(probs.mean(0)), check_dtype=False)
+    (line,) = (line for line in figures[2].axes[0].lines if line.get_label() == "mean over heads")
+    assert line.get_ydata() == pytest.approx(offset_profile(as_runs(probs), "first_last")[1].mean((0, 1, 2)))
+    means = [line.get_ydata()[0] for line in figures[3].axes[0].lines if line.get_marker() == "D"]
+    assert means == pytest.approx([values.mean() for values in head_groups(as_runs(probs), "first_last").values()])
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (2, 2, 3, 20, 20)])
