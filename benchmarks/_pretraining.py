@@ -25,8 +25,8 @@ def folder_name(name):
 
 def run(folder, flags, options):
     """
-    The metrics of `pretrain.py RECIPE --field value ...`, which is run if they are missing. The flags are kept beside
-    the run.
+    The metrics of `pretrain.py RECIPE --field value ...`, which is run if they are missing. The command line is kept
+    beside the run.
 
     Args:
         folder (`Path`): Output folder of the run; what it prints goes to a `.log` file beside it.
@@ -37,10 +37,13 @@ def run(folder, flags, options):
         `dict`: Metrics, or `None` if they are missing and `--finished` forbids to run it.
     Raises:
         RuntimeError: If the run fails.
-        ValueError: If the folder holds a run with other flags.
+        ValueError: If the folder holds a run of another command line.
     """
     metrics, kept = folder / "metrics.json", Path(f"{folder}.flags.json")
-    flags = {name: str(value) for name, value in flags.items()}
+    given = {"text": options.text, "output_dir": folder, "overwrite": "true"}
+    given |= {"validation": options.validation} if options.validation else {}
+    given = {name: str(value) for name, value in (given | flags).items()}
+    flags = given | {"recipe": str(options.recipe), "threads": str(options.threads)}
     if metrics.is_file() and kept.is_file() and (found := json.loads(kept.read_text())) != flags:
         name = next(name for name in found | flags if found.get(name) != flags.get(name))
         raise ValueError(f"{folder} holds a run with {name} {found.get(name)}, not {flags.get(name)}: choose another")
@@ -48,10 +51,8 @@ def run(folder, flags, options):
         if options.finished:
             return None
         folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "pretrain.py", str(options.recipe), "--text", options.text]
-        command += ["--output_dir", str(folder), "--overwrite", "true"]
-        command += ["--validation", options.validation] if options.validation else []
-        for name, value in flags.items():
+        command = [sys.executable, "pretrain.py", str(options.recipe)]
+        for name, value in given.items():
             command += [f"--{name}", value]
         output = Path(f"{folder}.log")
         with open(output, "w", encoding="utf-8") as log:

@@ -23,12 +23,18 @@ import torch
 
 from sparsebert.analysis.diagnosis import cpu_name
 from sparsebert.analysis.tables import Table
+from sparsebert.commands.plan import DTYPES
+from sparsebert.files import replace_files
 
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 REPRODUCED = ROOT / "results"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Options that change what is measured, whatever the cell.
+_SETTINGS = (
+    *("device", "dtype", "threads", "instructions", "cpu_time", "tokens", "dropout", "seconds", "rounds", "seed"),
+    "quick",
+)
 FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
 # Colour-blind safe (Okabe and Ito), with a marker each, so that print without colour works too.
 STYLES = list(
@@ -174,9 +180,33 @@ def commit():
     return (name + "+" * bool(_output("git", "status", "--porcelain", "sparsebert", "benchmarks/*.py"))) or None
 
 
+def _settings(options):
+    return {name: str(getattr(options, name)) for name in _SETTINGS if hasattr(options, name)}
+
+
+def earlier_cells(parser, options):
+    """
+    The cells of an earlier run to go on with, each with the command, commit and date that it was measured with. If
+    that run was on other hardware or had other settings, the program ends with one line.
+    """
+    path = options.output.with_name(options.output.name + ".json")
+    if not path.is_file():
+        return []
+    report = json.loads(path.read_text())
+    for now, before in ((hardware(), report["hardware"]), (_settings(options), report.get("settings", {}))):
+        for name in now.keys() & before.keys():
+            if now[name] != before[name]:
+                parser.error(
+                    f"{path} was measured with {name} {before[name]}, not {now[name]}: choose another --output"
+                )
+    made = {name: report[name] for name in ("command", "commit", "date")}
+    return [made | cell for cell in report["cells"]]
+
+
 def write_json(options, cells, **fields):
     """
-    Write `options.output` + `.json`: the results of one run, with all that is needed to repeat it.
+    Write `options.output` + `.json`: the results of one run, with all that is needed to repeat it. Cells of earlier
+    runs, see [`earlier_cells`], say so themselves.
 
     Returns:
         `dict`: Content of the file.
@@ -186,12 +216,14 @@ def write_json(options, cells, **fields):
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "hardware": hardware(),
+        "settings": _settings(options),
         "quick": options.quick,
         **fields,
         "cells": cells,
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.with_name(options.output.name + ".json").write_text(json.dumps(report, indent=1) + "\n")
+    path = options.output.with_name(options.output.name + ".json")
+    replace_files({path: (json.dumps(report, indent=1) + "\n").encode()})  # a long run may be stopped while it writes
     return report
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from sparsebert.analysis.importance import OFFSET_GROUPS
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
-from sparsebert.experiments.sparsebert_table2 import NAMES, by_system
+from sparsebert.experiments.continued_pretraining import mean_of_draws
+from sparsebert.experiments.sparsebert_table2 import NAMES
 from sparsebert.experiments.sparsebert_table3 import MANUAL, window_losses
 
 from ._report import REPRODUCED
@@ -106,24 +107,19 @@ def _importance(cells, better, worse):
 
 def _without_diagonal(cells):
     dense = by_seed(cells, "mlm_loss", system="dense")
-    drawn: dict[int, list[float]] = {}
-    for cell in cells.values():
-        if cell["settings"]["system"].startswith("random_drop"):
-            drawn.setdefault(cell["settings"]["seed"], []).append(cell["metrics"]["mlm_loss"])
+    drawn = mean_of_draws(cells, "mlm_loss", "system").get(("random_drop",), {})
     return [
         Comparison(
             f"loss: dense + {LOSS_MARGIN} - no_diag",
             _shifted(dense, LOSS_MARGIN),
             by_seed(cells, "mlm_loss", system="no_diag"),
         ),
-        Comparison(
-            "loss: random_drop - dense", {seed: statistics.fmean(losses) for seed, losses in drawn.items()}, dense
-        ),
+        Comparison("loss: random_drop - dense", drawn, dense),
     ]
 
 
 def _tasks_without_diagonal(cells):
-    scores = {key: _percent(numbers) for key, numbers in by_system(cells, "score").items()}
+    scores = {key: _percent(numbers) for key, numbers in mean_of_draws(cells, "score", "task", "system").items()}
 
     def comparison(task, better, margin, worse):
         more = f" + {margin:g}" if margin else ""

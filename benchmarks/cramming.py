@@ -25,6 +25,8 @@ from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
+from sparsebert.files import replace_files
+from sparsebert.masks.mask_files import sample_weights
 
 from ._pretraining import add_options, run
 from ._report import RESULTS, commit, hardware, hardware_line
@@ -63,7 +65,9 @@ def flags_of(system, start, seed, options):
 
 def held_out_loss(folder, options):
     """Mean MLM loss of a finished run on the held-out text; kept beside the run."""
-    kept, asked = folder / "held_out.json", {"most_tokens": options.held_out_tokens}
+    asked = {"most_tokens": options.held_out_tokens, "text": options.text, "validation": options.validation}
+    asked["weights"] = sample_weights(folder)
+    kept = folder / "held_out.json"
     if kept.exists() and (found := json.loads(kept.read_text())).items() >= asked.items():
         return found["loss"]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), SparseBertForMaskedLM.from_pretrained(folder).eval()
@@ -119,8 +123,8 @@ def write(found, options):
         "masked": MASKED,
         "runs": [{"start": start, "system": system} | run for (start, system), runs in found.items() for run in runs],
     }
-    path.with_name(path.name + ".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_name(path.name + ".md").write_text(table(report).markdown())
+    contents = {".json": json.dumps(report, indent=1) + "\n", ".md": table(report).markdown()}
+    replace_files({path.with_name(path.name + suffix): text.encode() for suffix, text in contents.items()})
 
 
 def table(report):

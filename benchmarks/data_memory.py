@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from sparsebert.analysis.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
+from sparsebert.files import replace_files
 
 from ._report import RESULTS, ROOT, hardware, make_table
 
@@ -266,7 +267,7 @@ def main(arguments=None):
 
     def keep():
         results.update(hardware=hardware(), date=datetime.datetime.now(datetime.timezone.utc).isoformat())
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+        replace_files({options.output: (json.dumps(results, indent=1) + "\n").encode()})
 
     folder = Path(tempfile.mkdtemp(prefix="data_memory-"))
     try:

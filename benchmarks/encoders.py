@@ -31,6 +31,7 @@ from ._report import (
     FORWARD,
     STYLES,
     argument_parser,
+    earlier_cells,
     explained,
     hardware_line,
     make_table,
@@ -300,8 +301,12 @@ def run(arguments=None):
     names = list(MODELS) if options.models is None and not options.weights else options.models or []
     names += [options.weights] if options.weights else []
     path = options.output.with_name(options.output.name + ".json")
-    cells = json.loads(path.read_text())["cells"] if options.resume and path.is_file() else []
-    done = {(cell["model"], cell["n"], cell["mask"]) for cell in cells}
+    cells = earlier_cells(parser, options) if options.resume else []
+    done = {(cell["model"], cell["n"], cell["mask"]): cell["speed_up"].keys() for cell in cells}
+    for (name, length, mask), precisions in done.items():
+        missing = sorted(set(options.precisions) - precisions)
+        if missing and name in names and length in options.lengths and mask == options.mask:
+            parser.error(f"{path} has {name} at {length} tokens without {missing[0]}: choose another --output")
     for name in names:
         for length in options.lengths:
             if (name, length, options.mask) not in done:

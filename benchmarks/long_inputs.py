@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel
 from sparsebert import attach
 
 from ._masks import build_mask
-from ._report import FORWARD, argument_parser, hardware_line, make_table, prepare, write_json
+from ._report import FORWARD, argument_parser, earlier_cells, hardware_line, make_table, prepare, write_json
 from .data_memory import PeakMemory, resident
 from .encoders import check
 from .padding import MODELS, VOCABULARY
@@ -88,7 +88,7 @@ def run(arguments=None):
     sizes = MODELS["MiniLM"] | ({"num_hidden_layers": 1} if options.quick else {})
     options.lengths = options.lengths or ((256,) if options.quick else (4096, 8192, 16384, 32768))
     path = options.output.with_name(options.output.name + ".json")
-    cells = json.loads(path.read_text())["cells"] if path.is_file() else []
+    cells = earlier_cells(parser, options)
     context = multiprocessing.get_context("spawn")
     for length in options.lengths:
         if any(cell["n"] == length for cell in cells):

@@ -27,7 +27,7 @@ from sparsebert import SparseBertConfig, SparseBertForSequenceClassification, bu
 
 from ._masks import build_mask
 from ._measure import WrongResult, cpu_seconds, cuda_wall_seconds, interleaved, process_seconds, speed_up, summary
-from ._report import DROPOUT, FORWARD, argument_parser, make_table, prepare, ratio_text, write_json
+from ._report import DROPOUT, FORWARD, argument_parser, earlier_cells, make_table, prepare, ratio_text, write_json
 
 
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -236,14 +236,14 @@ def command_line():
 
 
 def run(arguments=None):
-    options = prepare(command_line(), arguments)
+    parser = command_line()
+    options = prepare(parser, arguments)
     if options.count:
         task, tokenizer, *files = options.count
         return count_lengths(task, tokenizer, list(map(Path, files)))
     if options.output.name == "padding_cpu":
         options.output = options.output.with_name("padding")
-    path = options.output.with_name(options.output.name + ".json")
-    records = json.loads(path.read_text())["cells"] if options.resume and path.is_file() else []
+    records = earlier_cells(parser, options) if options.resume else []
     keys = ("task", "model", "phase", "dtype")
     dtype, phases = str(options.dtype).removeprefix("torch."), options.phases
     for model in options.models:

@@ -14,6 +14,7 @@ import json
 from ._measure import WrongResult, interleaved, speed_up, summary
 from ._report import (
     argument_parser,
+    earlier_cells,
     hardware,
     hardware_line,
     make_table,
@@ -212,7 +213,10 @@ def run(arguments=None):
         if system not in SYSTEMS or not set(extras) <= OPTIONS.keys():
             parser.error(f"--systems must hold {', '.join(SYSTEMS)} with any of {', '.join(OPTIONS)}, got {name!r}")
     path = options.output.with_name(options.output.name + ".json")
-    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    if options.finished:
+        cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    else:
+        cells = earlier_cells(parser, options)
     for size in options.sizes:
         for length in options.lengths:
             row = row_of(size, length, options)

@@ -77,6 +77,7 @@ def test_recipes(refused, tmp_path, content, said):
         ("--max_validation_tokens 3", "max_validation_tokens must be at least max_length 16, got 3"),
         ("--max_tokens 3", "max_tokens must be at least max_length 16, got 3"),
         ("--mlm_probability 0", "mlm_probability must be in (0, 1], got 0.0"),
+        ("--mlm_probability 0.3 --is_decoder true", "mlm_probability has no meaning with is_decoder true"),
         ("--attn_implementation sparse_triton", "sparse_triton cannot run here"),
         ("--attn_implementation sparse_cpu", "sparse_cpu cannot run here: it does not support a mask"),
         ("--base_model runs/nothing/here", "base_model: there is no folder 'runs/nothing/here'"),

@@ -85,6 +85,35 @@ def test_a_run_that_replaces_another_does_so_at_the_end(pretraining_flags, tmp_p
     assert not {ASIDE_NAME, LOCK_NAME, UNFINISHED_NAME, "mask_probs.safetensors"} & set(os.listdir(folder))
 
 
+def _killed_in_a_move(words, number):
+    """A command that is killed when it would move its file of this number into the output folder."""
+    replace, moves = os.replace, itertools.count()
+
+    def move(source, target):
+        if ASIDE_NAME in Path(source).parts and ASIDE_NAME not in Path(target).parts and next(moves) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = move
+    main(words)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_run_that_is_killed_while_it_replaces_another(pretraining_flags, said, tmp_path, number):
+    """No part of it passes for the whole, and `--resume` moves the rest."""
+    folder, flags = tmp_path / "run", ("--pattern", "window", "--save_strategy", "no")
+    assert main(pretraining_flags(folder, *SEARCH)) == 0
+    process = start(_killed_in_a_move, pretraining_flags(folder, *flags, "--overwrite"), number)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL and not (folder / "metrics.json").exists()
+    with pytest.raises(FileExistsError, match="stopped while its files were moved: add --resume"):
+        choose_folder(folder, False, None, False, False)
+    assert "holds a finished run, there is nothing to resume" in said(pretraining_flags(folder, *flags, "--resume"))
+    assert json.loads((folder / "metrics.json").read_text())["pattern"] == "window"
+    assert SparseMask.from_pretrained(folder) == load(folder).sparse_attention.mask
+    assert not {ASIDE_NAME, "mask_probs.safetensors"} & set(os.listdir(folder))
+
+
 def test_resuming_elsewhere_does_not_replace_a_finished_run(pretraining_flags, said, tmp_path):
     for name in ("a", "b"):
         assert main(pretraining_flags(tmp_path / name, *SEARCH)) == 0

@@ -278,7 +278,8 @@ def short_times(monkeypatch):
 
 def search(model, text, output, **fields):
     """Search with a recipe of these fields; those of `data` are told by their names."""
-    fields = {"max_length": 32, "steps": 3, "target_sparsity": 0.7, "max_validation_tokens": 256} | fields
+    steps = {} if fields.get("mask") else {"steps": 3}
+    fields = {"max_length": 32, "target_sparsity": 0.7, "max_validation_tokens": 256} | steps | fields
     recipe = {"data": {"model": str(model), "data": str(text), "validation": str(text), "output_dir": str(output)}}
     recipe["data"] |= {name: value for name, value in fields.items() if name in DATA_FIELDS}
     recipe["model"] = {name: value for name, value in fields.items() if name not in DATA_FIELDS}
@@ -426,6 +427,11 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"mask_subfolder": "dam_s-90"}, "mask_subfolder 'dam_s-90' has no meaning without mask"),
         ({"mask": "no_diag", "recover": 2}, "target_sparsity has no meaning with mask 'no_diag'"),
         ({"recover_from": 0.3}, "recover_from has no meaning without recover"),
+        ({"recover_learning_rate": 1e-3}, "recover_learning_rate has no meaning without recover"),
+        ({"recover_objective": "last"}, "recover_objective has no meaning without recover"),
+        ({"mask": "window", "recover": 2, "learning_rate": 0.1}, "learning_rate has no meaning with mask"),
+        ({"mask": "window", "recover": 2, "steps": 3}, "steps has no meaning with mask"),
+        ({"pack": False, "shortest": 16}, "shortest 16 has no meaning with task or pack false"),
         (
             {"recover": 2, "recover_from": 0.7},
             "recover_from must be at least 0 and below target_sparsity .0.7., got 0.7",

@@ -266,6 +266,24 @@ def test_processes_share_the_cells(experiment, run, tmp_path, monkeypatch):
     assert experiment == ["b", "a", "a", "b"]
 
 
+def test_a_cell_of_other_results_is_kept(experiment, run, tmp_path, monkeypatch):
+    """It was finished, after these cells were planned, by a process with another output and the same runs."""
+    own, others = EXPERIMENTS["products"], tmp_path / "runs/products_tiny/b"
+
+    def run_beside(cell, folder):
+        if cell["name"] == "a":
+            monkeypatch.setitem(EXPERIMENTS, "products", own)
+            reproduce("products", "--output", tmp_path / "elsewhere", "--runs", tmp_path / "runs")
+            (others / "file").write_text("theirs")
+        return own.run(cell, folder)
+
+    monkeypatch.setitem(EXPERIMENTS, "products", replace(own, run=run_beside))
+    with pytest.raises(CellsFailed, match="1 of 2 cells failed, .*b .*holds a finished cell that .* does not"):
+        run("products")
+    assert experiment == ["b", "a"] and (others / "file").read_text() == "theirs"
+    assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
+
+
 def test_nothing_is_reported_while_another_process_runs_the_only_cell(experiment, run, tmp_path, monkeypatch):
     own = replace(EXPERIMENTS["products"], summary=lambda cells: [] if cells else 1 / 0)
 
@@ -528,12 +546,18 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
 
 
 @EVERY
-def test_cells_of_every_scale_can_run(name, inputs):
+def test_cells_of_every_scale_can_run(name, inputs, tmp_path):
     experiment, named = EXPERIMENTS[name], set()
+    settings = inputs(name)
+    if "base_model" in settings:  # no text is as long as those of the papers
+        stock = transformers.BertConfig.from_pretrained(settings["base_model"])
+        settings["base_model"] = str(tmp_path / "long")
+        stock.max_position_embeddings = 512
+        stock.save_pretrained(tmp_path / "long")
     assert {"tiny", "paper"} <= experiment.scales.keys()
     for scale, own in experiment.scales.items():
         assert own.keys() <= {field.name for field in fields(experiment.arguments)}
-        cells = cells_of(name, scale, **inputs(name))  # checks each of them
+        cells = cells_of(name, scale, **settings)  # checks each of them
         assert cells and json.loads(json.dumps(cells)) == cells
         assert len({json.dumps(cell, sort_keys=True) for cell in cells.values()}) == len(cells)
         named |= {unseeded(cell) for cell in cells}
@@ -683,16 +707,17 @@ def test_cells_have_only_the_settings_that_their_masks_depend_on():
         (False, True),
         (False, False),
     ]
-    experiment = EXPERIMENTS["minilm_settings"]
-    changes = {"seeds": [0], "lengths": [128], "masks": ["window"], "changes": ["unchanged", "dam_u"]}
-    unchanged, changed = experiment.cells(experiment.arguments(**changes)).values()
-    assert "objective" not in unchanged and changed["mask"] == "dam_u" and changed["objective"] == "pooled"
 
 
-@pytest.mark.parametrize("name", ["minilm", "minilm_settings"])
+@pytest.mark.parametrize("masks", [["window"], ["dam_s", "dam_u"], []], ids=str)
+def test_settings_are_those_of_one_searched_mask(masks):
+    with pytest.raises(ValueError, match="masks must hold one of dam_s, dam_u, dam_b, vertical_slash, got"):
+        cells_of("minilm_settings", masks=masks)
+
+
 @pytest.mark.parametrize("field", [{"objective": "all"}, {"steps": 0}, {"sparsity_scope": "layer"}], ids=str)
-def test_settings_that_no_cell_has_are_checked_too(name, field):
-    experiment = EXPERIMENTS[name]
+def test_settings_that_no_cell_has_are_checked_too(field):
+    experiment = EXPERIMENTS["minilm"]
     with pytest.raises(ValueError, match=next(iter(field))):
         experiment.cells(experiment.arguments(masks=["window"], **field))
 
@@ -1045,6 +1070,12 @@ def test_mixers_are_the_tables_and_the_figures():
         ("minilm", {"sparsity_scope": "layer"}, "sparsity_scope must be one of 'head', 'global', got 'layer'"),
         ("minilm", {"masks": ["window"], "sparsities": [1.5]}, "sparsities must be a number from 0 to 1, got 1.5"),
         ("minilm", {"recover_from": 0.95}, "recover_from must be a number from 0 to 0.9, got 0.95"),
+        (
+            "minilm",
+            {"recover_from": 0.9},
+            "recover_from must be below the sparsity .0.9., .* got 0.9 with",
+        ),
+        ("minilm", {"recover_from": 0.5, "recover": 0}, "with recover at least 1, got 0.5 with recover 0"),
         ("mixers", {"table_max_steps": 0}, "max_steps must be an integer of at least 1, got 0"),
         ("mixers", {"task": "mnl"}, "unknown task 'mnl'; did you mean 'mnli'"),
         ("mixers", {"task": "mnli", "data": "nowhere"}, "nowhere"),
@@ -1053,6 +1084,11 @@ def test_mixers_are_the_tables_and_the_figures():
 def test_cells_that_cannot_run(name, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         cells_of(name, **settings)
+
+
+def test_rows_longer_than_the_positions_are_refused_first(checkpoints, words):
+    with pytest.raises(ValueError, match="max_length must be at most the 40 positions of base_model, got 48"):
+        cells_of("sparsebert_table1", base_model=checkpoints["stock"], text=words, max_length=48)
 
 
 def test_copying_runs(run, tmp_path):

@@ -152,6 +152,10 @@ def check_continued(cell: dict[str, Any]) -> None:
     if cell.get("start_from_attention"):
         check_no_decay(cell.get("model", {}))
     base = read_config(located(cell["base_model"]))
+    if cell["max_length"] > (positions := num_positions(base)):
+        raise ValueError(
+            f"max_length must be at most the {positions} positions of base_model, got {cell['max_length']}"
+        )
     if "model" in cell:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **cell["model"])
@@ -255,6 +259,29 @@ def _with_unigram_head(cell, path):
         model.get_output_embeddings().bias.copy_(((counts + 0.1) / (counts + 0.1).sum()).log())
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def mean_of_draws(
+    finished: Mapping[str, dict[str, Any]], metric: str, *names: str
+) -> dict[tuple[str, ...], dict[int, float]]:
+    """
+    A metric by settings, and then by seed, of the cells that have it. Random masks are one system: the mean over the
+    draws of a seed.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        metric (`str`): Name of the metric.
+        names (`str`): Names of the settings, such as `"task"` and `"system"`.
+
+    Returns:
+        `dict[tuple, dict[int, float]]`
+    """
+    drawn: dict[tuple[str, ...], dict[int, list[float]]] = {}
+    for cell in (cell for cell in finished.values() if metric in cell["metrics"]):
+        settings = cell["settings"]
+        key = tuple(settings[name].partition(", draw ")[0] for name in names)
+        drawn.setdefault(key, {}).setdefault(settings["seed"], []).append(cell["metrics"][metric])
+    return {key: {seed: statistics.fmean(values) for seed, values in found.items()} for key, found in drawn.items()}
 
 
 def loss_table(finished: Mapping[str, dict[str, Any]], title: str, baseline: str) -> Table:

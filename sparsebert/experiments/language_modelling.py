@@ -10,7 +10,7 @@ from typing import Any
 from ..masks.sparse_mask import SparseMask
 from .experiment import Experiment, seeded
 from .pattern_levels import PatternLevels, pattern_cells
-from .text_pretraining import TextSettings, check_text, fixed_mask, run_text, text_fields
+from .text_pretraining import SHARED, TextSettings, check_text, fixed_mask, run_text, text_fields
 
 
 @dataclass
@@ -64,7 +64,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     metrics = run_text(cell, folder, _model(cell))
     mask = fixed_mask(cell, _model(cell))
-    names = ("perplexity", "lm_loss", "sparsity", "steps", "num_parameters", "train_seconds")
+    names = ("perplexity", "lm_loss", "sparsity", "steps", "num_parameters", "train_seconds", *SHARED)
     return {name: metrics[name] for name in names} | {"causal_sparsity": causal_sparsity(mask)}
 
 

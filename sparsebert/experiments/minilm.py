@@ -153,6 +153,11 @@ def check(cell: dict[str, Any]) -> None:
     check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
     if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
         check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
+        if cell["recover_from"] == cell["sparsity"] or not cell["recover"]:
+            raise ValueError(
+                f"recover_from must be below the sparsity ({cell['sparsity']}), with recover at least 1, got "
+                f"{cell['recover_from']} with recover {cell['recover']}"
+            )
     config = read_config(located(cell["model"]))
     if cell["mask"] in LEARNED_MASKS:
         sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
@@ -182,7 +187,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
     data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
     data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
-    data |= {name: cell[name] for name in ("shortest", "recover_learning_rate", "recover_objective", "bf16")}
+    names = ("recover_learning_rate", "recover_objective") if cell["recover"] else ()
+    data |= {name: cell[name] for name in ("shortest", "bf16", *names)}
     if learned:
         model = _search_fields(cell)
         data |= {name: cell[name] for name in LEARNED_FIELDS if name in cell and name not in MODEL_FIELDS}

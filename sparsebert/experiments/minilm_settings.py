@@ -14,7 +14,7 @@ from ..analysis.tables import Table
 from ..checks import nearest
 from . import minilm
 from .experiment import Experiment, unseeded
-from .minilm import MiniLMStudy
+from .minilm import SEARCHED_MASKS, MiniLMStudy
 
 
 UNCHANGED = "unchanged"
@@ -79,10 +79,19 @@ class MiniLMSettings(MiniLMStudy):
 
 
 def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
-    """The settings of each cell, by its name."""
+    """
+    The settings of each cell, by its name.
+
+    Raises:
+        ValueError: If a change is unknown, or there is not one mask that is searched.
+    """
     for name in settings.changes:
         if name not in CHANGES:
             raise nearest("changes", name, list(CHANGES))
+    if len(settings.masks) != 1 or settings.masks[0] not in SEARCHED_MASKS:
+        raise ValueError(
+            f"masks must hold one of {', '.join(SEARCHED_MASKS)}, whose settings are changed, got {settings.masks!r}"
+        )
     result = {}
     for name, cell in minilm.whole_cells(settings).items():
         for change in settings.changes:

@@ -140,11 +140,12 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         `dict`: Metrics.
     """
     trained = finetuned(cell, folder)
-    names = ("task", "data", "max_length", "steps", "batch_size", "recover", "bf16", "seed")
+    names = ("task", "data", "max_length", "batch_size", "recover", "bf16", "seed")
     data = {name: cell[name] for name in names}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}
     target = {"target_sparsity": cell["sparsity"]}
-    found = search_post_hoc({"data": data, "model": target | {"search": cell["search"]}})
+    searched = {"data": data | {"steps": cell["steps"]}, "model": target | {"search": cell["search"]}}
+    found = search_post_hoc(searched)
     metrics = {name: trained[name] for name in ("train_examples", "train_seconds", "main_metric")}
     metrics["search_seconds"] = found["seconds"]["search"]
     scores = {_RENAMED.get(name, name): numbers for name, numbers in found["agreement"].items()}

@@ -12,7 +12,7 @@ from ..data.tasks import TASKS
 from ..training.finetuning import finetune
 from .experiment import Experiment, seeded
 from .recipe_sections import check_task, precision
-from .text_pretraining import TextSettings, check_text, run_text, text_fields
+from .text_pretraining import SHARED, TextSettings, check_text, run_text, text_fields
 
 
 @dataclass
@@ -95,7 +95,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         `dict`: Metrics.
     """
     metrics = run_text(cell, folder, _model(cell), cell["nsp"])
-    names = ("mlm_accuracy", "mlm_loss", "num_parameters", "steps", "train_seconds")
+    names = ("mlm_accuracy", "mlm_loss", "num_parameters", "steps", "train_seconds", *SHARED)
     metrics = {name: metrics[name] for name in names}
     if cell["task"] is not None:
         data = {"task": cell["task"], "data": cell["data"], "model": str(folder)}

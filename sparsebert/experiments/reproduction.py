@@ -245,10 +245,8 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     before = read_results(path, {})
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
     for folder in todo.values():
-        if (folder / FINISHED_NAME).is_file() and not options.overwrite:
-            raise FileExistsError(
-                f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
-            )
+        if reason := _of_others(folder, path, options):
+            raise FileExistsError(reason)
     make_folder(path.parent, "output")
     make_folder(Path(options.runs) / path.stem, "runs")
     logger.warning(plan_text(name, options, cells))
@@ -266,10 +264,14 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
             with FileLock(folder.with_name(f"{cell}.lock")).acquire(timeout=0):
                 # Another process may have finished it meanwhile.
                 if (made := read_results(path, {}).get(cell)) is None or made == before.get(cell):
-                    if reason := _run_cell(experiment, name, options, cells[cell], folder, path):
+                    reason = _of_others(folder, path, options)
+                    if reason := reason or _run_cell(experiment, name, options, cells[cell], folder, path):
                         failed.append(f"{cell} ({reason})")
         except Timeout:
-            logger.warning(f"{name}: {cell} is being run by another process, and left to it")
+            logger.warning(
+                f"{name}: {cell} is being run by another process, and left to it; if that process has another "
+                "--output, this cell needs another --runs"
+            )
     with _locked(path, options):
         finished = read_results(path, {})
         tables = _write_report(experiment, options, finished, path) if finished else []
@@ -277,6 +279,13 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
         again = "run them again with --only" if options.overwrite else "the same command runs them again"
         raise CellsFailed(f"{name}: {len(failed)} of {len(todo)} cells failed, {again}: {', '.join(failed)}", tables)
     return tables
+
+
+def _of_others(folder, path, options):
+    """Why a cell cannot run in its folder: it holds one that is in other results."""
+    if options.overwrite or not (folder / FINISHED_NAME).is_file():
+        return None
+    return f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
 
 
 def _redraw(experiment, options, settings, path):
@@ -314,7 +323,8 @@ def _run_cell(experiment, name, options, settings, folder, path):
         # As text: the error itself would keep the model and the optimizer of this cell in memory.
         logger.error(f"{name}: {folder.name} failed\n{traceback.format_exc()}")
         return f"{type(error).__name__}: {error}"
-    metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    own = time.process_time() - cpu - metrics.get("shared_cpu_seconds", 0.0)
+    metrics |= {"seconds": time.perf_counter() - start, "cpu_seconds": own}
     made = {"settings": settings, "metrics": metrics, "made_with": _versions()}
     with _locked(path, options):  # other processes add cells too
         try:

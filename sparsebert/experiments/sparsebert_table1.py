@@ -19,7 +19,14 @@ from ..analysis.pictures import plot_importance
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..masks.mask_files import MASK_PROBS_NAME
-from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields, loss_table
+from .continued_pretraining import (
+    ContinuedSettings,
+    check_continued,
+    continue_training,
+    continued_fields,
+    loss_table,
+    mean_of_draws,
+)
 from .experiment import Experiment
 
 
@@ -208,17 +215,15 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
 
 def _mean_of_draws(finished):
     """The cells without a search, with one for all draws of a seed: they are one system, whatever their numbers."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for cell in finished.values():
-        system = cell["settings"]["system"].partition(", draw ")[0]
-        if system != "soft":
-            groups.setdefault((system, cell["settings"]["seed"]), []).append(cell["metrics"])
+    losses, sparsities = (mean_of_draws(finished, metric, "system") for metric in ("mlm_loss", "sparsity"))
     return {
         f"{system}_seed_{seed}": {
             "settings": {"system": system, "seed": seed},
-            "metrics": {name: statistics.fmean(m[name] for m in found) for name in ("mlm_loss", "sparsity")},
+            "metrics": {"mlm_loss": loss, "sparsity": sparsities[system,][seed]},
         }
-        for (system, seed), found in groups.items()
+        for (system,), by_seed in losses.items()
+        for seed, loss in by_seed.items()
+        if system != "soft"
     }
 
 

@@ -21,7 +21,13 @@ from ..analysis.tables import Table
 from ..checks import check_range
 from ..training.finetuning import finetune
 from ..training.run_checks import check_training
-from .continued_pretraining import ContinuedSettings, check_continued, continue_training, continued_fields
+from .continued_pretraining import (
+    ContinuedSettings,
+    check_continued,
+    continue_training,
+    continued_fields,
+    mean_of_draws,
+)
 from .experiment import Experiment
 from .kept_files import FINISHED_NAME
 from .recipe_sections import precision
@@ -169,26 +175,6 @@ def _continued(cell, runs):
     return path
 
 
-def by_system(finished: Mapping[str, dict[str, Any]], metric: str) -> dict[tuple[str, str], dict[int, float]]:
-    """
-    A metric by task and system, and then by seed. Random masks are one system: the mean over the draws of a seed.
-
-    Args:
-        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
-        metric (`str`): Name of the metric.
-
-    Returns:
-        `dict[tuple[str, str], dict[int, float]]`
-    """
-    drawn: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for cell in finished.values():
-        settings = cell["settings"]
-        system = settings["system"].partition(", draw ")[0]
-        seeds = drawn.setdefault((settings["task"], system), {})
-        seeds.setdefault(settings["seed"], []).append(cell["metrics"][metric])
-    return {key: {seed: statistics.fmean(values) for seed, values in found.items()} for key, found in drawn.items()}
-
-
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
     Scores by task and system beside the paper's, and the paired difference of each system to dense.
@@ -199,14 +185,11 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     Returns:
         `list[Table]`: One table.
     """
-    exact, answerable = (
-        by_system({name: cell for name, cell in finished.items() if metric in cell["metrics"]}, metric)
-        for metric in _QUESTIONS
-    )
-    examples = by_system(finished, "train_examples")
+    exact, answerable = (mean_of_draws(finished, metric, "task", "system") for metric in _QUESTIONS)
+    examples = mean_of_draws(finished, "train_examples", "task", "system")
     scores = {
         key: {seed: 100 * value for seed, value in seeds.items()}
-        for key, seeds in by_system(finished, "score").items()
+        for key, seeds in mean_of_draws(finished, "score", "task", "system").items()
     }
     pairs = {
         (task, system): (values, scores.get((task, "dense"), {}))
@@ -251,7 +234,7 @@ def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None
         title (`str`): Title of the figure.
     """
     panels: dict[str, dict[str, list[float]]] = {}
-    for (task, system), seeds in by_system(finished, "score").items():
+    for (task, system), seeds in mean_of_draws(finished, "score", "task", "system").items():
         panels.setdefault(f"{NAMES[task]}, score", {})[system] = [100 * score for score in seeds.values()]
     plot_values(panels, path, title, "dense")
 

@@ -236,14 +236,14 @@ def window_losses(finished: Mapping[str, dict[str, Any]], system: str) -> dict[i
         finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
         system (`str`): Name of the system.
     """
-    points: dict[int, list[tuple[float, float]]] = {}
+    points: dict[int, dict[float, float]] = {}  # near targets may have the same window
     for cell in finished.values():
         settings, metrics = cell["settings"], cell["metrics"]
         if settings["system"].startswith("window_"):
-            points.setdefault(settings["seed"], []).append((metrics["sparsity"], metrics["mlm_loss"]))
+            points.setdefault(settings["seed"], {})[metrics["sparsity"]] = metrics["mlm_loss"]
     losses = {}
     for seed, sparsity in _by_seed(finished, system, "sparsity").items():
-        if line := sorted(points.get(seed, []), key=lambda point: abs(point[0] - sparsity))[:2]:
+        if line := sorted(points.get(seed, {}).items(), key=lambda point: abs(point[0] - sparsity))[:2]:
             x, y = np.transpose(line)
             losses[seed] = float(np.polyval(np.polyfit(x, y, len(line) - 1), sparsity))
     return losses

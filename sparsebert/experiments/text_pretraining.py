@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -108,6 +109,10 @@ def check_text(cell: dict[str, Any], model: dict[str, Any]) -> None:
     check_texts(cell)
 
 
+# How long the first cell waits for what later cells use too.
+SHARED = ("shared_seconds", "shared_cpu_seconds")
+
+
 def run_text(cell: dict[str, Any], folder: Path, model: dict[str, Any], nsp: bool = False) -> dict[str, Any]:
     """
     Pre-train the model of a cell.
@@ -119,8 +124,9 @@ def run_text(cell: dict[str, Any], folder: Path, model: dict[str, Any], nsp: boo
         nsp (`bool`, *optional*, defaults to `False`): Whether to train on next-sentence pairs too.
 
     Returns:
-        `dict`: Metrics of [`pretrain`].
+        `dict`: Metrics of [`pretrain`], and those of `SHARED`.
     """
+    start, cpu = time.perf_counter(), time.process_time()
     tokenizer = cell["tokenizer"]
     if tokenizer is None:
         key = zlib.crc32(repr((cell["text"], cell["validation"], cell["vocab_size"])).encode())
@@ -132,7 +138,9 @@ def run_text(cell: dict[str, Any], folder: Path, model: dict[str, Any], nsp: boo
                 with tempfile.TemporaryDirectory(dir=folder.parent) as place:
                     trained.save_pretrained(Path(place, "tokenizer"))
                     os.replace(Path(place, "tokenizer"), tokenizer)
+    shared = dict(zip(SHARED, (time.perf_counter() - start, time.process_time() - cpu), strict=True))
     sequences = cell["max_steps"] * cell["batch_size"] * cell["gradient_accumulation_steps"]
     data = {name: cell[name] for name in ("text", "validation", "max_length", "max_validation_tokens")}
     data |= {"tokenizer": str(tokenizer), "nsp": nsp, "max_tokens": sequences * cell["max_length"], "pictures": False}
-    return pretrain({"data": data, "model": model_section(cell, model), "training": training_section(cell, folder)})
+    recipe = {"data": data, "model": model_section(cell, model), "training": training_section(cell, folder)}
+    return pretrain(recipe) | shared

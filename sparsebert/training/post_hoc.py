@@ -147,7 +147,7 @@ def _search(
         "mask": options.mask,
         "search": fields.get("search"),
         "share_layers": fields.get("share_layers"),
-        "steps": options.sizes[0],
+        "steps": options.sizes[0] if options.mask is None else None,
         "recover": options.recover,
         "objectives": list(options.objectives),
         "bf16": options.bf16,

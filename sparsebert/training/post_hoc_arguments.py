@@ -203,9 +203,16 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
     for name, objective in compared.items():
         check_choice(name, objective, tuple(OBJECTIVES))
-    for name in ("recover_from", "train"):
-        if getattr(options, name) is not None and options.mask:
+    for name in ("recover_from", "train", "steps", "learning_rate"):
+        if getattr(options, name) != getattr(PostHocArguments, name) and options.mask:
             raise ValueError(f"{name} has no meaning with mask: there is no search then")
+    for name in ("recover_learning_rate", "recover_objective"):
+        if getattr(options, name) != getattr(PostHocArguments, name) and not options.recover:
+            raise ValueError(f"{name} has no meaning without recover, the number of steps of the recovery")
+    if options.shortest not in (None, PostHocArguments.shortest) and (options.task or not options.pack):
+        raise ValueError(
+            f"shortest {options.shortest} has no meaning with task or pack false: only packed text is cut"
+        )
     if options.recover_from is not None and not options.recover:
         raise ValueError("recover_from has no meaning without recover, the number of steps of the recovery")
     if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:

@@ -180,6 +180,8 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
     for name in ("max_tokens", "max_validation_tokens"):
         if getattr(data, name) is not None and getattr(data, name) < data.max_length:
             raise ValueError(f"{name} must be at least max_length {data.max_length}, got {getattr(data, name)!r}")
+    if model.get("is_decoder") and data.mlm_probability != type(data).mlm_probability:
+        raise ValueError("mlm_probability has no meaning with is_decoder true, which predicts the next token")
     if not 0 < data.mlm_probability <= 1:
         raise ValueError(f"mlm_probability must be in (0, 1], got {data.mlm_probability!r}")
     for name in ("freeze_threshold", "freeze_sparsity"):

@@ -100,6 +100,9 @@ def run_folder(
         ValueError: If it is not complete.
     """
     output, state = Path(output), PartialState()
+    if state.is_main_process:
+        _finish_move(output)
+    state.wait_for_everyone()
     folder, checkpoint = choose_folder(output, overwrite, resume, allow_partial, unfinished)
     if whole:
         folder = output / ASIDE_NAME / output.name
@@ -184,8 +187,13 @@ def check_unfinished(output: Path) -> None:
     Check that a run which starts over leaves no checkpoint behind.
 
     Raises:
-        FileExistsError: If the folder holds a run that can be resumed.
+        FileExistsError: If the folder holds a run that can be resumed, or one whose files are to be moved.
     """
+    if (_aside(output) / RESULTS_NAME).is_file():
+        raise FileExistsError(
+            f"output_dir {output} holds a finished run that was stopped while its files were moved: add --resume to "
+            "move the rest, or --overwrite to start over"
+        )
     for home in (_aside(output),) if (output / RESULTS_NAME).is_file() else (_aside(output), output):
         try:
             checkpoint = newest_whole(home)
@@ -228,9 +236,8 @@ def _tidy(folder, output, older):
 
 
 def _swap(folder, output):
-    """Move the files of a run from its folder aside into the output folder, its results last."""
-    entries = sorted(folder.iterdir(), key=lambda path: path.name == RESULTS_NAME)
-    names = {path.name for path in entries}
+    """Replace what is in the output folder with the files of a run from its folder aside."""
+    names = {path.name for path in folder.iterdir()}
     older = stored_metrics(output)
     replaced = {path for pattern in (*_REPLACED, *_of_kind(older)) for path in output.glob(pattern)}
     for path in replaced | _run_folders(output, older):
@@ -238,7 +245,13 @@ def _swap(folder, output):
             _remove(path)
     if CARD_NAME not in names and own_card(output / CARD_NAME) is not None:
         _remove(output / CARD_NAME)
-    for path in entries:
+    (output / RESULTS_NAME).unlink(missing_ok=True)  # from now on the folder holds parts of two runs
+    _move(folder, output)
+
+
+def _move(folder, output):
+    """Move the files of a run from its folder aside into the output folder, its results last."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == RESULTS_NAME):
         target = output / path.name
         if path.name == CARD_NAME and target.exists() and own_card(target) is None:
             continue  # a text of the user
@@ -250,6 +263,15 @@ def _swap(folder, output):
             _remove(target)
         os.replace(path, target)
     shutil.rmtree(folder.parent)
+
+
+def _finish_move(output):
+    """Move the rest of a finished run whose process was killed while it moved the files."""
+    aside, moved = _aside(output), (output / RESULTS_NAME).is_file()
+    if not moved and (aside / RESULTS_NAME).is_file():
+        _move(aside, output)
+    elif moved and aside.is_dir() and not any(aside.iterdir()):
+        shutil.rmtree(aside.parent)
 
 
 def stored_metrics(folder: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from .pretraining_arguments import PretrainingArguments
 
-# Number of batches over which the attention probabilities are averaged, and how many rows they have at most: the
-# probabilities of all layers are in memory at once.
+# Number of batches over which the attention probabilities are averaged, and how many rows they have at most: those of
+# a layer are in memory at once.
 START_BATCHES, START_ROWS = 8, 16
 
 
