@@ -933,7 +933,7 @@ def test_masks_are_compared_with_those_without_their_diagonal():
 @pytest.mark.parametrize("name", ["minilm_tasks", "minilm_task_masks", "minilm_mixers", "mixers"])
 def test_tasks_without_data_are_refused_first(name, inputs):
     settings = inputs(name) | ({"tasks": ["rte", "mrpc"]} if name.startswith("minilm_task") else {"task": "mrpc"})
-    settings["data"] = inputs("minilm_tasks")["data"]
+    settings |= {"data": inputs("minilm_tasks")["data"], "max_length": 32}
     with pytest.raises(ValueError, match="task mrpc: split 'train' is missing"):
         cells_of(name, **settings)
 
