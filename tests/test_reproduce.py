@@ -16,7 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, extend_positions
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
@@ -269,6 +269,7 @@ def test_processes_share_the_cells(experiment, run, tmp_path, monkeypatch):
 def test_a_cell_of_other_results_is_kept(experiment, run, tmp_path, monkeypatch):
     """It was finished, after these cells were planned, by a process with another output and the same runs."""
     own, others = EXPERIMENTS["products"], tmp_path / "runs/products_tiny/b"
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
 
     def run_beside(cell, folder):
         if cell["name"] == "a":
@@ -279,7 +280,7 @@ def test_a_cell_of_other_results_is_kept(experiment, run, tmp_path, monkeypatch)
 
     monkeypatch.setitem(EXPERIMENTS, "products", replace(own, run=run_beside))
     with pytest.raises(CellsFailed, match="1 of 2 cells failed, .*b .*holds a finished cell that .* does not"):
-        run("products")
+        run_experiment("products", options, {})
     assert experiment == ["b", "a"] and (others / "file").read_text() == "theirs"
     assert set(read(tmp_path / "results/products_tiny.json")) == {"a"}
 
@@ -516,7 +517,10 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
     (tmp_path / "cells/stock").mkdir(parents=True)
     (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
     values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
-    values |= {"base_model": checkpoints["stock"]}
+    base = extend_positions(transformers.BertForMaskedLM.from_pretrained(checkpoints["stock"]), 512)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(checkpoints["stock"]).save_pretrained(tmp_path / "base")
+    values["base_model"] = str(tmp_path / "base")
     tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
     own = {"minilm_tasks": tasks | {"max_length": 32}}
     own["minilm_task_masks"] = {"data": str(glue_folder), "tasks": ["rte"], "max_length": 32, "sparsity": 0.5}
@@ -540,24 +544,19 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
         "sparsebert_figure7",
     ):
         own[name] = {"text": words, "validation": words}
+    own["minilm_settings"]["masks"] = ["dam_s"]
     own["sparsebert_table2"] |= {"squad": str(squad_folder), "squad2": str(squad_folder), "swag": str(swag_folder)}
     own["minilm_mixers"] |= {"replaced": [0, 1, 2]}
     return lambda name: known_fields(name, values | own.get(name, {}))
 
 
 @EVERY
-def test_cells_of_every_scale_can_run(name, inputs, tmp_path):
+def test_cells_of_every_scale_can_run(name, inputs):
     experiment, named = EXPERIMENTS[name], set()
-    settings = inputs(name)
-    if "base_model" in settings:  # no text is as long as those of the papers
-        stock = transformers.BertConfig.from_pretrained(settings["base_model"])
-        settings["base_model"] = str(tmp_path / "long")
-        stock.max_position_embeddings = 512
-        stock.save_pretrained(tmp_path / "long")
     assert {"tiny", "paper"} <= experiment.scales.keys()
     for scale, own in experiment.scales.items():
         assert own.keys() <= {field.name for field in fields(experiment.arguments)}
-        cells = cells_of(name, scale, **settings)  # checks each of them
+        cells = cells_of(name, scale, **inputs(name))  # checks each of them
         assert cells and json.loads(json.dumps(cells)) == cells
         assert len({json.dumps(cell, sort_keys=True) for cell in cells.values()}) == len(cells)
         named |= {unseeded(cell) for cell in cells}
@@ -933,7 +932,7 @@ def test_masks_are_compared_with_those_without_their_diagonal():
 @pytest.mark.parametrize("name", ["minilm_tasks", "minilm_task_masks", "minilm_mixers", "mixers"])
 def test_tasks_without_data_are_refused_first(name, inputs):
     settings = inputs(name) | ({"tasks": ["rte", "mrpc"]} if name.startswith("minilm_task") else {"task": "mrpc"})
-    settings |= {"data": inputs("minilm_tasks")["data"], "max_length": 32}
+    settings["data"] = inputs("minilm_tasks")["data"]
     with pytest.raises(ValueError, match="task mrpc: split 'train' is missing"):
         cells_of(name, **settings)
 

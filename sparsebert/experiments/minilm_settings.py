@@ -89,9 +89,7 @@ def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
         if name not in CHANGES:
             raise nearest("changes", name, list(CHANGES))
     if len(settings.masks) != 1 or settings.masks[0] not in SEARCHED_MASKS:
-        raise ValueError(
-            f"masks must hold one of {', '.join(SEARCHED_MASKS)}, whose settings are changed, got {settings.masks!r}"
-        )
+        raise ValueError(f"masks must hold one of {', '.join(SEARCHED_MASKS)}, got {settings.masks!r}")
     result = {}
     for name, cell in minilm.whole_cells(settings).items():
         for change in settings.changes:
