@@ -544,7 +544,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
         "sparsebert_figure7",
     ):
         own[name] = {"text": words, "validation": words}
-    own["minilm_settings"]["masks"] = ["dam_s"]
+    own["minilm_settings"] |= {"masks": ["dam_s"], "sparsities": [0.6]}
     own["sparsebert_table2"] |= {"squad": str(squad_folder), "squad2": str(squad_folder), "swag": str(swag_folder)}
     own["minilm_mixers"] |= {"replaced": [0, 1, 2]}
     return lambda name: known_fields(name, values | own.get(name, {}))
