@@ -184,21 +184,21 @@ def _settings(options):
     return {name: str(getattr(options, name)) for name in _SETTINGS if hasattr(options, name)}
 
 
-def earlier_cells(parser, options):
+def earlier_cells(parser, options, keys=()):
     """
     The cells of an earlier run to go on with, each with the command, commit and date that it was measured with. If
-    that run was on other hardware or had other settings, the program ends with one line.
+    that run was on other hardware or had other settings, except those in `keys`, which every cell names, the program
+    ends with one line.
     """
     path = options.output.with_name(options.output.name + ".json")
     if not path.is_file():
         return []
     report = json.loads(path.read_text())
     for now, before in ((hardware(), report["hardware"]), (_settings(options), report.get("settings", {}))):
-        for name in now.keys() & before.keys():
+        for name in (now.keys() & before.keys()) - set(keys):
             if now[name] != before[name]:
-                parser.error(
-                    f"{path} was measured with {name} {before[name]}, not {now[name]}: choose another --output"
-                )
+                how = f"{name} {before[name]}, not {now[name]}"
+                parser.error(f"{path} was measured with {how}: choose another --output")
     made = {name: report[name] for name in ("command", "commit", "date")}
     return [made | cell for cell in report["cells"]]
 

@@ -243,8 +243,8 @@ def run(arguments=None):
         return count_lengths(task, tokenizer, list(map(Path, files)))
     if options.output.name == "padding_cpu":
         options.output = options.output.with_name("padding")
-    records = earlier_cells(parser, options) if options.resume else []
     keys = ("task", "model", "phase", "dtype")
+    records = earlier_cells(parser, options, keys) if options.resume else []
     dtype, phases = str(options.dtype).removeprefix("torch."), options.phases
     for model in options.models:
         for task in options.tasks:

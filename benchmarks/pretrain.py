@@ -216,7 +216,7 @@ def run(arguments=None):
     if options.finished:
         cells = json.loads(path.read_text())["cells"] if path.exists() else []
     else:
-        cells = earlier_cells(parser, options)
+        cells = earlier_cells(parser, options, KEY)
     for size in options.sizes:
         for length in options.lengths:
             row = row_of(size, length, options)

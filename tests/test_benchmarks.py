@@ -28,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks._masks import build_mask, kept
 from benchmarks._measure import WrongResult, interleaved, speed_up
+from benchmarks._pretraining import run as run_pretraining
 from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
 from benchmarks._training_steps import OPTIONS, make_step
 from benchmarks.gpu import model as gpu_model
@@ -213,6 +214,18 @@ def test_search_reports_time_and_memory(tmp_path, capsys):
         assert all(entry["median_ms"] > 0 and entry["peak_bytes"] > 0 for entry in systems.values())
         assert systems["sparse_auto"]["error"] < 1e-3
     assert "Peak memory" in capsys.readouterr().out
+
+
+def test_runs_of_another_text_are_not_taken_for_these(tmp_path):
+    folder, options = tmp_path / "run", SimpleNamespace(text="a.txt", validation=None, recipe="small", threads=1)
+    folder.mkdir()
+    (folder / "metrics.json").write_text('{"mlm_loss": 1.0}')
+    flags = {"text": "a.txt", "output_dir": str(folder), "overwrite": "true", "seed": "1"}
+    Path(f"{folder}.flags.json").write_text(json.dumps(flags | {"recipe": "small", "threads": "1"}))
+    assert run_pretraining(folder, {"seed": 1}, options) == {"mlm_loss": 1.0}
+    for field, value in (("text", "b.txt"), ("validation", "b.txt"), ("recipe", "bert_base"), ("threads", 2)):
+        with pytest.raises(ValueError, match=f"holds a run with {field} .*, not {value}: choose another"):
+            run_pretraining(folder, {"seed": 1}, SimpleNamespace(**vars(options) | {field: value}))
 
 
 @pytest.mark.parametrize(
