@@ -253,10 +253,14 @@ def task_data(glue_folder, squad_folder, swag_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory, word_tokenizer):
-    """Folders of tiny pre-trained models: `"stock"` BERT, `"window"` with a mask, `"searching"` without one yet."""
+    """
+    Folders of tiny pre-trained models: `"stock"` BERT, `"long"` for more tokens, `"window"` with a mask, `"searching"`
+    without one yet.
+    """
     folders = {}
     for name, model_class, config in (
         ("stock", BertForMaskedLM, BertConfig(**TINY)),
+        ("long", BertForMaskedLM, BertConfig(**TINY | {"max_position_embeddings": 512})),
         ("window", SparseBertForMaskedLM, SparseBertConfig(**TINY, pattern="window", mask_length=32)),
         ("searching", SparseBertForMaskedLM, SparseBertConfig(**TINY, search="dam_s", mask_length=32)),
     ):

@@ -131,7 +131,7 @@ def named(checkpoints, tmp_path):
         given = {name: value for name, value in given.items() if name != "masked"}  # the reader's models
         places |= dict.fromkeys(("squad", "squad2", "swag"), "examples")
         found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
-        models = {name: checkpoints["stock"] for name in ("model", "base_model", "original")}
+        models = {"model": checkpoints["stock"], "base_model": checkpoints["long"], "original": checkpoints["stock"]}
         models |= {"models": str(tmp_path / "cells"), "masked": [checkpoints["window"]], "replaced": [0, 2]}
         found = {name: models[name] for name in models.keys() & {field.name for field in fields(arguments)}} | found
         for system in getattr(arguments(**found), "systems", ()):

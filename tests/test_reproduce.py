@@ -16,7 +16,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM, extend_positions
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
@@ -517,10 +517,7 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
     (tmp_path / "cells/stock").mkdir(parents=True)
     (tmp_path / "cells/stock/model").symlink_to(checkpoints["stock"])
     values = {"text": text, "validation": text, "train": pairs, "test": pairs, "model": checkpoints["stock"]}
-    base = extend_positions(transformers.BertForMaskedLM.from_pretrained(checkpoints["stock"]), 512)
-    base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(checkpoints["stock"]).save_pretrained(tmp_path / "base")
-    values["base_model"] = str(tmp_path / "base")
+    values["base_model"] = checkpoints["long"]
     tasks = {"models": str(tmp_path / "cells"), "systems": ["stock"], "data": str(glue_folder), "tasks": ["rte"]}
     own = {"minilm_tasks": tasks | {"max_length": 32}}
     own["minilm_task_masks"] = {"data": str(glue_folder), "tasks": ["rte"], "max_length": 32, "sparsity": 0.5}
