@@ -17,6 +17,9 @@ class Numbers(dict):
     def __missing__(self, name):
         return self.setdefault(name, random.random())
 
+    def __contains__(self, name):
+        return True
+
 
 def removed(cell):
     """What a pattern removes, of the cells that have one."""
