@@ -195,7 +195,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("prune MODEL --output_dir out --sparsities 0.5,0.9", "--sparsities must be a number, got '0.5,0.9'"),
         ("analyze MASK --output_dir file", "output_dir file is a file"),
         ("search SEARCH --learning_rate -1", "learning_rate must be a number from 0 to 1000000.0, got -1.0"),
-        ("search SEARCH --recover_learning_rate .nan", "recover_learning_rate must be a number from 0"),
+        ("search SEARCH --recover 2 --recover_learning_rate .nan", "recover_learning_rate must be a number from 0"),
         ("search SEARCH --max_tokens 3", "max_tokens must be an integer of at least 16, got 3"),
         ("search SEARCH --model STOCK/config.json", "model: 'STOCK/config.json' is a file"),
         ("search SEARCH --output_dir file", "output_dir file is a file, expected a folder"),
