@@ -189,12 +189,13 @@ def check_unfinished(output: Path) -> None:
     Raises:
         FileExistsError: If the folder holds a run that can be resumed, or one whose files are to be moved.
     """
-    if (_aside(output) / RESULTS_NAME).is_file():
+    finished = (output / RESULTS_NAME).is_file()
+    if not finished and (_aside(output) / RESULTS_NAME).is_file():
         raise FileExistsError(
             f"output_dir {output} holds a finished run that was stopped while its files were moved: add --resume to "
             "move the rest, or --overwrite to start over"
         )
-    for home in (_aside(output),) if (output / RESULTS_NAME).is_file() else (_aside(output), output):
+    for home in (_aside(output),) if finished else (_aside(output), output):
         try:
             checkpoint = newest_whole(home)
         except ValueError:
