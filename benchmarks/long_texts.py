@@ -38,7 +38,8 @@ from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.experiments.continued_pretraining import located
-from sparsebert.experiments.long_reviews import long_rows, named_models
+from sparsebert.experiments.long_reviews import named_models
+from sparsebert.experiments.review_classifiers import long_rows
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.training.sentence_similarity import embed

@@ -22,7 +22,6 @@ from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
 from sparsebert.experiments import EXPERIMENTS, Experiment, minilm_mixers, reproduction, sparsebert_figure7
 from sparsebert.experiments.experiment import shared_settings, unseeded
-from sparsebert.experiments.long_reviews import classify
 from sparsebert.experiments.reproduction import (
     CellsFailed,
     ReproductionArguments,
@@ -31,6 +30,7 @@ from sparsebert.experiments.reproduction import (
     run_experiment,
 )
 from sparsebert.experiments.result_tables import experiment_tables
+from sparsebert.experiments.review_classifiers import classify
 from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.files import replace_files
 from sparsebert.masks.patterns import build_pattern

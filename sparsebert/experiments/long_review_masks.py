@@ -16,8 +16,8 @@ from ..checks import check_range
 from ..training.post_hoc import LEARNED, search_post_hoc
 from .continued_pretraining import PACKAGE, long_enough
 from .experiment import Experiment
-from .long_reviews import check_reviews, classifier, score, trained, write_rows
 from .minilm_task_masks import check_masks
+from .review_classifiers import check_reviews, classifier, score, trained, write_rows
 
 
 # How texts are read.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import builtin, classification, glue, squad, squad_metrics, swag
+from . import builtin, classification, glue, question_answering, squad, squad_metrics, swag
 
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ def _squad(name: str, batch_size: int, epochs: int) -> Task:
         head="AutoModelForQuestionAnswering",
         splits=partial(squad.splits, name),
         load=partial(squad.load, name),
-        encode=squad.encode,
+        encode=question_answering.encode,
         collator=classification.collator,
-        decode=partial(squad.decode, name),
+        decode=partial(question_answering.decode, name),
         metric=name,
         main_metric="f1",
         reference="answers",
