@@ -17,7 +17,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import TINY
-from transformers import AttentionInterface, BertConfig, StaticCache
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 from sparsebert import (
     PATTERNS,
@@ -33,6 +40,7 @@ from sparsebert import (
 from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, CHOICES
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choice import refusal
+from sparsebert.attention.interface import sparse_attention_forward
 from sparsebert.masks.sparse_mask import SPECIAL_TOKENS
 
 
@@ -770,6 +778,53 @@ def test_arguments_that_do_not_fit(fields, words):
     mask = SparseMask(torch.ones(HEADS, 12, 12, dtype=torch.bool), 12, special_tokens="first_last")
     with pytest.raises(ValueError, match=words):
         sparse_dot_product_attention(*numbers(2, 12)[:3], **{"mask": mask} | fields)
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])
+def test_autocast_leaves_float64_alone(name):
+    mask = SparseMask(torch.rand(HEADS, 12, 12) < 0.5, 12)
+    states = [state.double() for state in numbers(2, 12)[:3]]
+    expected = sparse_dot_product_attention(*states, mask, backend=name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sparse_dot_product_attention(*states, mask, backend=name), expected)
+
+
+DECODERS = {
+    "bert": lambda name: BertLMHeadModel(BertConfig(**TINY, is_decoder=True, attn_implementation=name)),
+    "llama": lambda name: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, attn_implementation=name,
+        )
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_auto"])
+def test_decoders_without_a_mask_stay_causal(name, decoder):
+    """Models whose configuration names our attention, but that carry no mask."""
+    stock, ours = DECODERS[decoder]("sdpa").eval(), DECODERS[decoder](name).eval()
+    ours.load_state_dict(stock.state_dict())
+    ids = torch.randint(100, (2, 10))
+    for padding in (None, torch.tensor([[1] * 10, [0] * 3 + [1] * 7])):
+        real = torch.ones(2, 10, dtype=torch.bool) if padding is None else padding.bool()
+        got, expected = (model(ids, attention_mask=padding).logits[real] for model in (ours, stock))
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    for cache in (None, lambda: StaticCache(config=stock.config, max_cache_len=24)):
+        results = []
+        for model in (ours, stock):
+            past = model(ids[:, :6], use_cache=True, past_key_values=cache and cache()).past_key_values
+            results.append(model(ids[:, 6:], use_cache=True, past_key_values=past).logits)
+        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_more_than_a_mask_is_refused(tiny_config):
+    layer = SparseBertModel(tiny_config(pattern="window")).encoder.layer[0].attention.self
+    for name in ("softcap", "position_bias", "s_aux"):
+        with pytest.raises(ValueError, match=f"BertSelfAttention needs an attention with {name}"):
+            sparse_attention_forward(layer, *numbers(2, 12)[:3], None, **{name: 1.0})
 
 
 def test_static_cache_is_refused(tiny_config):

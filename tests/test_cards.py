@@ -1,6 +1,7 @@
 """Cards: what they say about masks, models and runs, and that a README.md of the user stays."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -71,6 +72,15 @@ def test_names_that_are_none_do_not_reach_a_card(tmp_path, name):
     (found,) = list_masks(tmp_path)
     assert found["base_model"] is None and found["made_by"] is None
     assert name not in collection_card("user/masks", [found]).text
+
+
+def test_parameters_of_a_pattern_are_shown_as_code(tmp_path):
+    """Anybody may have written them."""
+    parameters = {"x": "</td><img src=x> | `z`" * 30}
+    mask = sparsebert.build_pattern("star", 16, 2)
+    mask.replace(metadata={"pattern": "star", "pattern_parameters": parameters}).save_pretrained(tmp_path)
+    (row,) = [line for line in card_of(tmp_path).text.splitlines() if "the pattern `star`" in line]
+    assert re.fullmatch(r"\| made by \| the pattern `star` with `[^`|]{100,320}` \|", row)
 
 
 def test_head_sparsities_are_those_of_the_table():

@@ -28,7 +28,8 @@ shared_mask = functools.cache(mask_of)
 
 
 def auto(density, **fields):
-    return by_table(BACKENDS, shared_mask(density), replace(REQUEST, **fields))[0]
+    request = replace(REQUEST, **fields)
+    return by_table(BACKENDS, shared_mask(density, request.num_keys), request)[0]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,33 @@ def test_auto_by_density(fields, limit, otherwise):
         limit = 0.02
     assert auto(limit - 0.02, **fields) == "sparse_cpu"
     assert auto(limit + 0.02, **fields) == otherwise
+
+
+@pytest.mark.parametrize(
+    "policy, length, causal, expected",
+    [
+        ("dense", 256, False, "sparse_sdpa"),  # three quarters of the entries are not of the mask
+        ("extend", 1024, False, "sparse_cpu"),  # what the mask has not learned is removed
+        ("error", 128, True, "sparse_cpu"),
+        ("error", 128, False, "sparse_sdpa"),
+    ],
+)
+def test_auto_by_the_density_of_the_input(policy, length, causal, expected):
+    keep = torch.zeros(HEADS, 128, dtype=torch.bool)
+    keep[:, : 10 if policy == "dense" else 90] = True
+    mask = SparseMask(keep, 128, form="offsets", length_policy=policy, special_tokens="none")
+    request = replace(REQUEST, num_keys=length, num_queries=length, causal=causal)
+    name, reason = by_table(BACKENDS, mask, request)
+    assert name == expected and f"density {mask.density_at(length, causal):.3f} is" in reason
+
+
+def test_auto_by_the_dtype_of_autocast(caplog):
+    """In bfloat16 dense attention is faster at a lower density."""
+    mask, states = mask_of(0.45), torch.randn(3, 2, HEADS, 128, 64)
+    logger.warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="sparsebert"), torch.autocast("cpu", torch.bfloat16):
+        sparse_dot_product_attention(*states, mask)
+    assert "sparse_auto runs sparse_eager: " in caplog.text
 
 
 @pytest.mark.parametrize("fields", [{"dtype": torch.float64}, {"head_size": 300}], ids=str)

@@ -74,6 +74,10 @@ def test_packages_are_not_imported_and_bad_files_skipped(cache, package):
     ]
 
 
+def test_a_package_with_another_name_than_its_distribution(cache):
+    assert {document.package for document in builtin_documents(("yaml",))} == {"yaml"}
+
+
 def test_missing_packages_are_skipped(cache):
     assert builtin_documents(("no_such_package", "json")) == builtin_documents(("json",))
 

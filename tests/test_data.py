@@ -1,3 +1,4 @@
+import copy
 import gzip
 import json
 import logging
@@ -210,6 +211,23 @@ class TestPacked:
             expected.append(tokenizer.sep_token_id)
         assert packed == expected[: len(packed)]
         assert len(expected) - len(packed) <= 31
+
+    def test_special_tokens_in_the_text_are_words(self, documents, tokenizer):
+        """ "[CLS]" in a text would begin a document, and "[MASK]" would be a token to predict."""
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<dog>"]})
+        text = [["the [CLS] house [SEP] [MASK] [PAD] sees", "<dog> sees"], *documents[:3]]
+        rows = pretraining_dataset(text, tokenizer, max_length=32, pack_documents=True)
+        first = rows["input_ids"][0]
+        words = tokenizer.convert_ids_to_tokens(first)
+        assert words[0] == "[CLS]" and words[-1] == "[SEP]" and words.count("[CLS]") == words.count("[SEP]")
+        assert not {"[MASK]", "[PAD]"} & set(words)
+        # Other special tokens stay what they are.
+        assert "<dog>" in words and words.index("[SEP]") > words.index("<dog>")
+        for table in (rows, pretraining_dataset(text, tokenizer, max_length=32, nsp=True)):
+            ids = np.array([row[0] for row in table["input_ids"][:]])
+            assert (ids == tokenizer.cls_token_id).all()
+            assert tokenizer.mask_token_id not in {token for row in table["input_ids"][:] for token in row}
 
     def test_max_tokens_bounds_rows_and_reading(self, documents, tokenizer):
         def stream():

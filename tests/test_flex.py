@@ -1,11 +1,14 @@
 """FlexAttention under a block mask against dense attention in float64, gradients on CUDA, and what it refuses."""
 
+import functools
+import itertools
 import types
 
 import pytest
 import torch
 
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
+from sparsebert.attention import flex
 from sparsebert.attention.flex import BLOCK_SIZES, block_attention, block_map, full_map, make_block_mask
 
 
@@ -207,6 +210,32 @@ def test_more_lengths_than_recompilations():
     with torch._dynamo.config.patch(recompile_limit=1):
         for name in ("ragged", "causal", "one token"):
             assert_forward(ALL_CASES[name]())
+
+
+def test_more_kinds_of_inputs_than_recompilations(monkeypatch):
+    """PyTorch makes a graph anew for another scale or another kind of mask, too."""
+    flex._compiled.cache_clear()
+    # The graphs are made and guarded as always, but not compiled to code, which takes seconds each.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    states, padding = torch.randn(3, 2, HEADS, 20, 16), torch.arange(20) < torch.tensor([20, 13])[:, None]
+    keep = torch.rand(HEADS, 20, 20) < 0.5
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+            for scale in (0.1, 0.2, 0.3):
+                sparse_dot_product_attention(*states, SparseMask(keep, 20), scale=scale, backend="sparse_flex")
+            for special, diagonal, given in itertools.product(
+                ("none", "first", "first_last"), (None, False), (None, padding)
+            ):
+                mask = SparseMask(keep, 20, special_tokens=special, diagonal=diagonal)
+                output = sparse_dot_product_attention(*states, mask, given, backend="sparse_flex")
+                expected = sparse_dot_product_attention(*states, mask, given, backend="sparse_eager")
+                torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+            compiled = flex.num_compiled()
+            mask = SparseMask(torch.rand(HEADS, 20, 20) < 0.5, 20, special_tokens="first_last", diagonal=False)
+            sparse_dot_product_attention(*states, mask, padding, backend="sparse_flex")
+            assert flex.num_compiled() == compiled
+    finally:
+        flex._compiled.cache_clear()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -157,6 +158,78 @@ def test_a_mask_is_set_or_refused(tiny_bert):
     assert one.shape == (1, 20, 4, 8) and not torch.allclose(one, attention(tiny_bert))
     with pytest.raises(ValueError, match="self-attention of whole inputs"):
         attention(tiny_bert, key=torch.randn(1, 4, 21, 8))
+
+
+def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
+    """Models that are loaded in turn have configurations with the same `id`."""
+    folders, masks = [tmp_path / "window", tmp_path / "star"], []
+    for folder in folders:
+        attach(BertModel(BertConfig(**TINY)), build_pattern(folder.name, 40, 4)).save_pretrained(folder)
+    for folder in folders * 20:
+        model = BertModel.from_pretrained(folder, config=BertConfig.from_pretrained(folder))
+        attention(model)
+        masks.append(model.encoder.layer[0].attention.self.sparse_mask)
+        assert masks[-1] == SparseMask.from_pretrained(folder)
+        del model
+        gc.collect()
+
+
+def test_what_is_more_than_padding_is_refused(tiny_bert):
+    set_mask(tiny_bert, build_pattern("window", 40, 4))
+    apart = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+    apart[..., :10, 10:] = apart[..., 10:, :10] = False
+    with pytest.raises(ValueError, match=r"removes more than padding, .*: use sparsebert.attach"):
+        attention(tiny_bert, attention_mask=apart)
+    with pytest.raises(ValueError, match="of four dimensions must be bool, got torch.float32"):
+        attention(tiny_bert, attention_mask=torch.zeros(1, 1, 20, 20))
+    for name in ("sliding_window", "softcap"):
+        with pytest.raises(ValueError, match=f"BertSelfAttention needs an attention with {name}"):
+            attention(tiny_bert, **{name: 4})
+    assert attention(tiny_bert, sliding_window=None).shape == (1, 20, 4, 8)
+
+
+def test_a_causal_mask_with_padding_is_none_of_its_own():
+    model = BertModel(BertConfig(**TINY, is_decoder=True)).eval()
+    set_mask(model, build_pattern("logsparse", 40, 4).replace(special_tokens="none"))
+    padding = torch.arange(20)[None] < 13
+    outputs = []
+    for form in (padding, (padding[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril())):
+        torch.manual_seed(1)
+        outputs.append(attention(model, attention_mask=form))
+    assert outputs[0].equal(outputs[1])
+
+
+SELF_CHECK = """
+import importlib.util, json, sys
+from pathlib import Path
+built = sys.argv[1]
+identity = json.loads(Path(built, "metadata.json").read_text())["id"]
+spec = importlib.util.spec_from_file_location(identity, Path(built, "__init__.py"))
+kernel = sys.modules[identity] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+process = importlib.import_module(f"{identity}.attention.self_check_process")
+results = importlib.import_module(f"{identity}.attention.self_check_results")
+order = results.Order("cpu", results.Setting("float32", 16, length=64), ("sparse_cpu",), lengths=(5,))
+(outcome,) = process.self_check([order])
+assert "sparsebert" not in sys.modules
+print(outcome.ended, outcome.passed())
+"""
+
+
+def test_the_kernel_checks_itself(built, tmp_path):
+    """In a process of its own, which imports the kernel and not the package."""
+    hidden = tmp_path / "sparsebert.py"  # stands for the package where both are installed
+    hidden.write_text("raise SystemExit('the package was imported')")
+    result = subprocess.run(
+        [sys.executable, "-c", SELF_CHECK, built],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "sparse_cpu" in result.stdout, result.stdout
 
 
 def test_padding_in_either_form_is_the_same(tiny_bert):

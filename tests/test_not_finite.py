@@ -38,7 +38,7 @@ def spoiled(tensor, value):
     return torch.where(PADDING[:, None, :, None], tensor, value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e36, 1e20], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_padding_never_reaches_real_tokens(name, dropout, value):
@@ -67,8 +67,9 @@ def test_finite_states_are_not_copied():
     states, mask = torch.randn(3, 3, HEADS, LENGTH, SIZE).unbind(0), a_mask()
     inputs = MaskInputs("sparse_sdpa", LENGTH, LENGTH, sparse_mask=mask, padding=PADDING)
     assert all(one is other for one, other in zip(without_padding(inputs, *states), states, strict=True))
-    for state in without_padding(inputs, spoiled(states[0], math.inf), *states[1:]):
-        assert (state.transpose(1, 2)[~PADDING] == 0).all()
+    for value in (math.inf, 1e4):
+        for state in without_padding(inputs, spoiled(states[0], value), *states[1:]):
+            assert (state.transpose(1, 2)[~PADDING] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])

@@ -108,6 +108,19 @@ def test_markdown():
     )
 
 
+def test_markdown_of_names_that_look_like_it():
+    table = Table("<b>", ["run"], [["a|b <img src=x>"], ["c\nd"]], ("R&D <i> | x",))
+    assert table.markdown() == (
+        "**&lt;b>**\n\n| run |\n| --- |\n| a\\|b &lt;img src=x> |\n| c d |\n\nR&amp;D &lt;i> \\| x\n"
+    )
+
+
+def test_the_present_folder_has_its_name(folders, monkeypatch):
+    monkeypatch.chdir(folders[0])
+    (table, *_) = report_tables(read_metrics(["."]))
+    assert table.columns[0] == "run" and table.rows[0][0] == Path(folders[0]).name
+
+
 def test_json():
     table = Table("Title", ["run", "x"], [["a", "1"], ["b", ""]], ("note",))
     assert table.as_json() == {

@@ -116,7 +116,7 @@ def test_what_the_key_depends_on(text, word_tokenizer, tmp_path):
         pretraining_dataset(load_documents(path, split), tokenizer, length, cache_dir=tmp_path / "cache", **settings)
         return len(files(tmp_path / "cache"))
 
-    (copy := tmp_path / "copy.txt").write_bytes(text.read_bytes())
+    (copy := tmp_path / "copy-1.0.txt").write_bytes(text.read_bytes())
     word_tokenizer("one two", truncation=True, max_length=3, padding="max_length")  # changes its state
     assert [count(), count(copy), count(seed=1), count(short_seq_prob=0.5)] == [1, 1, 1, 1]
     (other := tmp_path / "other.txt").write_text(text.read_text().replace("w1", "w2", 1))
@@ -125,6 +125,19 @@ def test_what_the_key_depends_on(text, word_tokenizer, tmp_path):
     changes = [{"path": other}, {"tokenizer": cased}, {"split": "all"}, {"length": 16}, {"max_tokens": 400}]
     changes += [{"nsp": True}, {"nsp": True, "seed": 1}, {"nsp": True, "short_seq_prob": 0.5}]
     assert [count(**change) for change in changes] == list(range(2, 10))
+
+
+def test_documents_that_were_partly_read_are_refused(text, word_tokenizer, tmp_path):
+    """Their rest would be kept as the rows of the whole text."""
+    documents = load_documents(text)
+    next(documents)
+    with pytest.raises(ValueError, match="documents were read before, .* load them again"):
+        pretraining_dataset(documents, word_tokenizer, 32, cache_dir=tmp_path)
+    train_tokenizer(documents := load_documents(text), 150, max_characters=100, cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="documents were read before"):
+        pretraining_dataset(documents, word_tokenizer, 32, cache_dir=tmp_path)
+    rows = pretraining_dataset(load_documents(text), word_tokenizer, 32, cache_dir=tmp_path)
+    assert len(rows) == len(pretraining_dataset(load_documents(text), word_tokenizer, 32, cache_dir=tmp_path / "b"))
 
 
 def test_documents_without_a_fingerprint_are_not_kept(word_tokenizer, tmp_path):

@@ -106,6 +106,15 @@ def test_best_threshold_agrees_with_trying_all(seed):
         assert values(found[f"best_{key}_threshold"])[key] == pytest.approx(found[f"best_{key}"])
 
 
+def test_a_rounded_best_threshold_has_the_same_score():
+    rows = [{"null_odds": odds, "best_non_null": "fox"} for odds in (1.00000049, 3.14159265)]
+    references = [gold("fox"), gold("fox")]
+    assert best_threshold(rows, references)["best_f1_threshold"] == pytest.approx(3.64159265)
+    references = [gold("fox"), gold()]
+    threshold = float(f"{best_threshold(rows, references)['best_f1_threshold']:.6g}")
+    assert [row["null_odds"] > threshold for row in rows] == [False, True]
+
+
 def test_best_threshold_where_no_answer_is_best():
     rows = [{"null_odds": odds, "best_non_null": "fox"} for odds in (1.0, 2.0)]
     assert best_threshold(rows, [gold(), gold("dog")]) == {

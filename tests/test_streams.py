@@ -1,14 +1,18 @@
 """Text that is streamed: who reads what, and runs that go on where they stopped."""
 
 import gzip
+import http.server
 import itertools
 import json
 import lzma
 import os
 import signal
+import threading
 from collections import Counter
+from functools import partial
 
 import datasets
+import fsspec
 import pytest
 import torch
 from processes import SERVER
@@ -16,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import BertTokenizerFast, TrainingArguments
 
 from sparsebert.data.documents import read_documents
-from sparsebert.data.examples import pretraining_collator
+from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.streams import RowStream, find_shards, open_documents, stream_documents
 from sparsebert.training import pretraining
 from sparsebert.training.pretraining import pretrain
@@ -218,8 +222,69 @@ def test_names_are_checked_before_reading(tmp_path, names, source, error, messag
 
 def test_column_text_is_needed(tokenizer, tmp_path):
     datasets.Dataset.from_dict({"body": ["d1"]}).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"no text column 'text'; its columns are \['body'\]"):
+    with pytest.raises(ValueError, match=r"has no column 'text'; its columns are \['body'\]"):
         next(iter(loader_of(f"{tmp_path}/a.parquet", tokenizer)))
+    with pytest.raises(ValueError, match=r"row 0 of '.*a.parquet' has no column 'text'"):
+        next(stream_documents(f"{tmp_path}/a.parquet"))
+    datasets.Dataset.from_dict({"text": ["d1", None]}).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"row 1 of '.*b.parquet' has no text in the column 'text', but None"):
+        list(stream_documents(f"{tmp_path}/b.parquet", "all"))
+
+
+def test_shards_without_rows(tmp_path):
+    for name, texts in (("a", ["d1"]), ("b", []), ("c", ["d2"])):
+        rows = datasets.Dataset.from_dict({"text": texts}, datasets.Features(text=datasets.Value("string")))
+        rows.to_parquet(tmp_path / f"{name}.parquet")
+    assert list(stream_documents(f"{tmp_path}/*.parquet", "all")) == [["d1"], ["d2"]]
+    with pytest.raises(ValueError, match="the split 'all' of '.*b.parquet' is empty"):
+        list(stream_documents(f"{tmp_path}/b.parquet", "all"))
+
+
+def test_corrupt_bz2_is_named(tmp_path):
+    (tmp_path / "a.txt.bz2").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"a.txt.bz2: corrupt .bz2 file after line 0"):
+        list(stream_documents(f"{tmp_path}/a.txt.bz2", "all"))
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder and says nothing; without dates if `dated` is false."""
+
+    dated = True
+
+    def log_message(self, *arguments):
+        pass
+
+    def send_header(self, keyword, value):
+        if self.dated or keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
+
+def test_text_of_a_url_that_changed_is_read_again(tokenizer, tmp_path, monkeypatch):
+    (folder := tmp_path / "www").mkdir()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/a.txt"
+    # What fsspec has read it may keep in its instances.
+    monkeypatch.setattr(fsspec.get_filesystem_class("http"), "cachable", False)
+
+    def first_word():
+        return tokenizer.decode(pretraining_dataset(documents(), tokenizer, 8, cache_dir=tmp_path)["input_ids"][0][1])
+
+    def documents():
+        return stream_documents(url, "all")
+
+    try:
+        for time, word in enumerate(("d1", "d2", "d1")):
+            (folder / "a.txt").write_text(f"{word} " * 20)
+            os.utime(folder / "a.txt", (1e9 + time, 1e9 + time))
+            assert first_word() == word and documents().fingerprint() == documents().fingerprint() is not None
+        monkeypatch.setattr(Quiet, "dated", False)
+        assert documents().fingerprint() is None  # nothing says which text it is
+    finally:
+        server.shutdown()
+        server.server_close()
+    with pytest.raises(FileNotFoundError, match=rf"no such file: '{url}' \(.*[Cc]onnect"):
+        documents()
 
 
 def recipe_of(source, folder, workers=0, **data):

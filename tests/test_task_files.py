@@ -219,6 +219,12 @@ def test_text_field(row, message):
         text_field(row, "a")
 
 
+def test_messages_quote_no_more_than_needed():
+    with pytest.raises(BadRow, match=r"field 'a': \['xxx.*xxx'\] is not a text$") as error:
+        text_field({"a": ["x" * 10**6]}, "a")
+    assert len(str(error.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("candidates", "ids"),
     [
@@ -226,6 +232,7 @@ def test_text_field(row, message):
         ([("a", " c"), ("a", 4)], ["c", "4"]),
         ([(None, "c"), ("a", "c")], ["0", "1"]),
         ([("", None), ("a", None)], ["0", "1"]),
+        ([("\ud800", "c"), ("a", "d")], ["c", "d"]),
     ],
 )
 def test_ids(candidates, ids):

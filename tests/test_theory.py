@@ -373,6 +373,14 @@ def test_growth(order, connections):
     assert (growth.error <= 0.02) == (order is not None)
 
 
+def test_growth_of_a_decoder_counts_the_keys_that_it_sees():
+    mask = build_pattern("window", 32, 2, window_size=3)
+    case, encoder = saved_case("mask", mask, causal=True), saved_case("mask", mask)
+    assert case.growth.lengths == encoder.growth.lengths
+    seen = [int(np.tril(mask.to_table(n)[0, 0].numpy()).sum()) for n in case.growth.lengths]
+    assert [round(count) for count in case.growth.connections] == seen != encoder.growth.connections
+
+
 def test_growth_needs_four_lengths():
     with pytest.raises(ValueError, match="four different lengths, got 2"):
         fit_growth([8, 16, 16], [1, 2, 2])

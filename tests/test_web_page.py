@@ -155,6 +155,14 @@ def test_what_is_too_large_is_drawn_in_cells(mask, room):
                 assert (head[row, column] == 0) == (share == 0) and (head[row, column] == 255) == (share == 1)
 
 
+def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask():
+    mask = build_pattern("window", 5000, 1, window_size=64)
+    data = mask_data("long", mask)
+    assert data["drawn"] == 4096 and data["removed"] == [mask.sparsity]
+    for side in TILES:
+        assert data["tiles"][side] == [live_tiles(base_table(mask, 5000)[0], side)]
+
+
 def test_a_page_is_sound_and_asks_for_nothing():
     masks = [page_mask(name, mask, verdict="yes: it does", facts="all") for name, mask in some_masks().items()]
     text = make_page(masks, {Path("a"): FINETUNED, Path("b"): FINETUNED})

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..masks.compiled import base_table
 from ..masks.expansion import special_entries
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import live_tiles
+from ..masks.tiles import mask_tile_shares
 
 
 # Bytes of all pictures of a page together, before compression.
@@ -65,10 +64,9 @@ def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, 
         table = head.to_table(drawn)[0, 0].numpy()
         pictures.append(_shares(table, step) if kind == "cells" else _bits(head.keep.numpy()))
         profiles.append(_profile(table, mask.special_tokens))
-        removed.append(1 - float(table.mean()))
-        base = base_table(head, drawn)[0]
+        removed.append(1 - head.density)
         for side in TILES:
-            tiles[side].append(live_tiles(base, side))
+            tiles[side].append(mask_tile_shares(head, mask.length, side)[0])
     profile_step = -(-len(profiles[0]) // EXACT_LENGTH)
     return {
         "name": name,

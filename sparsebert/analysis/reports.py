@@ -71,7 +71,7 @@ def is_search(path: Path) -> bool:
 
 def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
     """The last part of each path or Hub id, or the whole where several end alike."""
-    short = [Path(source).name for source in sources]
+    short = [Path(source).name or Path(source).resolve().name for source in sources]  # "." has no name
     return [str(source) if short.count(name) > 1 else name for source, name in zip(sources, short, strict=True)]
 
 

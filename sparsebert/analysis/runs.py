@@ -108,7 +108,7 @@ class Run(SavedMask):
 def _find(source, name, hub_arguments):
     """Path of a file in a folder or Hub repository, or `None` if there is none."""
     if Path(source).is_dir():
-        return path if (path := Path(source, hub_arguments.get("subfolder", ""), name)).is_file() else None
+        return path if (path := Path(source, hub_arguments.get("subfolder") or "", name)).is_file() else None
     try:
         return Path(hf_hub_download(source, name, **hub_arguments))
     except EntryNotFoundError:

@@ -61,13 +61,18 @@ class Table:
     def markdown(self) -> str:
         """The table in Markdown."""
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return "\n\n".join([f"**{self.title}**", body, *self.notes]) + "\n"
+        body = "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
+        return "\n\n".join([f"**{_escaped(self.title)}**", body, *map(_escaped, self.notes)]) + "\n"
 
     def as_json(self) -> dict[str, Any]:
         """`{"title": ..., "rows": [{column: text}], "notes": [...]}`, all of it text."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows, "notes": list(self.notes)}
+
+
+def _escaped(text: str) -> str:
+    """A text in Markdown that neither ends its cell nor is read as HTML: names and values may come from anywhere."""
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").splitlines())
 
 
 def print_tables(tables: Iterable[Table]) -> None:

@@ -96,7 +96,7 @@ def make_page(masks: Sequence[PageMask], runs: Mapping[Path, dict[str, Any]]) ->
     room = PAGE_BYTES // max(len(masks), 1)
     data = [mask_data(entry.name, entry.mask, room) for entry in masks]
     style = _text("web_page.css")
-    names = [entry.name for entry in masks] or [folder.name for folder in runs]
+    names = [entry.name for entry in masks] or distinct_names([*runs])
     parts = {
         "style": style,
         "script": "".join(map(_text, SCRIPTS if masks else SCRIPTS[:1])),

@@ -162,8 +162,9 @@ def run_backend(
         `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
     """
     own_operator = inputs.compiled[0] is not None or inputs.learned[0] is not None
-    if own_operator and (dtype := autocast_dtype(query.device.type)):
+    if own_operator:
         # PyTorch's operators cast their inputs under autocast, ours do not.
+        dtype = autocast_dtype(query.device.type, query.dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     backend, documents = BACKENDS[inputs.backend], inputs.documents
     if documents is None:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_tile_shares
 from .capabilities import WANTED, Backend, Request
-from .flex import num_shapes
+from .flex import num_compiled
 from .mask_inputs import MaskInputs
 from .self_check_process import found_out, known_outcome
 from .self_check_results import TRUSTED, Order, Outcome, setting_for
@@ -27,8 +27,8 @@ ROUNDS = 5
 GPU_BACKENDS = ("sparse_triton", "sparse_flex")
 # With more tokens than this, a mask that is not frozen is evaluated by fused attention.
 LONG = 512
-# With more shapes than this, compiling `sparse_flex` for each costs more than it saves.
-FEW_SHAPES = 4
+# With more kinds of inputs than this, compiling `sparse_flex` for each costs more than it saves.
+FEW_COMPILED = 4
 
 
 def refusal(backends: Mapping[str, Backend], name: str, request: Request) -> str | None:
@@ -53,6 +53,12 @@ def check(backends: Mapping[str, Backend], name: str, request: Request) -> None:
 @functools.lru_cache(maxsize=256)
 def _tile_shares(handle, length, causal):
     return mask_tile_shares(SparseMask.instances[handle], length, TILE_SIZE, causal)
+
+
+@functools.lru_cache(maxsize=256)
+def _density(handle, length, causal):
+    mask = SparseMask.instances[handle]
+    return mask.density if length == mask.length and not causal else mask.density_at(length, causal)
 
 
 # Gives the outcome of a self-check, `None` if it is not known.
@@ -107,9 +113,10 @@ def by_table(
         name, reason = _on_cuda(backends, mask, request, ask)
     else:
         limit = _csr_limit(request)
-        name, reason = "sparse_cpu", f"density {mask.density:.3f} is at most {limit:.3f}"
-        if mask.density > limit:
-            name, reason = None, f"density {mask.density:.3f} is above {limit:.3f}"
+        density = _density(mask.handle, request.num_keys, request.causal)
+        name, reason = "sparse_cpu", f"density {density:.3f} is at most {limit:.3f}"
+        if density > limit:
+            name, reason = None, f"density {density:.3f} is above {limit:.3f}"
     if name:
         why_not = refusal(backends, name, request)
         if why_not is None:
@@ -153,7 +160,7 @@ def _on_cuda(backends, mask, request, ask):
     outcome = ask(_order(mask, request, able, live, full), mask)
     if outcome is None:
         return None, _unchecked(able)
-    worth = [name for name in (*able, TRUSTED) if name != "sparse_flex" or num_shapes() <= FEW_SHAPES]
+    worth = [name for name in (*able, TRUSTED) if name != "sparse_flex" or num_compiled() <= FEW_COMPILED]
     name, reason = outcome.fastest(worth)
     return (None if name == TRUSTED else name), reason
 

@@ -13,7 +13,7 @@ import torch
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
-from .mask_inputs import MaskInputs
+from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
 
 
@@ -96,7 +96,8 @@ def sparse_dot_product_attention(
         raise ValueError("alpha of entmax must be a number outside a model, got 'learned'")
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     sizes = (0, mask.num_heads, 0, 0) if exported else (batch, num_heads, num_queries, num_keys)  # symbols say nothing
-    request = (query.device.type, query.dtype, *sizes, head_size, dropout_p, gradients, padding is not None, is_causal)
+    dtype = autocast_dtype(query.device.type, query.dtype)
+    request = (query.device.type, dtype, *sizes, head_size, dropout_p, gradients, padding is not None, is_causal)
     needs = frozenset({"export"} if exported else ())
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
     inputs = MaskInputs(

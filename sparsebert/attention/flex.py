@@ -29,7 +29,7 @@ BLOCK_SIZES = {"cpu": 32, "cuda": 128}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CUDA_HEAD_SIZE = 16
 # A warning is logged when this many shapes have been compiled.
-MANY_SHAPES = 16
+MANY_COMPILED = 16
 
 
 def refuse(request: "Request") -> str | None:
@@ -192,22 +192,22 @@ def _attention(query, key, value, block_mask, scaling):
 
 
 @functools.cache
-def _compiled(*shape):
+def _compiled(*kind):
     """
-    `_attention` compiled for one shape. PyTorch refuses to compile a code object more than `recompile_limit` times,
-    so each shape gets its own.
+    `_attention` compiled for inputs of one kind: a shape, and all else that PyTorch compiles again for. It refuses to
+    compile a code object more than `recompile_limit` times, so each kind gets its own.
     """
-    if _compiled.cache_info().currsize == MANY_SHAPES:
+    if _compiled.cache_info().currsize == MANY_COMPILED:
         logger.warning_once(
-            f"sparse_flex has been compiled for {MANY_SHAPES} input shapes, which takes seconds each. Pad to fewer "
-            "lengths and batch sizes."
+            f"sparse_flex has been compiled for {MANY_COMPILED} kinds of inputs (shapes, masks with and without "
+            "padding, with and without gradients), which takes seconds each. Pad to fewer lengths and batch sizes."
         )
-    code = _attention.__code__.replace(co_name="_".join(["flex", *map(str, shape)]))
+    code = _attention.__code__.replace(co_name="_".join(["flex", *map(str, kind)]))
     return torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False)
 
 
-def num_shapes() -> int:
-    """Number of input shapes for which this process has compiled the attention, which takes seconds each."""
+def num_compiled() -> int:
+    """Number of kinds of inputs for which this process has compiled the attention, which takes seconds each."""
     return _compiled.cache_info().currsize
 
 
@@ -272,7 +272,8 @@ def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask, scaling: float
 ) -> torch.Tensor:
     """
-    Attention under a block mask, compiled on first use for each shape.
+    Attention under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a scale, a mask with
+    or without padding, and so on.
 
     Padded queries and queries without a live key give exactly 0 and get no gradient.
 
@@ -295,5 +296,9 @@ def block_attention(
             # The kernel reads its shapes from the memory layout, and a projection's output lies as (B * m, H * d).
             query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
     else:
-        function = _compiled(*query.shape, query.dtype, query.device)
+        # The mask is a constant of the graph up to the values of its tensors.
+        parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__)
+        mask = (part.shape if isinstance(part, torch.Tensor) else part for part in parts)
+        lists = block_mask.full_kv_indices is None
+        function = _compiled(*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), lists, *mask)
     return function(query, key, value, block_mask, scaling).transpose(1, 2).contiguous()

@@ -19,8 +19,10 @@ from .dot_product import sparse_dot_product_attention
 
 
 supports_flash_attn = True  # Transformers takes `flash_attn_forward` of modules that have both names
-# The masks that were read, by the `id` of their model's configuration, for as long as a layer of it has its mask.
-_READ: "weakref.WeakValueDictionary[int, SparseMask]" = weakref.WeakValueDictionary()
+# What some models ask of their attention function in addition.
+_NOT_SUPPORTED = ("sliding_window", "softcap", "position_bias", "s_aux")
+# The masks that were read, by the `id` of their model's configuration, with the configuration: an `id` is used again.
+_READ: dict[int, tuple["weakref.ref[Any]", SparseMask]] = {}
 
 
 def set_mask(model: nn.Module, mask: SparseMask) -> None:
@@ -38,8 +40,8 @@ def set_mask(model: nn.Module, mask: SparseMask) -> None:
 
 
 def _saved_mask(config):
-    mask = _READ.get(id(config))
-    if mask is None:
+    owner, mask = _READ.get(key := id(config), (None, None))
+    if mask is None or owner is None or owner() is not config:
         name, revision = config._name_or_path, getattr(config, "_commit_hash", None)
         try:
             mask = SparseMask.from_pretrained(name, **({"revision": revision} if revision else {}))
@@ -47,8 +49,29 @@ def _saved_mask(config):
             raise ValueError(
                 f"there is no mask beside the weights of {name!r}, call set_mask(model, mask) of this kernel: {error}"
             ) from error
-        _READ[id(config)] = mask
+        _READ[key] = weakref.ref(config, lambda _: _READ.pop(key, None)), mask
     return mask
+
+
+def _padding(attention_mask, causal):
+    """
+    The padding `(B, n)` that a mask of Transformers says, if it says nothing else.
+
+    Raises:
+        ValueError: If it removes other entries, or is added to the scores.
+    """
+    if attention_mask is None or attention_mask.dim() == 2:
+        return None if attention_mask is None else attention_mask.bool()
+    padding = attention_mask[:, 0, -1]  # the last row of a causal model is whole
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(f"attention_mask of four dimensions must be bool, got {attention_mask.dtype}")
+    rows = padding[:, None, None, :].expand_as(attention_mask)
+    if not torch.compiler.is_compiling() and not torch.equal(attention_mask, rows.tril() if causal else rows):
+        raise ValueError(
+            "attention_mask removes more than padding, as local attention, packed sequences or a mask of your own do, "
+            "which this kernel cannot: use sparsebert.attach"
+        )
+    return padding
 
 
 def flash_attn_forward(
@@ -69,15 +92,21 @@ def flash_attn_forward(
         query (`torch.Tensor` of shape `(B, H, n, d)`): Queries of all tokens.
         key (`torch.Tensor` of shape `(B, H, n, d)`): Keys.
         value (`torch.Tensor` of shape `(B, H, n, d)`): Values.
-        attention_mask (`torch.Tensor`, *optional*): Padding, of shape `(B, 1, n, n)` or `(B, n)`; true = real token.
+        attention_mask (`torch.Tensor`, *optional*): Padding, bool of shape `(B, 1, n, n)`, or `(B, n)`; true = real
+            token.
         scaling (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
         dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout.
 
     Returns:
         `tuple`: The output `(B, n, H, d)`, and `None` for the probabilities.
     Raises:
-        ValueError: If there is no mask, it does not fit, or this is not the self-attention of whole inputs.
+        ValueError: If there is no mask, it does not fit, this is not the self-attention of whole inputs, or
+            `attention_mask` or another argument asks for more than padding.
     """
+    if unknown := [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]:
+        raise ValueError(
+            f"{type(module).__name__} needs an attention with {unknown[0]}, which this kernel does not have"
+        )
     if key.shape != query.shape:
         raise ValueError(
             "this kernel runs the self-attention of whole inputs, without key/value cache and with as many heads of "
@@ -86,19 +115,18 @@ def flash_attn_forward(
     mask: Any = getattr(module, "sparse_mask", None)
     if mask is None:
         module.sparse_mask = mask = _saved_mask(module.config)
-    if attention_mask is not None:
-        # All rows are alike but those of a causal model, of which the last one is whole.
-        attention_mask = (attention_mask[:, 0, -1] if attention_mask.dim() == 4 else attention_mask).bool()
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     layer: Any = 0 if mask.num_layers == 1 else module.layer_idx
     output = sparse_dot_product_attention(
         query,
         key,
         value,
         mask,
-        attention_mask,
+        _padding(attention_mask, causal),
         layer=layer,
         dropout_p=dropout,
-        is_causal=bool(getattr(module, "is_causal", False)),
+        is_causal=causal,
         scale=scaling,
     )
     return output.transpose(1, 2), None

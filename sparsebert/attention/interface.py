@@ -19,6 +19,9 @@ from .mask_inputs import MaskInputs
 
 logger = logging.get_logger(__name__)
 
+# What some models ask of their attention function in addition.
+_NOT_SUPPORTED = ("softcap", "position_bias", "s_aux")
+
 
 def sparse_attention_forward(
     module: nn.Module,
@@ -29,13 +32,14 @@ def sparse_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     mask_inputs: MaskInputs | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     The attention function registered under all our names.
 
-    Modules that carry no mask, such as cross-attention, run dense. If the whole model carries none, a warning says so
-    once.
+    Modules that carry no mask, such as cross-attention, run dense, and causal if the module is. If the whole model
+    carries none, a warning says so once.
 
     Args:
         module (`torch.nn.Module`): The attention module of a layer.
@@ -46,13 +50,18 @@ def sparse_attention_forward(
         scaling (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
         dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout.
         mask_inputs ([`MaskInputs`], *optional*): The inputs that [`SparseAttention`] prepared for this forward.
+        is_causal (`bool`, *optional*): Whether a module without a mask removes keys after the query. Defaults to its
+            attribute of this name.
 
     Returns:
         `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
     Raises:
-        ValueError: If the number of keys does not fit the mask (a static key/value cache).
+        ValueError: If the number of keys does not fit the mask (a static key/value cache), or the model needs an
+            attention with more than a mask, such as `softcap`.
         RuntimeError: If the module carries a mask but is called without its base model.
     """
+    if unknown := [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__} needs an attention with {unknown[0]}, which ours does not have")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
         if mask_inputs is None and not torch.compiler.is_compiling():
@@ -61,6 +70,9 @@ def sparse_attention_forward(
                 "A model that is made from the configuration of another does not get the mask of that model."
             )
         backend = mask_inputs.backend if mask_inputs and mask_inputs.compiled[0] is None else "sparse_sdpa"
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal and (attention_mask is None or attention_mask.dim() == 2):
+            attention_mask = _with_causality(attention_mask, query.shape[2], key.shape[2], query.device)
         mask_inputs = MaskInputs.dense(attention_mask, backend)
     elif mask_inputs is None:
         raise RuntimeError(
@@ -82,6 +94,12 @@ def sparse_attention_forward(
     return run_backend(query, key, value, mask_inputs, scaling, dropout)
 
 
+def _with_causality(padding, num_queries, num_keys, device):
+    """Bool `(B or 1, 1, n, m)`: the keys that are real and not after the query."""
+    keep = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)[None, None]
+    return keep if padding is None else keep & padding.bool()[:, None, None, :]
+
+
 def sparse_attention_mask(
     batch_size: int,
     q_length: int,
@@ -94,9 +112,11 @@ def sparse_attention_mask(
     The mask function registered under all our names.
 
     For bidirectional and causal attention it returns the padding mask `(B, m)` or `None` unchanged, since
-    [`SparseAttention`] applies padding and causality itself. For anything else it returns a bool mask `(B, 1, n, m)`.
+    [`SparseAttention`] applies padding and causality itself, and [`sparse_attention_forward`] where there is none. For
+    anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n, m)`.
     """
-    if mask_function in (bidirectional_mask_function, causal_mask_function):
+    has_room = kwargs.get("kv_offset", 0) + kv_length > kwargs.get("q_offset", 0) + q_length
+    if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and not has_room):
         return attention_mask
     kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
     return sdpa_mask(

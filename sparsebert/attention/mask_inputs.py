@@ -192,8 +192,10 @@ def per_sequence(positions: torch.Tensor | None, batch: int) -> torch.Tensor | N
     return None if positions is None else positions.expand(batch).contiguous()
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on a type of device, `None` if it is off or, as on the meta device, does not exist."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
+def autocast_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """
+    The dtype in which attention computes: that of autocast on a type of device, or `dtype` if autocast is off or, as
+    on the meta device, does not exist. Like PyTorch's autocast, it leaves float64 alone.
+    """
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on and dtype != torch.float64 else dtype

@@ -1,6 +1,5 @@
 """Padded tokens in attention: their content never affects the other tokens."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,37 +8,41 @@ from ..masks.exported import exporting
 from .mask_inputs import MaskInputs
 
 
+# Two vectors of this length have a score that is finite in float16, and no match for what removes it.
+_LARGE = 250.0
+
+
 def without_padding(inputs: MaskInputs, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     States with 0 at padded positions, for backends that compute with padded tokens and then remove them. A removed key
-    has the weight 0, but 0 times NaN or infinity is NaN.
+    has the weight 0, but 0 times NaN or infinity is NaN, and a finite score may be too large to be removed.
 
     Args:
         inputs ([`MaskInputs`]): Its padding is read. Under a mask that is not frozen, where padded queries have an
-            output, only NaN and infinity become 0.
+            output, only what is NaN or large becomes 0.
         states (`torch.Tensor` of shape `(B, H, n, d)`): Query, key or value: the last n of the m positions.
 
     Returns:
         `tuple` of `torch.Tensor`: The states themselves if there is no padding, or if it is 0 already, as in the
-        documents of a packed batch, or on CPUs if all is finite.
+        documents of a packed batch, or on CPUs if none is large.
     """
-    if inputs.padding is None or inputs.documents is not None or _known_finite(states):
+    if inputs.padding is None or inputs.documents is not None or _known_small(states):
         return states
     real, frozen = inputs.padding[:, None, :, None], inputs.sparse_mask is not None
     cleared = []
     for each in states:
         keep = real[:, :, real.shape[2] - each.shape[2] :]
-        keep = keep if frozen else keep | each.isfinite()
+        keep = keep if frozen else keep | (each.abs() < _LARGE)
         cleared.append(torch.where(keep, each, each.new_zeros(())))
     return tuple(cleared)
 
 
-def _known_finite(states: Sequence[torch.Tensor]) -> bool:
-    """Whether all numbers are finite, where it costs little to ask: on CPUs, a tenth of setting padding to 0."""
+def _known_small(states: Sequence[torch.Tensor]) -> bool:
+    """Whether no vector is large, where it costs little to ask: on CPUs, a tenth of setting padding to 0."""
     if torch.compiler.is_compiling() or exporting() or states[0].device.type != "cpu":
         return False
     try:
         with torch.no_grad():
-            return math.isfinite(sum(each.sum() for each in states))
+            return all(bool(torch.linalg.vector_norm(each, dim=-1).amax() < _LARGE) for each in states)
     except RuntimeError:  # tensors without values, or under vmap
         return False

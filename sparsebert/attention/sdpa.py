@@ -47,7 +47,7 @@ def sdpa_attention(
         return (output if live is None else output * live).transpose(1, 2).contiguous(), None
     if bias is not None:
         # Under autocast the operator casts its inputs, the bias included.
-        dtype = autocast_dtype(query.device.type) or query.dtype
+        dtype = autocast_dtype(query.device.type, query.dtype)
         if dtype == torch.float16:
             # Kept finite, since a query without a key would otherwise give NaN.
             bias = bias.clamp(min=torch.finfo(dtype).min)

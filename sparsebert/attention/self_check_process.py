@@ -25,11 +25,16 @@ logger = logging.get_logger(__name__)
 
 # Seconds that one check may take. The compilers take most of them.
 TIMEOUT = 600.0
-# The package is imported as this process found it, and the user's program is not run again.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from sparsebert.attention.self_check import main; main(sys.argv[2])"
-)
+# The package is imported as this process found it, be it from a file (a kernel of the Hub), and the user's program is
+# not run again.
+_PROGRAM = """
+import importlib.util, json, sys
+sys.path[:], (name, file), module = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location(name, file)
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+importlib.import_module(module).main(sys.argv[2])
+"""
 # Signals by which others stop a process, which says nothing about a kernel.
 _STOPPED = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _LOCK = threading.RLock()  # replicas of DataParallel ask at the same time
@@ -38,7 +43,10 @@ _KNOWN: dict[tuple[str, Setting], Outcome] = {}
 
 def program() -> list[str]:
     """The command of the self-check, to which the orders are added as JSON."""
-    return [sys.executable, "-c", _PROGRAM, json.dumps([entry for entry in sys.path if isinstance(entry, str)])]
+    root = __package__.removesuffix(".attention")
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    found = [path, (root, sys.modules[root].__file__), f"{__package__}.self_check"]
+    return [sys.executable, "-c", _PROGRAM, json.dumps(found)]
 
 
 def self_check(

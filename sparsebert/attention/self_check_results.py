@@ -217,9 +217,10 @@ def driver() -> str | None:
 
 @functools.cache
 def _sources():
-    """A hash of the kernels' sources, which in a checkout change without a version."""
+    """A hash of the sources of the kernels and of what they read, which in a checkout change without a version."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.*")):
+    own = Path(__file__).parent
+    for path in (*sorted(own.glob("*.*")), *sorted(own.with_name("masks").glob("*.py"))):
         if path.suffix in (".py", ".cpp", ".h"):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

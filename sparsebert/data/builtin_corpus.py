@@ -42,7 +42,6 @@ PACKAGES = (
 # Part of the cache key: increase it whenever the extraction below gives different text for the same sources.
 FORMAT = 1
 
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 _SKIPPED_DIRECTORIES = {"test", "tests", "testing", "idle_test", "_vendor", "site-packages", "dist-packages"}
 _PROSE_DIRECTIVES = {
     "attention",
@@ -123,7 +122,8 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
             f"packages must be a sequence of package names, e.g. ({packages!r},), got the str {packages!r}"
         )
     # A dictionary, because a package given twice would lose all its paragraphs as repeated ones.
-    found = {name: _version(name) for name in packages}
+    distributions = importlib.metadata.packages_distributions()
+    found = {name: _version(name, distributions.get(name, ())) for name in packages}
     missing = [name for name, version in found.items() if version is None]
     versions = {name: version for name, version in found.items() if version is not None}
     if not versions:
@@ -146,7 +146,7 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
     return documents
 
 
-def _version(package: str) -> str | None:
+def _version(package: str, distributions: Iterable[str]) -> str | None:
     if package == "stdlib":
         return platform.python_version()
     try:
@@ -158,7 +158,7 @@ def _version(package: str) -> str | None:
     if package in sys.stdlib_module_names:
         return platform.python_version()
     try:
-        return importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
+        return ", ".join(importlib.metadata.version(name) for name in sorted(set(distributions) or {package}))
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
-from ..checks import check_choice, check_range
+from ..checks import check_choice, check_range, shortened
 from ..files import COMPRESSIONS, DECOMPRESSION_ERRORS, is_unicode, open_binary
 
 
@@ -38,12 +38,21 @@ class Documents(Iterator[list[str]]):
     def __init__(self, documents: Iterator[list[str]], find_fingerprint: Callable[[], str | None]):
         self._documents = documents
         self._find_fingerprint = find_fingerprint
+        self._begun = False
 
     def __next__(self) -> list[str]:
+        self._begun = True
         return next(self._documents)
 
     def fingerprint(self) -> str | None:
-        """A hash that changes with the text; `None` if it cannot be had without reading the text."""
+        """
+        A hash that changes with the text; `None` if it cannot be had without reading the text.
+
+        Raises:
+            ValueError: If some of the documents have been read: the rest is another text.
+        """
+        if self._begun:
+            raise ValueError("documents were read before, at least some of them: load them again for each use")
         return self._find_fingerprint()
 
 
@@ -125,7 +134,7 @@ def _files_hash(files: list[Path]) -> str:
 
     def parts() -> Iterator[bytes]:
         for file in files:
-            yield f"\0{file.suffixes[-2:]}\0{file.stat().st_size}\0".encode()
+            yield f"\0{_file_format(file)}\0{file.suffix in COMPRESSIONS}\0{file.stat().st_size}\0".encode()
             with open(file, "rb") as stream:
                 while part := stream.read(2**20):
                     yield part
@@ -229,7 +238,9 @@ def _decoded_lines(file: str | Path, open_file: Callable[[Any], IO[bytes]]) -> I
         raise ValueError(
             f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
         ) from error
-    except DECOMPRESSION_ERRORS as error:
+    except (*DECOMPRESSION_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 has errors of its own without a number
+            raise
         raise ValueError(f"{file}: corrupt {Path(file).suffix} file after line {number} ({error})") from error
 
 
@@ -287,8 +298,8 @@ def _hub_documents(source: str) -> tuple[Iterator[list[str]], Callable[[], str |
     rows = datasets.load_dataset(name, *config, split="train", streaming=True)
 
     def read() -> Iterator[list[str]]:
-        for row in rows:
-            yield document_of(row, source)
+        for number, row in enumerate(rows):
+            yield document_of(row, f"row {number} of {source!r}")
 
     def find_commit() -> str | None:
         from huggingface_hub import HfApi
@@ -310,8 +321,10 @@ def hub_source(source: str) -> tuple[str, list[str]]:
     return name, config
 
 
-def document_of(row: Mapping[str, Any], source: str) -> list[str]:
-    """The document of a row of a dataset."""
-    if not isinstance(row.get("text"), str):
-        raise ValueError(f"{source!r} has no text column 'text'; its columns are {sorted(row)}")
+def document_of(row: Mapping[str, Any], place: str) -> list[str]:
+    """The document of a row of a dataset; its place is for the message if it has none."""
+    if "text" not in row:
+        raise ValueError(f"{place} has no column 'text'; its columns are {sorted(row)}")
+    if not isinstance(row["text"], str):
+        raise ValueError(f"{place} has no text in the column 'text', but {shortened(repr(row['text']))}")
     return _paragraphs(row["text"])

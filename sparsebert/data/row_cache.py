@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 # Part of every key: increase it whenever the same text and settings give other files.
-FORMAT = 1
+FORMAT = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -71,6 +71,12 @@ class TokenizedText:
         self._sentences = sentences
         self._max_tokens = max_tokens
         self._quiet = quiet
+        self._reserved = {
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+            tokenizer.pad_token_id,
+            tokenizer.mask_token_id,
+        }
         self._seen: set[int] = set()
         self._paragraphs = self._compared = self._duplicates = self._empty = self._tokens = self._unknown = 0
 
@@ -106,9 +112,15 @@ class TokenizedText:
                     break
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
+        settings = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+        encoded = self._tokenizer(texts, verbose=False, **settings)["input_ids"]
+        # A text may speak of "[MASK]" or "[CLS]", which then is a word: rows tell by the tokens where documents begin.
+        for index, ids in enumerate(encoded):
+            if not self._reserved.isdisjoint(ids):
+                encoded[index] = self._tokenizer(texts[index], verbose=False, split_special_tokens=True, **settings)[
+                    "input_ids"
+                ]
+        return encoded
 
     def _units(self) -> Iterator[str | None]:
         """Yield the units of the documents, and `None` at the end of each document."""

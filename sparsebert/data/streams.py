@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 _COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 # Earlier versions forget their place when they resume for the second time.
 _DATASETS = "5.2"
-# Documents that are read at once.
+# Documents that are tokenized at once.
 _AT_ONCE = 16
+# Rows of a Parquet file that are read at once.
+_ROWS_AT_ONCE = 1000
 
 
 def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
@@ -56,7 +58,10 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
         return datasets.load_dataset(name, *config, split="train", streaming=True)
     shards = find_shards(source)
     if shard_format(shards[0]) == ".parquet":
-        return datasets.load_dataset("parquet", data_files={"train": shards}, split="train", streaming=True)
+        # By default batches are as large as the first group of rows, and a shard without rows has none.
+        return datasets.load_dataset(
+            "parquet", data_files={"train": shards}, split="train", streaming=True, batch_size=_ROWS_AT_ONCE
+        )
     features = datasets.Features({"text": datasets.Value("string")})
     return datasets.IterableDataset.from_generator(_read_shards, features, {"shards": shards})
 
@@ -68,11 +73,15 @@ def find_shards(source: str | Iterable[str]) -> list[str]:
     shards: list[str] = []
     for pattern in [source] if isinstance(source, str) else source:
         filesystem, path = url_to_fs(pattern)
-        found = [pattern] if filesystem.isfile(path) else []
+        cause: BaseException | None = None
+        try:
+            found = [pattern] if filesystem.info(path)["type"] == "file" else []
+        except FileNotFoundError as error:
+            found, cause = [], error.__cause__  # of a URL: why it cannot be read
         if not found and any(character in path for character in "*?["):
             found = [filesystem.unstrip_protocol(name) for name in sorted(filesystem.glob(path))]
         if not found:
-            raise FileNotFoundError(f"no such file: {pattern!r}")
+            raise FileNotFoundError(f"no such file: {pattern!r}" + (f" ({cause})" if cause else ""))
         shards += found
     if not shards:
         raise ValueError("no files: name at least one file")
@@ -120,14 +129,14 @@ def _read_shards(shards: list[str]) -> Iterator[dict[str, str]]:
 def stream_documents(source: str | Iterable[str], split: str = "train", holdout_every: int = 100) -> Documents:
     """
     [`load_documents`] for the sources of [`open_documents`]. Its `fingerprint` is made of the names, sizes and dates
-    of the files, whose content is not read for it.
+    of the files, whose content is not read for it; for a URL, of what its server says about the version, if it does.
     """
     rows = open_documents(source)
 
     def read() -> Iterator[list[str]]:
         selected = 0
-        for row in rows:
-            document = document_of(row, str(source))
+        for number, row in enumerate(rows):
+            document = document_of(row, f"row {number} of {source!r}")
             if document and in_split(document, split, holdout_every):
                 selected += 1
                 yield document
@@ -137,12 +146,22 @@ def stream_documents(source: str | Iterable[str], split: str = "train", holdout_
     def fingerprint() -> str | None:
         if isinstance(source, str) and source.startswith("hub:"):
             return None
-        from fsspec.core import url_to_fs
-
-        places = [url_to_fs(shard) for shard in find_shards(source)]
-        return key_of("stream", split, holdout_every, [str(filesystem.ukey(path)) for filesystem, path in places])
+        versions = [_version(shard) for shard in find_shards(source)]
+        return None if None in versions else key_of("stream", split, holdout_every, versions)
 
     return Documents(read(), fingerprint)
+
+
+def _version(shard: str) -> str | None:
+    """What changes with a file; `None` of a URL whose server does not say."""
+    from fsspec.core import url_to_fs
+
+    filesystem, path = url_to_fs(shard)
+    if "http" not in filesystem.protocol:
+        return str(filesystem.ukey(path))
+    found = filesystem.info(path)  # its `ukey` is a hash of the URL alone
+    stated = [str(found[name]) for name in ("ETag", "Last-Modified", "Content-MD5", "Digest") if name in found]
+    return " ".join([path, str(found.get("size")), *stated]) if stated else None
 
 
 class RowStream(IterableDataset):
@@ -285,7 +304,7 @@ class RowStream(IterableDataset):
         begin, pieces = state, list[Piece]()
         for batch in documents.iter(_AT_ONCE):
             rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-            found = [document_of(row, "text") for row in rows]
+            found = [document_of(row, "a row of the text") for row in rows]
             used = [document for document in found if document and in_split(document, self.split)]
             pieces += TokenizedText(used, self.tokenizer, self.nsp, quiet=True)
             tokens, ends = (sum(len(piece[index]) for piece in pieces) for index in (0, 2))

@@ -13,6 +13,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..checks import shortened
 from ..files import replace_files
 from ..version import __version__
 
@@ -141,7 +142,9 @@ def describe_mask(
     made = {"search": "learned by the search", "pattern": "the pattern"}
     origin = next((f"{text} `{value}`" for name, text in made.items() if (value := name_in(metadata, name))), "")
     if metadata.get("pattern_parameters"):
-        origin += f" with {json.dumps(metadata['pattern_parameters'])}".replace("|", "/")
+        # Anybody may have written them: as code, which neither ends itself nor its cell.
+        parameters = shortened(json.dumps(metadata["pattern_parameters"]))
+        origin += f" with `{parameters.replace('|', '/').replace('`', '/')}`"
     layers = "one for all layers" if len(sparsities) == 1 else f"one for each of {len(sparsities)} layers"
     length = f"{description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}"
     diagonal = {True: "kept", False: "removed"}.get(description["diagonal"])

@@ -142,7 +142,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         padding,
         dropout=sparse_attention.config.attention_probs_dropout_prob if model.training else 0.0,
         device=device,
-        dtype=autocast_dtype(device.type) or next(model.parameters()).dtype,
+        dtype=autocast_dtype(device.type, next(model.parameters()).dtype),
         needs=needs,
         documents=documents,
     )

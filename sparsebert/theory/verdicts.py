@@ -173,7 +173,7 @@ def saved_case(
         # Within twice the length n^2 looks like n sqrt n.
         for halves in (2, 3, 4, 6, 8):
             other = mask.length * halves // 2
-            connections[other] = mask.density_at(other) * other**2
+            connections[other] = mask.density_at(other, causal) * other**2
     setup = {"causal": True} if causal else {}
     return Case(str(source), mask, length, setup, _growth(connections), causal, tuple(mixers))
 

@@ -152,7 +152,10 @@ def best_threshold(rows: Sequence[dict], references: Sequence[list[dict]]) -> di
         gains = np.where(has_answer, values, -1.0 * answered)
         totals = np.sum(~has_answer) + np.cumsum(gains[order])[group_ends]
         best = int(np.argmax(totals))
-        total, threshold = totals[best], odds[order][group_ends[best]]
+        # Between the last odds that are answered and the next ones, so that a rounded threshold answers the same.
+        last = odds[order][group_ends[best]]
+        following = odds[order][group_ends[best + 1]] if best + 1 < len(group_ends) else last + 1
+        total, threshold = totals[best], (last + following) / 2
         if total <= np.sum(~has_answer):  # best not to answer any question
             total, threshold = np.sum(~has_answer), min(0.0, odds.min() - 1.0)
         results |= {f"best_{key}": float(total / len(rows)), f"best_{key}_threshold": float(threshold)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
+from ...checks import shortened
 from ...files import COMPRESSIONS, is_unicode, open_text
 
 
@@ -32,6 +33,7 @@ class BadRow(ValueError):
     """
 
     def __init__(self, field: str | None, message: str):
+        message = shortened(message)  # it may quote a value of any size
         super().__init__(message if field is None else f"field {field!r}: {message}")
         self.field = field
         self.message = message
@@ -322,7 +324,7 @@ def make_dataset(
     ids = [str(index) for index in range(len(examples))]
     for candidates in zip(*(example["id"] for example in examples), strict=True):
         texts = {str(value).strip() for value in candidates if value is not None}
-        if len(texts - {""}) == len(examples):
+        if len(texts - {""}) == len(examples) and all(map(is_unicode, texts)):
             ids = [str(value).strip() for value in candidates]
             break
     rows = [example | {"id": identifier} for example, identifier in zip(examples, ids, strict=True)]
