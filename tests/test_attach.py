@@ -452,13 +452,12 @@ def test_models_of_one_configuration_are_independent(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_a_search_stay_float32(dtype):
     """At 0.6, bfloat16 would round away every step of 1e-3."""
     model = attach(head_model("bert"), "dam_s", mask_length=16).to(dtype)
     logits = model.sparse_attention.mask_logits
-    assert (model.dtype, logits.dtype) == (dtype, torch.float32) and model.double() is model
-    assert model.sparse_attention.mask_logits.dtype == torch.float64  # a wider type is taken
+    assert (model.dtype, logits.dtype) == (dtype, torch.float32)
 
 
 def test_a_mask_of_an_unknown_search(tmp_path):

@@ -429,6 +429,13 @@ MISTAKES = {
     "schedule steps": (lambda m: SearchSchedule(1000), "search_end must be a number from 0 to 1, got 1000"),
     "schedule threshold": (lambda m: SearchSchedule(0.5, threshold=2), "threshold must be in [0, 1), got 2"),
     "schedule percent": (lambda m: SearchSchedule(0.5, sparsity=90), "sparsity must be in [0, 1), got 90"),
+    "schedule metadata": (
+        lambda m: SearchSchedule(0.5, metadata={"sparsity": 0.5}),
+        "metadata: the names must be text, and not those of a mask's own fields, got 'sparsity'",
+    ),
+    "freeze metadata": (lambda m: m("dam_s").freeze(metadata={"length": 5}), "metadata: the names must be text"),
+    "metadata tuple": (lambda m: saved(run=(1, 2)), "metadata: run must hold JSON values, such as lists instead of"),
+    "metadata keys": (lambda m: saved(run={1: 2}), "metadata: run must hold JSON values, such as lists instead of"),
     "schedule both": (lambda m: SearchSchedule(0.5, 0.4, 0.5), "threshold 0.4 and sparsity 0.5 exclude each other"),
     "config typo": (lambda m: SparseBertConfig(target_sparsty=0.9), "'target_sparsty'; did you mean 'target_sp"),
     "config search": (lambda m: SparseBertConfig(serach="dam_u"), "unknown field 'serach'; did you mean 'search'?"),

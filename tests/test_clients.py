@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -229,6 +230,18 @@ def test_offloaded_models_keep_their_mask(loader, tmp_path):
         torch.testing.assert_close(detach(loaded)(IDS)[0], expected(IDS)[0])
 
 
+def test_searches_of_offloaded_models_are_refused(tmp_path):
+    """They would have logits without numbers."""
+    model = accelerate.cpu_offload(stock_model())
+    with pytest.raises(ValueError, match="BertForMaskedLM is offloaded, so a search would have no weights"):
+        attach(model, "dam_s", mask_length=LENGTH)
+    attach(model, "window", mask_length=LENGTH)
+    with_mask(stock_model(), "searching").save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    with pytest.raises(ValueError, match="mask_logits are offloaded: load the model without a device_map"):
+        loaded.freeze(sparsity=0.5)
+
+
 def test_pipelines(word_tokenizer, attached):
     model, folder = attached
     word_tokenizer.save_pretrained(folder)
@@ -269,7 +282,17 @@ def test_damaged_and_unfit_masks_are_refused(state, attached):
         assert loader is pipeline or raised.type is MaskFileError
 
 
-@pytest.mark.parametrize("search", [{"search": "dam_z"}, {"search": "dam_s", "mask_length": -1}, {"no": 1}])
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"search": "dam_z"},
+        {"search": "dam_s", "mask_length": -1},
+        {"no": 1},
+        {"search": "dam_s", "layer_norm_eps": 0.5},  # a field of the model
+        {"search": "dam_s", "temperature": 10**400},
+    ],
+    ids=["search", "length", "field", "model", "huge"],
+)
 def test_wrong_searches_are_refused(search, tmp_path):
     with_mask(stock_model(), "searching").save_pretrained(tmp_path)
     (tmp_path / "search_config.json").write_text(json.dumps(search))
@@ -439,6 +462,11 @@ def test_logits_beside_an_adapter(peft, trainable, tmp_path):
     loaded = peft.PeftModel.from_pretrained(stock_model(), tmp_path, is_trainable=trainable)
     attention = loaded.get_base_model().sparse_attention
     assert attention.mask_logits.requires_grad == trainable and attention.progress == 0.5
+    # The same in a model with this search, which may be elsewhere in it.
+    other = with_mask(stock_model(), "searching")
+    peft.PeftModel.from_pretrained(other, tmp_path, is_trainable=trainable)
+    assert torch.equal(other.sparse_attention.mask_logits, attention.mask_logits)
+    assert other.sparse_attention.progress == 0.5
     mask = loaded.get_base_model().freeze(sparsity=0.5)
     loaded.save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
@@ -527,12 +555,13 @@ def test_adapters_of_sparsebert(peft, tiny_config, state, tmp_path):
         ("mask", "mask.safetensors"),
         ("heads", "4 heads"),
         ("logits", "not the logits of a search"),
-        ("shape", "shape .1, 4, 3., but the model has the search dam_s and shape .1, 4, 10."),
+        ("length", "the search of the adapter has mask_length 5, that of the model 12: load the adapter into a model"),
+        ("target", "the search of the adapter has target_sparsity 0.6, that of the model None"),
         ("frozen", "still being searched, but that of the model is frozen"),
     ],
 )
 def test_wrong_masks_of_adapters_are_refused(peft, change, message, tmp_path):
-    searching = change in ("logits", "shape", "frozen")
+    searching = change in ("logits", "length", "target", "frozen")
     model = with_mask(stock_model(), "searching" if searching else "frozen")
     peft.get_peft_model(model, lora(peft)).save_pretrained(tmp_path)
     base = stock_model()
@@ -542,9 +571,10 @@ def test_wrong_masks_of_adapters_are_refused(peft, change, message, tmp_path):
         base = BertForMaskedLM(BertConfig(**TINY | {"num_attention_heads": 2}))
     elif change == "logits":
         (tmp_path / "mask_logits.safetensors").write_bytes(b"damaged")
-    elif change == "shape":
+    elif change in ("length", "target"):
         base = attach(base, "dam_s", mask_length=LENGTH)
-        peft.get_peft_model(attach(stock_model(), "dam_s", mask_length=5), lora(peft)).save_pretrained(tmp_path)
+        other = {"mask_length": 5} if change == "length" else {"mask_length": LENGTH, "target_sparsity": 0.6}
+        peft.get_peft_model(attach(stock_model(), "dam_s", **other), lora(peft)).save_pretrained(tmp_path)
     else:
         with_mask(base, "frozen")
     with pytest.raises(MaskFileError, match=message):

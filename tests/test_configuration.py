@@ -60,6 +60,7 @@ def test_wrong_type_is_refused(field, value, allowed):
         ("mask_logit_scale", -1.0, "(0, "),
         ("temperature", 0.0, "(0, "),
         ("temperature", math.nan, "(0, "),
+        ("temperature", 10**400, "(0, "),
         ("diagonal", "drop", "'learned', 'keep', 'remove'"),
         ("special_tokens", "last", "'none', 'first', 'first_last'"),
         ("last_token", "padding", "'real', 'position'"),

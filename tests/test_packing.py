@@ -230,6 +230,18 @@ def test_heads_of_whole_rows_refuse_packed_rows(tiny_config, name, fields, label
     model(IDS, position_ids=torch.arange(LENGTH).expand(3, -1), **labels)
 
 
+@pytest.mark.parametrize("name", ["ForSequenceClassification", "ForQuestionAnswering", "ForMaskedLM"])
+def test_positions_of_one_row_are_those_of_all(tiny_config, name):
+    """As in stock models, also with padding."""
+    model = getattr(sparsebert, f"SparseBert{name}")(tiny_config(pattern="window")).eval()
+    padding = (torch.arange(LENGTH) < torch.tensor([LENGTH, 5, 9])[:, None]).long()
+    one, each = (
+        model(IDS, attention_mask=padding, position_ids=positions)[0]
+        for positions in (torch.arange(LENGTH)[None], torch.arange(LENGTH).expand(3, -1))
+    )
+    assert torch.equal(one, each)
+
+
 def test_parts_that_mix_neighbours_refuse_packed_rows(tiny_config):
     model = SparseBertModel(tiny_config(pattern="window", token_mixers=["attention", "average"]))
     with pytest.raises(ValueError, match="token mixer 'average' mixes neighboring tokens"):

@@ -126,6 +126,15 @@ def test_what_is_removed_stays_removed(search, score, scope):
     assert torch.equal(mask.to_table().float(), (sparse_attention.mask_probs() > 0).float())
 
 
+def test_a_pruned_search_does_not_freeze_to_less():
+    model = pruned(model_of("dam_u", allow_empty_rows=True), 0.7)
+    kept = model.sparse_attention.thresholded_mask().keep
+    with pytest.raises(ValueError, match=r"sparsity must be at least 0\.\d+, what pruning has removed, got 0.3"):
+        model.freeze(sparsity=0.3)
+    assert model.sparse_attention.searching
+    assert not (model.freeze(sparsity=0.8).keep & ~kept).any()
+
+
 # Freezing
 
 

@@ -7,16 +7,18 @@ import json
 import pytest
 import torch
 from conftest import TINY
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel
 
 from sparsebert import (
     SEARCHES,
     MaskFileError,
     SparseBertConfig,
+    SparseBertForMaskedLM,
     SparseBertLMHeadModel,
     SparseBertModel,
     SparseMask,
     attach,
+    build_pattern,
     detach,
     load,
 )
@@ -75,6 +77,52 @@ def test_search_is_loaded_as_it_was_saved(tmp_path, search, kind, attached):
         run = read_run(folders[0])
         assert run.mask == before.thresholded_mask() and torch.equal(run.probs, before.mask_probs())
         assert loaded.freeze() == copy.deepcopy(model).freeze()
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_progress_of_a_search_is_loaded_as_it_was_saved_in_any_dtype(tmp_path, attached, dtype):
+    model = searching_model(attached, "dam_u", target_sparsity=0.99)
+    model.sparse_attention.set_progress(0.4)
+    model.save_pretrained(tmp_path / "0")
+    loaded = AutoModel.from_pretrained(tmp_path / "0", dtype=dtype)
+    assert loaded.dtype == dtype
+    loaded.to(dtype).save_pretrained(tmp_path / "1")
+    again = AutoModel.from_pretrained(tmp_path / "1", dtype=torch.float32)
+    for found in (loaded.sparse_attention, again.sparse_attention):
+        assert torch.equal(found.progress, model.sparse_attention.progress)
+        assert found.mask_logits.dtype == torch.float32
+        assert torch.equal(found.mask_logits, model.sparse_attention.mask_logits)
+    loaded.sparse_attention.set_progress(0.9985)
+    assert loaded.sparse_attention.progress.item() == pytest.approx(0.9985, abs=1e-6)
+    model.sparse_attention.set_progress(0.9985)
+    assert loaded.freeze() == model.freeze()
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["own", "attached"])
+def test_a_search_keeps_the_model_that_it_began_with(tmp_path, attached):
+    for base in ("user/base", ""):
+        model = searching_model(attached, "dam_s")
+        model.sparse_attention.config.name_or_path = base
+        for name in ("0", "1"):
+            model.save_pretrained(tmp_path / name)
+            model = load(tmp_path / name)
+        assert model.freeze(sparsity=0.5).metadata["base_model"] == (base or None)
+        model.save_pretrained(tmp_path / "frozen")
+        assert load(tmp_path / "frozen").sparse_attention.mask.metadata["base_model"] == (base or None)
+
+
+def test_the_encoder_of_a_head_is_saved_alone(tmp_path):
+    """With its search, and as a model that `load` reads."""
+    for fields in ({"search": "dam_s"}, {"pattern": "window"}):
+        model = SparseBertForMaskedLM(SparseBertConfig(**ONE_LAYER, mask_length=40, **fields))
+        if "search" in fields:
+            model.sparse_attention.set_progress(0.2)
+        model.bert.save_pretrained(tmp_path)
+        for loaded in (load(tmp_path), AutoModel.from_pretrained(tmp_path)):
+            assert isinstance(loaded, SparseBertModel)
+            assert loaded.sparse_attention.progress == model.sparse_attention.progress
+            assert loaded.sparse_attention.sparsity() == model.sparse_attention.sparsity()
 
 
 def test_new_search_starts_from_nothing(tmp_path):
@@ -187,6 +235,18 @@ def test_a_mask_is_not_saved_alone_beside_a_search_that_would_ignore_it(tmp_path
     model.save_pretrained(tmp_path)
     mask.save_pretrained(tmp_path)
     assert load(tmp_path).sparse_attention.mask == mask
+
+
+def test_a_mask_is_not_saved_alone_beside_a_pattern_that_would_ignore_it(tmp_path):
+    """The code beside the model would run this mask, and the package the pattern."""
+    model = SparseBertModel(SparseBertConfig(**ONE_LAYER, pattern="window", mask_length=40))
+    model.save_pretrained(tmp_path)
+    before = hashes(tmp_path)
+    with pytest.raises(ValueError, match="holds a SparseBERT with the pattern 'window', and would not use a mask"):
+        build_pattern("bigbird", 40, 4).save_pretrained(tmp_path)
+    assert hashes(tmp_path) == before
+    load(tmp_path).save_pretrained(tmp_path)
+    assert SparseMask.from_pretrained(tmp_path) == model.sparse_attention.mask
 
 
 def test_a_model_without_a_mask_saved_over_one_with_it_is_noticed(tmp_path, caplog):

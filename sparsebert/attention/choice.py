@@ -58,7 +58,8 @@ def _tile_shares(handle, length, causal):
 @functools.lru_cache(maxsize=256)
 def _density(handle, length, causal):
     mask = SparseMask.instances[handle]
-    return mask.density if length == mask.length and not causal else mask.density_at(length, causal)
+    own = not length or (length == mask.length and not causal)
+    return mask.density if own else mask.density_at(length, causal)
 
 
 # Gives the outcome of a self-check, `None` if it is not known.

@@ -297,7 +297,7 @@ def block_attention(
             query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
     else:
         # The mask is a constant of the graph up to the values of its tensors.
-        parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__)
+        parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__ or ())
         mask = (part.shape if isinstance(part, torch.Tensor) else part for part in parts)
         lists = block_mask.full_kv_indices is None
         function = _compiled(*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), lists, *mask)

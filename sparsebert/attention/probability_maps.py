@@ -205,15 +205,15 @@ def check_probability_map(name: str, parameters: Mapping[str, Any], length: int)
 
 class Float32Module(nn.Module):
     """
-    A module whose parameters stay float32 when a model is cast to half precision, as by `model.to(torch.bfloat16)`: at
-    the size of mask logits, bfloat16 does not resolve a step of the optimizer.
+    A module whose parameters stay float32 when a model is cast, as by `model.to(torch.bfloat16)`: at the size of mask
+    logits, bfloat16 does not resolve a step of the optimizer, and they are saved and loaded in float32.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def uncast(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
-            narrower = tensor.is_floating_point() and result.element_size() < tensor.element_size() <= 4
-            return tensor.to(result.device) if narrower else result
+            cast = tensor.dtype == torch.float32 and result.is_floating_point() and result.dtype != tensor.dtype
+            return tensor.to(result.device) if cast else result
 
         return super()._apply(uncast, recurse)
 

@@ -9,7 +9,7 @@ Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--s
 from accelerate import PartialState
 
 from ..analysis.reports import read_metrics, report_tables
-from ..models.attaching import STATE_FIELDS
+from ..models.configuration_sparsebert import STATE_FIELDS
 from ..training.finetuning import SECTIONS, finetune
 from ._command import Command, Printing, Results
 

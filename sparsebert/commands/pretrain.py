@@ -11,7 +11,8 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ..analysis.reports import report_tables
-from ..models.attaching import PATTERN_FIELDS, STATE_FIELDS, allowed_fields
+from ..models.attaching import PATTERN_FIELDS, allowed_fields
+from ..models.configuration_sparsebert import STATE_FIELDS
 from ..training.pretraining import SECTIONS, pretrain
 from ._command import Command, Printing, Results
 

@@ -9,7 +9,7 @@ same command is run again, it continues where it stopped.
 """
 
 from ..files import locked_output
-from ..models.attaching import STATE_FIELDS
+from ..models.configuration_sparsebert import STATE_FIELDS
 from ..training.finetuning import SECTIONS
 from ..training.recipes import load_recipe
 from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_table

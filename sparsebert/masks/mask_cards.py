@@ -173,14 +173,11 @@ def describe_mask(
 
 def mask_limits(description: Mapping[str, Any]) -> list[str]:
     """What to know before a mask is used, a line each."""
-    limits = [
+    return [
         f"The mask was made for {description['length']} tokens; {_LENGTH_POLICIES[description['length_policy']]}.",
         "Removing attention does not always save time: `sparsebert plan` says what a kernel can skip, and at a few "
         "hundred tokens attention is a small part of a model's time.",
     ]
-    if description["length_policy"] == "extend":
-        limits.append("Scores were measured only at the length that the mask was made for.")
-    return limits
 
 
 def mask_tags(metadata: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1024
 # The stored sparsity is rounded to 6 digits, and may have been computed in single precision.
 SPARSITY_TOLERANCE = 2e-6
 _SAMPLE_FIELD = "model_weights_sample"
+# Fields of the description of a mask, and those that writing adds.
+_DESCRIPTION = (
+    *("form", "num_layers", "num_heads", "length", "num_parameters", "block_size", "special_tokens", "last_token"),
+    *("diagonal", "length_policy"),
+)
+_WRITTEN = ("format_version", "library_version", "sparsity", "weights_sha256")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 # Fields that say where a mask comes from, each a name or nothing.
 PROVENANCE = ("search", "pattern", "base_model", "base_model_revision")
@@ -93,7 +100,7 @@ def write_mask_files(
             JSON, a field of the mask itself, or a provenance that is not a name.
     """
     check_sizes(description)
-    _check_metadata(metadata, description)
+    check_metadata(metadata)
     bits = torch.from_numpy(np.packbits(keep.flatten().numpy()))
     weights = safetensors.torch.save({"keep": bits})
     config = {
@@ -114,20 +121,22 @@ def write_mask_files(
     replace_files({folder / MASK_CONFIG_NAME: content, folder / MASK_WEIGHTS_NAME: weights})
 
 
-def check_no_search(folder: Path) -> None:
+def check_takes_mask(folder: Path) -> None:
     """
     Raises:
-        ValueError: If a folder holds a SparseBERT that is being searched, which would not read a mask beside it.
+        ValueError: If a folder holds a SparseBERT with a search or a pattern, which would not read a mask beside it.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        searching = config["model_type"] == "sparsebert" and config["search"] and not config["frozen"]
+        pattern = config.get("pattern")
+        own = config["model_type"] == "sparsebert" and not config["frozen"] and (pattern or config["search"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return
-    if searching and config.get("pattern") is None:
+    if own:
+        what = "that is being searched" if pattern is None else f"with the pattern {pattern!r}"
         raise ValueError(
-            f"{folder} holds a SparseBERT that is being searched, and would not use a mask beside it: save the mask "
-            "in another folder, or load the model, give it the mask with set_mask and save that"
+            f"{folder} holds a SparseBERT {what}, and would not use a mask beside it: save the mask in another "
+            "folder, or load the model, give it the mask with set_mask and save that"
         )
 
 
@@ -161,18 +170,28 @@ def weights_changed(config_path: Path, folder: Path) -> bool:
     return saved is not None and sample_weights(folder) not in (None, saved)
 
 
-def _check_metadata(metadata, description):
-    """What could not be read back is not written."""
-    own = description.keys() | {"format_version", "library_version", "sparsity", "weights_sha256"}
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """
+    What could not be read back is not written.
+
+    Args:
+        metadata (`dict`): Provenance of a mask.
+
+    Raises:
+        ValueError: If it holds a field of the mask itself, a value that JSON would change, or a provenance that is not
+            a name.
+    """
     for name, value in metadata.items():
-        if name in own or not isinstance(name, str):
+        if name in (*_DESCRIPTION, *_WRITTEN) or not isinstance(name, str):
             raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")
         if name in PROVENANCE and not isinstance(value, str | None):
             raise ValueError(f"metadata: {name} must be a name or null, got {value!r}")
         try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
+            read = json.loads(json.dumps(value))
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"metadata: {name} must hold JSON values, got {value!r} ({error})") from error
+        if read != value and repr(read) != repr(value):  # NaN is the same, and not equal
+            raise ValueError(f"metadata: {name} must hold JSON values, such as lists instead of tuples, got {value!r}")
 
 
 def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None, str | None]:
@@ -192,9 +211,7 @@ def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any],
             raise MaskFileError(
                 f"{config_path}: format_version must be {MASK_FORMAT_VERSION}, got {version!r}; update sparsebert"
             )
-        fields = {name: config.pop(name) for name in ("num_layers", "num_heads", "num_parameters", "length", "form")}
-        fields |= {name: config.pop(name) for name in ("block_size", "special_tokens", "last_token")}
-        fields |= {name: config.pop(name) for name in ("diagonal", "length_policy")}
+        fields = {name: config.pop(name) for name in _DESCRIPTION}
         for name in ("library_version", _SAMPLE_FIELD):
             config.pop(name, None)
         sparsity, sha256 = config.pop("sparsity", None), config.pop("weights_sha256", None)

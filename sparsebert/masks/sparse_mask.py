@@ -39,7 +39,8 @@ from .mask_files import (
     SEARCH_CONFIG_NAME,
     SPARSITY_TOLERANCE,
     MaskFileError,
-    check_no_search,
+    check_metadata,
+    check_takes_mask,
     read_mask_files,
     write_mask_files,
 )
@@ -121,6 +122,7 @@ class SparseMask:
             raise ValueError(f"keep must be a bool tensor with data, got {keep.dtype} {keep.layout} on {keep.device}")
         if not isinstance(metadata, dict | None):
             raise ValueError(f"metadata must be a dict, got {type(metadata).__name__}")
+        check_metadata(metadata or {})
         num_dims = 4 if form == "table" else 3
         keep = keep.detach().cpu().clone()  # never the caller's memory: a mask does not change
         keep = keep[None] if keep.dim() == num_dims - 1 else keep
@@ -373,19 +375,23 @@ class SparseMask:
 
         Raises:
             TypeError: If `kwargs` are given, and nothing is to be pushed.
-            ValueError: If the `config.json` in the folder is that of a SparseBERT that is still searching.
+            ValueError: If the `config.json` in the folder is that of a SparseBERT with a search or a pattern.
         """
         if kwargs and not push_to_hub:
             raise TypeError(f"{sorted(kwargs)[0]} has no meaning without push_to_hub=True")
         folder = Path(save_directory)
-        check_no_search(folder)
-        write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
-        (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
+        check_takes_mask(folder)
+        self.write_beside_model(folder)
         if not (folder / CONFIG_NAME).is_file():
             name = folder.resolve().name
             save_card(folder, bare_mask_card(name, self.description(), self.head_sparsities(), self.metadata))
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+
+    def write_beside_model(self, folder: Path) -> None:
+        """Write the two files into the folder of the model that this mask is that of. A search there is removed."""
+        write_mask_files(folder, self.keep, self.description(), self.sparsity, self.metadata)
+        (folder / SEARCH_CONFIG_NAME).unlink(missing_ok=True)
 
     def push_to_hub(self, repo_id: str, *, subfolder: str | None = None, **kwargs: Any) -> CommitInfo:
         """

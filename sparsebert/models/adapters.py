@@ -27,6 +27,9 @@ from .stock_loading import attach_from
 
 logger = logging.get_logger(__name__)
 
+# Fields in which the search of an adapter may differ from that of the model that it is loaded into.
+_MAY_DIFFER = {"search_progress", "base_model", "base_model_revision", "skip_padding"}
+
 
 def load_mask_of_adapter(
     model: torch.nn.Module, source: str | PathLike, is_trainable: bool = False, **hub_arguments: Any
@@ -64,14 +67,21 @@ def load_mask_of_adapter(
             f"{source}: the mask of the adapter is still being searched, but that of the model is frozen: load the "
             "adapter into a model without a mask"
         )
-    if parameter.shape != logits.shape or sparse_attention.config.search != fields["search"]:
+    config, progress = sparse_attention.config, fields.get("search_progress")
+    for name in sorted(fields.keys() - _MAY_DIFFER):
+        if fields[name] != getattr(config, name):
+            raise MaskFileError(
+                f"{source}: the search of the adapter has {name} {fields[name]!r}, that of the model "
+                f"{getattr(config, name)!r}: load the adapter into a model without a mask"
+            )
+    if parameter.shape != logits.shape:
         raise MaskFileError(
-            f"{source}: the logits of the adapter come from the search {fields['search']} and have shape "
-            f"{tuple(logits.shape)}, but the model has the search {sparse_attention.config.search} and shape "
+            f"{source}: the logits of the adapter have shape {tuple(logits.shape)}, those of the model "
             f"{tuple(parameter.shape)}"
         )
     with torch.no_grad():
         parameter.copy_(logits)
+    sparse_attention.set_progress(1.0 if progress is None else progress)
     parameter.requires_grad_(is_trainable)
 
 

@@ -21,7 +21,7 @@ from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, sliding_window
-from .configuration_sparsebert import REQUESTS, SparseBertConfig
+from .configuration_sparsebert import REQUESTS, STATE_FIELDS, SparseBertConfig
 from .derived import derived_class
 from .forwards import MaskedBase
 from .masked_configs import AttachedConfig, MaskedConfigMixin
@@ -34,9 +34,8 @@ logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Fields of the configuration: how far a search is; how a fixed mask is used; what defines one by its pattern; what a
-# stock model cannot have.
-STATE_FIELDS = ("frozen", "pruned", "search_progress")
+# Fields of the configuration: how a fixed mask is used; what defines one by its pattern; what a stock model cannot
+# have.
 MASK_FIELDS = (*REQUESTS, "allow_empty_rows", "skip_padding")
 PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
 MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
@@ -202,6 +201,12 @@ def attach(
     else:
         mask = mask_or_search if isinstance(mask_or_search, SparseMask) else read_mask(mask_or_search, **hub_arguments)
         _check_base(inner, mask, strict)
+    if (
+        given in SEARCHES
+        and inner.device.type == "meta"
+        and any(hasattr(part, "_hf_hook") for part in inner.modules())
+    ):
+        raise ValueError(f"{type(inner).__name__} is offloaded, so a search would have no weights: attach it before")
     put_on(inner, mask, attn_implementation, **fields)
     return model
 

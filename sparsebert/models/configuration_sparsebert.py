@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from os import PathLike
@@ -35,6 +34,8 @@ NEW_SEARCH = "_new_search"
 # Fields that are not about the mask itself, and its length.
 _OF_MODEL = ("allow_empty_rows", "skip_padding", "probability_map", "probability_map_kwargs", "token_mixers")
 _KEPT = {*_OF_MODEL, "mask_length"}
+# How far a search is, and where it began: saving sets them.
+STATE_FIELDS = ("frozen", "pruned", "search_progress", "base_model", "base_model_revision")
 
 
 def _choice(allowed: Collection[Any]) -> Callable[[Any], None]:
@@ -60,7 +61,7 @@ def _between(low: float, high: float, low_open: bool = False, high_open: bool = 
             return
         above = value > low if low_open else value >= low
         below = value < high if high_open else value <= high
-        if not (math.isfinite(value) and above and below):
+        if not (above and below):  # NaN is neither
             interval = f"{'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
             raise ValueError(f"must be in {interval}, got {value!r}")
 
@@ -141,6 +142,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             target.
         search_progress (`float`, *optional*): Fraction of the search that was done when the model was saved, in
             [0, 1]. Saving sets it; `None` means that the search was at its end.
+        base_model, base_model_revision (`str`, *optional*): The model that a saved search began with, `""` for a new
+            one. Saving sets them; `None` means the model that the configuration is of.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
@@ -196,6 +199,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     sparsity_warmup: float | int = validated_field(_between(0, 1), default=0.0)
     sparsity_ramp: float | int = validated_field(_between(0, 1), default=0.4)
     search_progress: float | int | None = validated_field(_between(0, 1), default=None)
+    base_model: str | None = None
+    base_model_revision: str | None = None
     mask_length: int | None = validated_field(_between(1, MAX_MASK_LENGTH), default=None)
     length_policy: str | None = validated_field(_choice(LENGTH_POLICIES), default=None)
     skip_padding: bool = False
@@ -260,7 +265,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             # A new search or pattern replaces all that the checkpoint says about its mask.
             config_dict = {name: value for name, value in config_dict.items() if name not in of_mask - _KEPT}
         elif config_dict.get("frozen") is True:
-            allowed = {*_OF_MODEL, *REQUESTS, "frozen", "pruned", "search_progress"}
+            allowed = {*_OF_MODEL, *REQUESTS, *STATE_FIELDS}
             for name in own.keys() & of_mask - allowed:
                 if own[name] not in (None, config_dict.get(name, cls.__dataclass_fields__[name].default)):
                     raise ValueError(
@@ -328,7 +333,7 @@ def read_search(path: Path) -> dict[str, Any]:
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        known = fields.keys() <= SparseBertConfig.__dataclass_fields__.keys()
+        known = fields.keys() <= SparseBertConfig.__dataclass_fields__.keys() - BertConfig.__dataclass_fields__.keys()
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise MaskFileError(f"{path}: not a search ({error!r})") from error
     if not known or "search" not in fields:

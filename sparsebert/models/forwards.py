@@ -103,7 +103,7 @@ def _with_mask_inputs(model, names, args, kwargs):
         dimensions = padding.dim() if isinstance(padding, torch.Tensor) else 0
         if dimensions == 4:
             needs.add("additive")
-        elif dimensions != 2 or not exported and len(padding) != batch:
+        elif dimensions != 2 or not exported and padding.shape != (batch, num_keys):
             found = tuple(padding.shape) if isinstance(padding, torch.Tensor) else type(padding).__name__
             raise ValueError(
                 f"attention_mask must be a tensor of shape (batch, tokens), here ({batch}, {num_keys}), or of four "

@@ -140,6 +140,8 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
     name = (config.architectures or ["AutoModel"])[0]
+    if module is modeling_sparsebert and isinstance(name, str) and name.startswith("Bert"):
+        name = f"Sparse{name}"  # the encoder of a head, saved alone
     found = getattr(module, name, None) if isinstance(name, str) else None
     if not (isinstance(found, type) and (name == "AutoModel" or issubclass(found, PreTrainedModel))):
         raise ValueError(f"architectures: {name!r} is not a model of {module.__name__}: give the class as model_class")

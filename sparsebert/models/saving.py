@@ -180,7 +180,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
 
     def _save_mask(self, folder):
         if self.sparse_attention.mask is not None:
-            self.sparse_attention.mask.save_pretrained(folder)
+            self.sparse_attention.mask.write_beside_model(folder)
 
     def _contradicting_files(self):
         """Names of files that belong to another state of the mask than that of this model."""

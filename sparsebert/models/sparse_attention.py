@@ -20,6 +20,7 @@ from ..attention.probability_maps import Float32Module, ProbabilityMap
 from ..attention.windows import local_inputs
 from ..masks.compiled import with_real_last
 from ..masks.exported import exporting
+from ..masks.mask_files import check_metadata
 from ..masks.sparse_mask import SparseMask
 from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..search.learned_mask import LearnedMask
@@ -91,7 +92,8 @@ class SparseAttention(Float32Module):
         )
         self.search: MaskSearch | None = None
         done = 1.0 if config.search_progress is None else config.search_progress
-        self.progress = torch.tensor(float(done), device="cpu")
+        # Models are loaded under the dtype of their weights.
+        self.progress = torch.tensor(float(done), dtype=torch.float32, device="cpu")
         self._mask: SparseMask | None = None
         self._scheduled = self.weights_wanted = False
         self._sample: torch.Tensor | None = None
@@ -163,9 +165,20 @@ class SparseAttention(Float32Module):
         self._scheduled = True
 
     def record_progress(self) -> None:
-        """Write into the configuration how much of the search is done, for a model that is about to be saved."""
-        done = self.progress.item() if self.searching else 1.0
-        self.config.search_progress = None if done == 1.0 else done
+        """
+        Write into the configuration how much of the search is done, and on which model, for one that is about to be
+        saved.
+        """
+        config, done = self.config, self.progress.item() if self.searching else 1.0
+        config.search_progress = None if done == 1.0 else done
+        config.base_model, config.base_model_revision = self._base() if self.searching else (None, None)
+
+    def _base(self) -> tuple[str, str | None]:
+        """The model that the search began with, `""` for a new one, and its revision."""
+        config = self.config
+        if config.base_model is not None:  # the search was saved and loaded since
+            return config.base_model, config.base_model_revision
+        return config.name_or_path or "", getattr(config, "_commit_hash", None)
 
     def start_pruning(self) -> None:
         """
@@ -199,6 +212,7 @@ class SparseAttention(Float32Module):
         self._use_mask(mask)
         config = self.config
         config.frozen, config.pruned, config.search_progress = True, False, None
+        config.base_model = config.base_model_revision = None
         config.pattern = config.pattern_kwargs = config.head_configuration = None
         config.search = search if search in SEARCHES else None
         config.mask_length = mask.length
@@ -233,12 +247,16 @@ class SparseAttention(Float32Module):
             `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.freeze`].
         """
         learned, config, progress = self._learned_mask(), self.config, self.progress.clone()
+        check_metadata(metadata or {})
+        if self.mask_logits is not None and self.mask_logits.is_meta:
+            raise ValueError("mask_logits are offloaded: load the model without a device_map to freeze its mask")
         self.progress.fill_(1.0)
+        base_model, base_model_revision = self._base()
         provenance = {
             "search": config.search,
             "sparsity_scope": config.sparsity_scope if learned.search.has_budget else None,
-            "base_model": config.name_or_path or None,
-            "base_model_revision": getattr(config, "_commit_hash", None),
+            "base_model": base_model or None,
+            "base_model_revision": base_model_revision,
         }
         try:
             mask, outcome = learned.freeze(threshold, sparsity, provenance | (metadata or {}))
@@ -265,7 +283,8 @@ class SparseAttention(Float32Module):
         Returns:
             [`SparseMask`]: The mask that the model uses from now on.
         Raises:
-            ValueError: If the mask is already frozen, a value is out of its range, or a row would keep nothing.
+            ValueError: If the mask is already frozen, a value is out of its range, a row would keep nothing, pruning has
+                removed more than `sparsity`, or `metadata` cannot be stored.
             FloatingPointError: If a probability is NaN.
         """
         return self.end_search(threshold, sparsity, metadata)[0]

@@ -186,7 +186,7 @@ def _save_mask_of_encoder(encoder, save_directory, is_main_process=True, *args, 
     """The encoder in a model with a mask was saved alone."""
     sparse_attention = encoder.sparse_attention
     if sparse_attention.mask is not None and is_main_process:
-        sparse_attention.mask.save_pretrained(save_directory)
+        sparse_attention.mask.write_beside_model(Path(save_directory))
     elif sparse_attention.searching and isinstance(encoder.config, Derived):
         logger.warning(
             f"{type(encoder).__name__} is saved without its search: save the model that it is part of, from which "
@@ -196,8 +196,11 @@ def _save_mask_of_encoder(encoder, save_directory, is_main_process=True, *args, 
 
 @wraps(_stock_save_pretrained)
 def _save_pretrained(self, *args, **kwargs):
+    own = "sparse_attention" in self._modules and not isinstance(self, SparseModelMixin)
+    if own:
+        self.sparse_attention.record_progress()
     result = _stock_save_pretrained(self, *args, **kwargs)
-    if "sparse_attention" in self._modules and not isinstance(self, SparseModelMixin):
+    if own:
         _save_mask_of_encoder(self, *args, **kwargs)
         return result
     parts = [name for name, part in self.named_modules() if "sparse_attention" in part._modules]

@@ -62,6 +62,8 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
         if name in ("position_ids", "attention_mask") and value is not None
     }
     batch, length = flat["position_ids"].shape
+    if batch == 1 and "attention_mask" in flat:
+        batch = len(flat["attention_mask"])  # the same positions in every row
     if find_documents(flat, batch, length, positions.device) is not None:
         what = labels[0] if labels else f"{type(model).__name__}"
         raise ValueError(

@@ -42,7 +42,7 @@ def scheduled(
     Source: Zhu and Gupta (arXiv 1710.01878), Section 3, for sparsity.
     """
     if not torch.is_tensor(progress):
-        progress = torch.tensor(float(progress))
+        progress = torch.tensor(float(progress), dtype=torch.float32)
     passed = ((progress - start) / max(end - start, 1e-9)).clamp(0, 1)
     return final + (initial - final) * (1 - passed) ** power
 

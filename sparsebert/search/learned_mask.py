@@ -254,6 +254,8 @@ class LearnedMask:
                 return self.kept.cpu()
             if search.target_sparsity is not None:
                 sparsity = self.current_sparsity().item()
+        if search.pruning and sparsity is not None and sparsity < (least := self.thresholded_mask().sparsity):
+            raise ValueError(f"sparsity must be at least {least:.4f}, what pruning has removed, got {sparsity!r}")
         if sparsity is not None and search.has_budget:
             return self._within_budget(sparsity).cpu()
         return select(
@@ -278,7 +280,7 @@ class LearnedMask:
                 all together (`sparsity_scope`). Defaults to the sparsity that is due in a search with a target.
 
         Raises:
-            ValueError: If a value is out of its range.
+            ValueError: If a value is out of its range, or pruning has removed more than `sparsity`.
         """
         return self.search.to_mask(self._select(self.probs().cpu(), threshold, sparsity))
 
@@ -304,7 +306,7 @@ class LearnedMask:
             - `"warnings"`: what is wrong with the mask, a list of messages
 
         Raises:
-            ValueError: If a value is out of its range.
+            ValueError: If a value is out of its range, or pruning has removed more than `sparsity`.
             FloatingPointError: If P is NaN.
         """
         search, probs = self.search, self.probs().cpu()
@@ -316,7 +318,7 @@ class LearnedMask:
         warnings = []
         if asked is not None and abs(mask.sparsity - asked) > TOLERANCE:
             warnings.append(
-                f"asked for a sparsity of {asked:.3f}, got {mask.sparsity:.3f}: in every head, search "
+                f"asked for a sparsity of {asked:.3f}, got {mask.sparsity:.3f}: search "
                 f"{search.name!r} can only keep or remove the entries of each of "
                 f"{int((search.counts > 0).sum())} parameters together, at {search.length} tokens"
             )

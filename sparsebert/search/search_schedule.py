@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.utils import logging
 
 from ..checks import check_range
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, check_metadata
 from ..masks.sparse_mask import SparseMask
 from .learned_mask import save_probs
 from .rank_agreement import check_same_mask
@@ -64,6 +64,7 @@ class SearchSchedule(TrainerCallback):
         if end == 0:
             raise ValueError(f"search_end must be in (0, 1], got {end!r}")
         check_selection(threshold, sparsity)
+        check_metadata(metadata or {})
         self.end = end
         self._freezing = (threshold, sparsity, metadata)
         self._position = position

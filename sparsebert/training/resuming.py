@@ -41,7 +41,9 @@ MAY_CHANGE = {
         "all", "seeds", "sweep", "baseline", "simple_baseline", "validation_split", "test_split", "n_best_size",
         "max_answer_length", "no_answer_threshold",
     ),
-    "model": ("transformers_version", "_name_or_path", "architectures", "dtype", "allow_empty_rows"),
+    "model": (
+        "transformers_version", "_name_or_path", "base_model", "architectures", "dtype", "allow_empty_rows",
+    ),
     "training": (
         "output_dir", "resume_from_checkpoint", "do_", "bf16_full_", "fp16_full_", "eval_",
         "per_device_eval_", "batch_eval_", "prediction_", "include_", "metric_", "greater_", "load_best_",
