@@ -283,8 +283,8 @@ class SparseAttention(Float32Module):
         Returns:
             [`SparseMask`]: The mask that the model uses from now on.
         Raises:
-            ValueError: If the mask is already frozen, a value is out of its range, a row would keep nothing, pruning has
-                removed more than `sparsity`, or `metadata` cannot be stored.
+            ValueError: If the mask is already frozen, a value is out of its range, a row would keep nothing, pruning
+                has removed more than `sparsity`, or `metadata` cannot be stored.
             FloatingPointError: If a probability is NaN.
         """
         return self.end_search(threshold, sparsity, metadata)[0]
