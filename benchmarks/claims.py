@@ -62,7 +62,7 @@ class Claim:
         experiment (`str`): Experiment that tests it, a key of `EXPERIMENTS`.
         compare (`Callable[[dict], list[Comparison]]`): Makes the comparisons from the finished cells.
         digits (`int`): Digits of the differences.
-        folder (`str`): Folder of the experiment's results, in that of all.
+        folders (`tuple` of `str`): Folders of the experiment's results, in that of all, which are read together.
     """
 
     source: str
@@ -70,12 +70,12 @@ class Claim:
     experiment: str
     compare: Callable[[dict], list[Comparison]]
     digits: int = 3
-    folder: str = ""
+    folders: tuple[str, ...] = ("",)
 
     @property
-    def path(self) -> Path:
-        """The file of the results, in the folder of all."""
-        return Path(self.folder, f"{self.experiment}_tiny.json")
+    def paths(self) -> list[Path]:
+        """The files of the results, in the folder of all."""
+        return [Path(folder, f"{self.experiment}_tiny.json") for folder in self.folders]
 
 
 def by_seed(cells, metric, **settings):
@@ -165,14 +165,14 @@ def _learned_above_manual(cells):
     return comparisons
 
 
-def _stages(cells, better, worse, targets):
+def _stages(cells, better, worse):
     return [
         Comparison(
             f"loss at {target:.0%}: {worse} - {better}",
             by_seed(cells, "mlm_loss", stage=worse, target=target),
             by_seed(cells, "mlm_loss", stage=better, target=target),
         )
-        for target in targets
+        for target in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
     ]
 
 
@@ -292,11 +292,11 @@ CLAIMS = (
     ),
     Claim(
         "[S] Table 4", "Manual masks are as good without their diagonal", "sparsebert_table3",
-        _manual_without_diagonal, folder="float32",
+        _manual_without_diagonal, folders=("float32",),
     ),
     Claim(
         "[S] Figure 3", "Pruning by P is better than pruning at random", "sparsebert_figure7",
-        lambda cells: _stages(cells, "two_stage", "random", (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)),
+        lambda cells: _stages(cells, "two_stage", "random"), folders=("", "float32"),
     ),
     Claim(
         "[S] Table 3, Figure 4", "Learned masks are better than manual ones that are as sparse", "sparsebert_table3",
@@ -306,7 +306,7 @@ CLAIMS = (
         "[S] Figure 7",
         "Learning a mask in one stage (here from what the checkpoint attends to) is better than pruning in two",
         "sparsebert_figure7",
-        lambda cells: _stages(cells, "one_stage", "two_stage", (0.8, 0.9)),
+        lambda cells: _stages(cells, "one_stage", "two_stage"), folders=("", "float32"),
     ),
     Claim(
         "[O] Table 1", "Four layers copy with strided and fixed patterns, better than with star and random ones",
@@ -404,6 +404,17 @@ def weakest(comparisons: list[Comparison], digits: int) -> str:
     return f"{label} = {test['difference']:+.{digits}f}{interval}{remark}"
 
 
+def _cells(folder: Path, paths: list[Path]) -> dict:
+    """The cells of several files, none of which may be in two."""
+    cells: dict = {}
+    for path in paths:
+        found = json.loads((folder / path).read_text(encoding="utf-8"))["cells"]
+        if twice := sorted(cells.keys() & found):
+            raise ValueError(f"{path}: the cell {twice[0]} is in another file, too")
+        cells |= found
+    return cells
+
+
 def table(folder: Path = REPRODUCED) -> Table:
     """
     All claims, a row each.
@@ -416,14 +427,14 @@ def table(folder: Path = REPRODUCED) -> Table:
     """
     rows = []
     for claim in CLAIMS:
-        path = folder / claim.path
+        paths = [path for path in claim.paths if (folder / path).is_file()]
         row = {"paper": claim.source, "claim": claim.text, "status": "open"}
         row |= {"found": "not run", "seeds": "", "from": f"`sparsebert reproduce {claim.experiment}`"}
-        if path.is_file():
-            comparisons = claim.compare(json.loads(path.read_text(encoding="utf-8"))["cells"])
+        if paths:
+            comparisons = claim.compare(_cells(folder, paths))
             seeds = [len(comparison.seeds()) for comparison in comparisons if comparison.seeds()]
             row |= {"status": status(comparisons), "found": weakest(comparisons, claim.digits)}
-            row |= {"seeds": str(min(seeds, default=0)), "from": f"`{claim.path}`"}
+            row |= {"seeds": str(min(seeds, default=0)), "from": ", ".join(f"`{path}`" for path in paths)}
         rows.append(row)
     return Table.of("Claims of the papers", rows)
 

@@ -146,6 +146,34 @@ def test_results_fill_the_table_in(tmp_path):
     assert (diagonal, neighbours) == ("confirmed", "open")
 
 
+def test_results_of_several_folders_are_read_together(tmp_path):
+    (tmp_path / "float32").mkdir()
+
+    def write(folder, targets, seeds):
+        cells = {
+            f"{stage}_{target}_seed_{seed}": {
+                "settings": {"stage": stage, "target": target, "seed": seed, "system": stage},
+                "metrics": {"mlm_loss": loss + 0.1 * seed},
+            }
+            for stage, loss in (("one_stage", 3.0), ("two_stage", 4.0), ("random", 5.0))
+            for target in targets
+            for seed in seeds
+        }
+        (tmp_path / folder / "sparsebert_figure7_tiny.json").write_text(json.dumps({"cells": cells}))
+
+    def found():
+        return [row for row in table(tmp_path).as_json()["rows"] if row["paper"] == "[S] Figure 3"][0]
+
+    write("", (0.8, 0.9), (1, 2))
+    assert "weakest of 2, 4 not run" in found()["found"]
+    write("float32", (0.1, 0.3), (1,))
+    assert found()["found"].endswith("(weakest of 4, 2 with one seed, 2 not run)") and found()["seeds"] == "1"
+    assert found()["from"] == "`sparsebert_figure7_tiny.json`, `float32/sparsebert_figure7_tiny.json`"
+    write("float32", (0.8,), (1,))
+    with pytest.raises(ValueError, match="float32/sparsebert_figure7_tiny.json: the cell .*_0.8_seed_1 is in another"):
+        table(tmp_path)
+
+
 def soft(seed):
     groups = {"diagonal": 0.1, "offset_1": 0.8, "offsets_2_3": 0.7, "offsets_4_8": 0.5, "beyond_8": 0.5}
     metrics = {f"p_{name}": value + 0.0001 * seed * place for place, (name, value) in enumerate(groups.items())}

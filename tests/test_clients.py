@@ -467,6 +467,16 @@ def test_logits_beside_an_adapter(peft, trainable, tmp_path):
     peft.PeftModel.from_pretrained(other, tmp_path, is_trainable=trainable)
     assert torch.equal(other.sparse_attention.mask_logits, attention.mask_logits)
     assert other.sparse_attention.progress == 0.5
+    # Pruning goes on, too: a resumed run loads the adapter into a new search.
+    model.sparse_attention.start_pruning()
+    peft.get_peft_model(model, lora(peft)).save_pretrained(tmp_path / "pruned")
+    resumed = with_mask(stock_model(), "searching")
+    peft.PeftModel.from_pretrained(resumed, tmp_path / "pruned", is_trainable=trainable)
+    assert resumed.sparse_attention.search.pruning and resumed.sparse_attention.config.pruned
+    path = tmp_path / "pruned/search_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"search_progress": "half"}))
+    with pytest.raises(MaskFileError, match="search_progress must be a number from 0 to 1, got 'half'"):
+        peft.PeftModel.from_pretrained(with_mask(stock_model(), "searching"), tmp_path / "pruned")
     mask = loaded.get_base_model().freeze(sparsity=0.5)
     loaded.save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}

@@ -193,10 +193,11 @@ def test_a_causal_mask_with_padding_is_none_of_its_own():
     set_mask(model, build_pattern("logsparse", 40, 4).replace(special_tokens="none"))
     padding = torch.arange(20)[None] < 13
     outputs = []
-    for form in (padding, (padding[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril())):
+    whole = padding[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril()
+    for form in (padding, padding[:, None, None], whole, whole):
         torch.manual_seed(1)
         outputs.append(attention(model, attention_mask=form))
-    assert outputs[0].equal(outputs[1])
+    assert all(outputs[0].equal(output) for output in outputs)
 
 
 SELF_CHECK = """
@@ -236,7 +237,8 @@ def test_padding_in_either_form_is_the_same(tiny_bert):
     set_mask(tiny_bert, build_pattern("window", 40, 4))
     padding = torch.arange(20)[None] < 13
     outputs = []
-    for form in (padding, padding.long(), padding[:, None, None].expand(1, 1, 20, 20)):
+    whole = padding[:, None, None].expand(1, 1, 20, 20)
+    for form in (padding, padding.long(), whole, whole.long(), padding[:, None, None], whole):
         torch.manual_seed(1)
         outputs.append(attention(tiny_bert, attention_mask=form))
-    assert outputs[0].equal(outputs[1]) and outputs[0].equal(outputs[2]) and (outputs[0][:, 13:] == 0).all()
+    assert all(outputs[0].equal(output) for output in outputs) and (outputs[0][:, 13:] == 0).all()

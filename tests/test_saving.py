@@ -247,6 +247,8 @@ def test_a_mask_is_not_saved_alone_beside_a_pattern_that_would_ignore_it(tmp_pat
     assert hashes(tmp_path) == before
     load(tmp_path).save_pretrained(tmp_path)
     assert SparseMask.from_pretrained(tmp_path) == model.sparse_attention.mask
+    (tmp_path / "config.json").write_text("[]")  # not of a model
+    build_pattern("bigbird", 40, 4).save_pretrained(tmp_path)
 
 
 def test_a_model_without_a_mask_saved_over_one_with_it_is_noticed(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import gzip
 import http.server
+import io
 import itertools
 import json
 import lzma
@@ -19,7 +20,7 @@ from processes import SERVER
 from torch.utils.data import DataLoader
 from transformers import BertTokenizerFast, TrainingArguments
 
-from sparsebert.data.documents import read_documents
+from sparsebert.data.documents import file_documents, read_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.streams import RowStream, find_shards, open_documents, stream_documents
 from sparsebert.training import pretraining
@@ -244,6 +245,18 @@ def test_corrupt_bz2_is_named(tmp_path):
     (tmp_path / "a.txt.bz2").write_bytes(b"no archive")
     with pytest.raises(ValueError, match=r"a.txt.bz2: corrupt .bz2 file after line 0"):
         list(stream_documents(f"{tmp_path}/a.txt.bz2", "all"))
+
+
+def test_what_is_no_fault_of_the_file_is_raised_as_it_is():
+    """A timeout of the network has no number, either."""
+
+    class Broken(io.BytesIO):
+        def __next__(self):
+            raise TimeoutError("too slow")
+
+    for name in ("a.txt", "a.txt.bz2"):
+        with pytest.raises(TimeoutError, match="too slow"):
+            list(file_documents(name, ".txt", lambda _: Broken()))
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

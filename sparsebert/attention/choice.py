@@ -28,7 +28,7 @@ GPU_BACKENDS = ("sparse_triton", "sparse_flex")
 # With more tokens than this, a mask that is not frozen is evaluated by fused attention.
 LONG = 512
 # With more kinds of inputs than this, compiling `sparse_flex` for each costs more than it saves.
-FEW_COMPILED = 4
+FEW_COMPILED = 16
 
 
 def refusal(backends: Mapping[str, Backend], name: str, request: Request) -> str | None:

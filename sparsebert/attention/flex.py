@@ -28,8 +28,8 @@ logger = logging.get_logger(__name__)
 BLOCK_SIZES = {"cpu": 32, "cuda": 128}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CUDA_HEAD_SIZE = 16
-# A warning is logged when this many shapes have been compiled.
-MANY_COMPILED = 16
+# A warning is logged when this many kinds of inputs have been compiled.
+MANY_COMPILED = 64
 
 
 def refuse(request: "Request") -> str | None:

@@ -55,22 +55,27 @@ def _saved_mask(config):
 
 def _padding(attention_mask, causal):
     """
-    The padding `(B, n)` that a mask of Transformers says, if it says nothing else.
+    The padding `(B, n)` that a mask of Transformers says, if it says nothing else, which is not checked in a compiled
+    graph.
 
     Raises:
         ValueError: If it removes other entries, or is added to the scores.
     """
     if attention_mask is None or attention_mask.dim() == 2:
         return None if attention_mask is None else attention_mask.bool()
-    padding = attention_mask[:, 0, -1]  # the last row of a causal model is whole
-    if attention_mask.dtype != torch.bool:
+    if attention_mask.is_floating_point():
         raise ValueError(f"attention_mask of four dimensions must be bool, got {attention_mask.dtype}")
-    rows = padding[:, None, None, :].expand_as(attention_mask)
-    if not torch.compiler.is_compiling() and not torch.equal(attention_mask, rows.tril() if causal else rows):
+    keep = attention_mask.bool()
+    padding = keep[:, 0, -1]  # the last row of a causal model is whole
+    if torch.compiler.is_compiling() or getattr(attention_mask, "_is_padding", None) is causal:
+        return padding
+    rows = padding[:, None, None, :].expand_as(keep)
+    if not torch.equal(keep, rows.tril() if causal and keep.shape[2] > 1 else rows):
         raise ValueError(
             "attention_mask removes more than padding, as local attention, packed sequences or a mask of your own do, "
             "which this kernel cannot: use sparsebert.attach"
         )
+    attention_mask._is_padding = causal  # all layers get the same mask
     return padding
 
 

@@ -115,7 +115,8 @@ def sparse_attention_mask(
     [`SparseAttention`] applies padding and causality itself, and [`sparse_attention_forward`] where there is none. For
     anything else, and for a cache with room for later keys, it returns a bool mask `(B, 1, n, m)`.
     """
-    has_room = kwargs.get("kv_offset", 0) + kv_length > kwargs.get("q_offset", 0) + q_length
+    q_offset = kwargs.get("q_offset", 0)  # a tensor in a cache of fixed size
+    has_room = isinstance(q_offset, torch.Tensor) or kwargs.get("kv_offset", 0) + kv_length > q_offset + q_length
     if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and not has_room):
         return attention_mask
     kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False

@@ -32,7 +32,7 @@ def without_padding(inputs: MaskInputs, *states: torch.Tensor) -> tuple[torch.Te
     cleared = []
     for each in states:
         keep = real[:, :, real.shape[2] - each.shape[2] :]
-        keep = keep if frozen else keep | (each.abs() < _LARGE)
+        keep = keep if frozen else keep | (torch.linalg.vector_norm(each, dim=-1, keepdim=True) < _LARGE)
         cleared.append(torch.where(keep, each, each.new_zeros(())))
     return tuple(cleared)
 

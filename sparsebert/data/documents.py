@@ -239,7 +239,9 @@ def _decoded_lines(file: str | Path, open_file: Callable[[Any], IO[bytes]]) -> I
             f"{file}:{number}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
         ) from error
     except (*DECOMPRESSION_ERRORS, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2 has errors of its own without a number
+        # What bz2 raises is an OSError without a number.
+        of_bz2 = type(error) is OSError and error.errno is None and Path(file).suffix == ".bz2"
+        if isinstance(error, OSError) and not isinstance(error, DECOMPRESSION_ERRORS) and not of_bz2:
             raise
         raise ValueError(f"{file}: corrupt {Path(file).suffix} file after line {number} ({error})") from error
 

@@ -130,7 +130,7 @@ def check_takes_mask(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         pattern = config.get("pattern")
         own = config["model_type"] == "sparsebert" and not config["frozen"] and (pattern or config["search"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return
     if own:
         what = "that is being searched" if pattern is None else f"with the pattern {pattern!r}"

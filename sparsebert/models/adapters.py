@@ -20,7 +20,7 @@ from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
 from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
 from ..masks.sparse_mask import SparseMask
 from .architectures import check_architecture
-from .configuration_sparsebert import read_search
+from .configuration_sparsebert import STATE_FIELDS, read_search
 from .saving import carries_sparse_attention, get_sparse_attention, save_with_adapter, without_adapters
 from .stock_loading import attach_from
 
@@ -28,7 +28,7 @@ from .stock_loading import attach_from
 logger = logging.get_logger(__name__)
 
 # Fields in which the search of an adapter may differ from that of the model that it is loaded into.
-_MAY_DIFFER = {"search_progress", "base_model", "base_model_revision", "skip_padding"}
+_MAY_DIFFER = {*STATE_FIELDS, "skip_padding"}
 
 
 def load_mask_of_adapter(
@@ -67,7 +67,7 @@ def load_mask_of_adapter(
             f"{source}: the mask of the adapter is still being searched, but that of the model is frozen: load the "
             "adapter into a model without a mask"
         )
-    config, progress = sparse_attention.config, fields.get("search_progress")
+    config = sparse_attention.config
     for name in sorted(fields.keys() - _MAY_DIFFER):
         if fields[name] != getattr(config, name):
             raise MaskFileError(
@@ -79,9 +79,15 @@ def load_mask_of_adapter(
             f"{source}: the logits of the adapter have shape {tuple(logits.shape)}, those of the model "
             f"{tuple(parameter.shape)}"
         )
+    progress = fields.get("search_progress")
+    progress = 1.0 if progress is None else progress
+    if type(progress) not in (int, float) or not 0 <= progress <= 1:
+        raise MaskFileError(f"{source}: search_progress must be a number from 0 to 1, got {progress!r}")
     with torch.no_grad():
         parameter.copy_(logits)
-    sparse_attention.set_progress(1.0 if progress is None else progress)
+    sparse_attention.progress.fill_(progress)
+    if fields.get("pruned") and not config.pruned:
+        sparse_attention.start_pruning()
     parameter.requires_grad_(is_trainable)
 
 
