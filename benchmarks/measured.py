@@ -114,7 +114,10 @@ TABLES = {
         f"reproduce.{name}.paper": lambda name=name: reproduced(name, scale="paper")
         for name in ("minilm", "minilm_settings")
     },
-    "reproduce.sparsebert_table3.float32": lambda: reproduced("sparsebert_table3", REPRODUCED / "float32"),
+    **{
+        f"reproduce.{name}.float32": lambda name=name: reproduced(name, REPRODUCED / "float32")
+        for name in ("sparsebert_table3", "sparsebert_figure7")
+    },
     "claims": lambda: [claims.table()],
 }
 
