@@ -331,7 +331,7 @@ def build_pattern(
 
     function = PATTERNS[name]
     signature = inspect.signature(function).parameters
-    own = {key: field.default for key, field in signature.items() if field.kind is field.KEYWORD_ONLY}
+    own = function.__kwdefaults__ or {}
     for key in parameters:
         if key not in own:
             raise nearest(f"parameter of pattern {name!r}:", key, own)
