@@ -16,11 +16,10 @@ from torch import nn
 from ..masks.mask_files import MaskFileError
 from ..masks.sparse_mask import SparseMask
 from .dot_product import sparse_dot_product_attention
+from .mask_inputs import check_arguments
 
 
 supports_flash_attn = True  # Transformers takes `flash_attn_forward` of modules that have both names
-# What some models ask of their attention function in addition.
-_NOT_SUPPORTED = ("sliding_window", "softcap", "position_bias", "s_aux")
 # The masks that were read, by the `id` of their model's configuration, with the configuration: an `id` is used again.
 _READ: dict[int, tuple["weakref.ref[Any]", SparseMask]] = {}
 
@@ -108,10 +107,7 @@ def flash_attn_forward(
         ValueError: If there is no mask, it does not fit, this is not the self-attention of whole inputs, or
             `attention_mask` or another argument asks for more than padding.
     """
-    if unknown := [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} needs an attention with {unknown[0]}, which this kernel does not have"
-        )
+    check_arguments(module, kwargs, "sliding_window")
     if key.shape != query.shape:
         raise ValueError(
             "this kernel runs the self-attention of whole inputs, without key/value cache and with as many heads of "

@@ -14,13 +14,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from .backends import ATTENTION_NAMES, run_backend
-from .mask_inputs import MaskInputs
+from .mask_inputs import MaskInputs, check_arguments
 
 
 logger = logging.get_logger(__name__)
-
-# What some models ask of their attention function in addition.
-_NOT_SUPPORTED = ("softcap", "position_bias", "s_aux")
 
 
 def sparse_attention_forward(
@@ -60,8 +57,7 @@ def sparse_attention_forward(
             attention with more than a mask, such as `softcap`.
         RuntimeError: If the module carries a mask but is called without its base model.
     """
-    if unknown := [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]:
-        raise ValueError(f"{type(module).__name__} needs an attention with {unknown[0]}, which ours does not have")
+    check_arguments(module, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "sparse_attention", None) is None:
         if mask_inputs is None and not torch.compiler.is_compiling():

@@ -4,7 +4,7 @@ What the attention layers read of the mask: prepared once per forward, before th
 Letters: B batch, L layers (1 when shared), H heads, n queries (the last n of the m positions), m keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,10 @@ from ..masks.sparse_mask import SparseMask
 from .bias_entries import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, token_entries
 from .offset_biases import OffsetBias
 from .packed_batches import Documents
+
+
+# What some models of transformers ask of their attention function in addition.
+_NOT_SUPPORTED = ("softcap", "position_bias", "s_aux")
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,23 @@ class MaskInputs:
             return length
         grown = 1 << (length - 1).bit_length()
         return min(grown, mask.length) if length <= mask.length else grown
+
+
+def check_arguments(module: Any, given: Mapping[str, Any], *more: str) -> None:
+    """
+    Check the further arguments of an attention function.
+
+    Args:
+        module (`torch.nn.Module`): The attention module that calls it.
+        given (`dict`): The arguments.
+        more: Names of arguments that this function does not support, besides those that none of ours does.
+
+    Raises:
+        ValueError: If the module asks for more than a mask.
+    """
+    for name in (*_NOT_SUPPORTED, *more):
+        if given.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} needs an attention with {name}, which ours does not have")
 
 
 def per_sequence(positions: torch.Tensor | None, batch: int) -> torch.Tensor | None:
