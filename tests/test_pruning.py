@@ -14,7 +14,7 @@ from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
 from sparsebert.search.learned_mask import expand_probs
 from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
-from sparsebert.search.searches import best_of_rows, prune
+from sparsebert.search.selection import best_of_rows, prune
 from sparsebert.training.finetuning import finetune
 
 

@@ -8,14 +8,8 @@ import torch
 from sparsebert import SEARCHES, SparseAttention, SparseBertModel
 from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.search.decided_entries import TiedEntries
-from sparsebert.search.searches import (
-    gumbel_noise,
-    mask_bias,
-    num_parameters,
-    sample_mask,
-    select,
-    to_sparse_mask,
-)
+from sparsebert.search.searches import gumbel_noise, mask_bias, num_parameters, sample_mask, to_sparse_mask
+from sparsebert.search.selection import select
 
 
 SPECIAL = ("none", "first", "first_last")

@@ -14,7 +14,8 @@ from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, LENGTH_POLICIES, SPECIAL
 from ..models.configuration_sparsebert import MASK_FORMS, SparseBertConfig
 from ..models.positions import METHODS
 from ..models.token_mixers import MIXERS
-from ..search.searches import SCOPES, SEARCHES
+from ..search.searches import SEARCHES
+from ..search.selection import SCOPES
 from ..training.objectives import OBJECTIVES
 from ..training.recipes import recipe_names
 from ._command import Command

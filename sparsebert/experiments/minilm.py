@@ -21,7 +21,7 @@ from ..masks.matched import MATCHED, VARIED
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.described_masks import mask_search
 from ..models.loading import load
-from ..search.searches import SCOPES
+from ..search.selection import SCOPES
 from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS

@@ -19,7 +19,8 @@ from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError, read_description
 from ..masks.mask_sources import HUB_ARGUMENTS, find_descriptions
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS
-from ..search.searches import SCOPES, SEARCHES
+from ..search.searches import SEARCHES
+from ..search.selection import SCOPES
 from .masked_configs import MaskedConfigMixin
 from .remote_code import NOTE_FIELD, forget_saved_fields, saved_with_code, warn_of_missing_mask
 from .token_mixers import MIXERS, check_token_mixers

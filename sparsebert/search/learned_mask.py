@@ -20,16 +20,8 @@ from ..masks.mask_files import MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
-from .searches import (
-    check_selection,
-    gumbel_noise,
-    keep_largest,
-    keep_shares,
-    prune,
-    sample_mask,
-    select,
-    straight_through,
-)
+from .searches import gumbel_noise, sample_mask, straight_through
+from .selection import check_selection, keep_largest, keep_shares, prune, select
 
 
 logger = logging.get_logger(__name__)

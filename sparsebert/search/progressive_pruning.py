@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -24,10 +23,11 @@ from transformers.utils import logging
 from ..attention.backends import BACKENDS
 from ..checks import check_choice, nearest
 from ..masks.sparse_mask import SparseMask
+from .attention_scores import AttentionScores
 from .budget import scheduled
 from .learned_mask import LearnedMask, save_probs
 from .search_schedule import forget, sparse_attention_of
-from .searches import SCOPES, prune
+from .selection import SCOPES, prune
 
 
 logger = logging.get_logger(__name__)
@@ -115,8 +115,7 @@ class ProgressivePruning(TrainerCallback):
         self.final_sparsity, self.start, self.end = final_sparsity, start, end
         self.schedule, self.score, self.scope, self.every = schedule, score, scope, every
         self._ready = False
-        self._hooks: list[Any] = []
-        self._sums: dict[str, torch.Tensor] = {}
+        self._attention = AttentionScores()
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any] | None) -> "ProgressivePruning | None":
@@ -194,7 +193,7 @@ class ProgressivePruning(TrainerCallback):
         if sparse_attention.searching:
             sparse_attention.start_pruning()
         else:
-            self._watch(model)
+            self._attention.watch(model)
 
     def on_init_end(
         self,
@@ -232,7 +231,7 @@ class ProgressivePruning(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._unwatch(sparse_attention_of(model))
+        self._attention.unwatch(model)
         self._ready = False
 
     def on_step_begin(
@@ -257,12 +256,14 @@ class ProgressivePruning(TrainerCallback):
                 learned = sparse_attention.learned
                 learned.prune(score_of(learned), due, self.scope)
         if step == last:
+            if self.score == "attention":
+                self._attention.unwatch(model)
             self._freeze(sparse_attention, optimizer, Path(str(args.output_dir)))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         path = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
         frozen = state.global_step > self._bounds(state.max_steps)[1]
-        save_file(self._sums, path, {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)})
+        save_file(self._attention.sums, path, {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)})
 
     def _bounds(self, max_steps):
         """
@@ -285,7 +286,7 @@ class ProgressivePruning(TrainerCallback):
 
     def _prune_by_attention(self, sparse_attention, sparsity):
         mask, config = sparse_attention.mask, sparse_attention.config
-        scores = self._sums["probs"] / self._sums["examples"].clamp(min=1)  # (L, H, n, n)
+        scores = self._attention.mean()
         if config.share_layers:
             scores = scores.mean(0, keepdim=True)
         index = torch.arange(mask.length**2).view(mask.length, mask.length)
@@ -304,7 +305,7 @@ class ProgressivePruning(TrainerCallback):
                 metadata={"base_model": config.name_or_path or None, "pruning": self.settings},
             )
         )
-        self._sums = {}
+        self._attention.sums = {}
 
     def _freeze(self, sparse_attention, optimizer, output):
         if sparse_attention.searching:
@@ -314,50 +315,8 @@ class ProgressivePruning(TrainerCallback):
             if optimizer is not None:
                 forget(optimizer, logits)
             save_probs(output, probs, log_odds, sparse_attention.mask)
-        else:
-            self._unwatch(sparse_attention)
         asked, got = self.final_sparsity, sparse_attention.mask.sparsity
         logger.warning(f"pruning: the mask is frozen, asked for a sparsity of {asked:.3f}, got {got:.3f}.")
-
-    def _watch(self, model):
-        """Collect the attention probabilities of all layers in training batches."""
-        sparse_attention = sparse_attention_of(model)
-        modules = _attention_modules(model, sparse_attention)
-        sparse_attention.return_weights()
-        length, num_heads = sparse_attention.config.mask_length, sparse_attention.config.num_attention_heads
-
-        def collect(layer):
-            def hook(module, args, kwargs, output):
-                if not module.training or output[1] is None:  # left by a training that was interrupted
-                    return
-                weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
-                size = weights.shape[-1]
-                padding = kwargs["mask_inputs"].padding
-                if kwargs["mask_inputs"].documents is not None:
-                    raise ValueError(
-                        "score 'attention' is not defined for packed documents: set pack_documents to false"
-                    )
-                real = torch.ones(len(weights), size, device=weights.device)
-                if padding is not None:
-                    real = padding[:, :length].float()  # (B, n)
-                if not self._sums:
-                    shape = (len(modules), 1, length, length)
-                    self._sums["examples"] = torch.zeros(shape, device=weights.device)
-                    self._sums["probs"] = self._sums["examples"].repeat(1, num_heads, 1, 1)
-                self._sums["probs"][layer, :, :size, :size] += weights.float().sum(0)
-                self._sums["examples"][layer, 0, :size, :size] += real.T @ real
-
-            return hook
-
-        self._hooks = [
-            module.register_forward_hook(collect(layer), with_kwargs=True) for layer, module in enumerate(modules)
-        ]
-
-    def _unwatch(self, sparse_attention):
-        sparse_attention.return_weights(False)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._sums = [], {}
 
     def restore(self, checkpoint: str | PathLike, model: PreTrainedModel) -> None:
         """
@@ -369,23 +328,13 @@ class ProgressivePruning(TrainerCallback):
         """
         sparse_attention = sparse_attention_of(model)
         with safe_open(Path(checkpoint) / PRUNING_NAME, "pt", device=str(model.device)) as file:
-            self._sums = {name: file.get_tensor(name) for name in file.keys()}
+            self._attention.sums = {name: file.get_tensor(name) for name in file.keys()}
             frozen = json.loads(file.metadata()["frozen"])
         if frozen or self.score == "attention":
             sparse_attention.set_mask(SparseMask.from_pretrained(checkpoint), search=sparse_attention.config.search)
         if not frozen:
             self._begin(model)
         self._ready = True
-
-
-def _attention_modules(model: PreTrainedModel, sparse_attention: nn.Module) -> list[nn.Module]:
-    """The attention modules that run through a [`SparseAttention`], in the order of their layers."""
-    # Each holds a reference that is not registered.
-    modules = (module for module in model.modules() if "sparse_attention" in vars(module))
-    return sorted(
-        (module for module in modules if vars(module)["sparse_attention"] is sparse_attention),
-        key=lambda module: vars(module)["mask_layer"],
-    )
 
 
 def _mode(sparse_attention: Any) -> str:

@@ -13,7 +13,7 @@ from ..masks.mask_files import MASK_CONFIG_NAME, check_metadata
 from ..masks.sparse_mask import SparseMask
 from .learned_mask import save_probs
 from .rank_agreement import check_same_mask
-from .searches import check_selection
+from .selection import check_selection
 
 
 logger = logging.get_logger(__name__)

@@ -18,7 +18,8 @@ from ..masks.expansion import fill_fixed_entries, parameter_index
 from ..masks.sparse_mask import SparseMask
 from ..search.budget import head_budgets
 from ..search.decided_entries import TiedEntries
-from ..search.searches import keep_shares, prune, to_sparse_mask
+from ..search.searches import to_sparse_mask
+from ..search.selection import keep_shares, prune
 
 
 def fixed_entries(mask: SparseMask) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""
+Scores of attention entries by what a model attends to while it trains.
+
+Letters: B batch, L layers, H heads, n mask length.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .search_schedule import sparse_attention_of
+
+
+class AttentionScores:
+    """
+    The mean attention probability of every entry over the training batches since the last pruning step.
+
+    Attributes:
+        sums (`dict`): `"probs"`, the summed probabilities `(L, H, n, n)`, and `"examples"`, the number of examples in
+            which both tokens are real, `(L, 1, n, n)`. Empty before the first batch.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def watch(self, model: PreTrainedModel) -> None:
+        """Make a model return its attention probabilities, and collect them in every training batch."""
+        sparse_attention = sparse_attention_of(model)
+        sparse_attention.return_weights()
+        modules, config = _attention_modules(model, sparse_attention), sparse_attention.config
+        shape = (len(modules), config.num_attention_heads, config.mask_length, config.mask_length)
+        self._hooks = [
+            module.register_forward_hook(self._hook(layer, shape), with_kwargs=True)
+            for layer, module in enumerate(modules)
+        ]
+
+    def unwatch(self, model: PreTrainedModel) -> None:
+        """Stop collecting, and forget what was collected."""
+        sparse_attention_of(model).return_weights(False)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.sums = [], {}
+
+    def mean(self) -> torch.Tensor:
+        """
+        Returns:
+            `torch.Tensor` of shape `(L, H, n, n)`, float32: 0 for entries that no example had.
+        """
+        return self.sums["probs"] / self.sums["examples"].clamp(min=1)
+
+    def _hook(self, layer: int, shape: tuple[int, int, int, int]) -> Callable[..., None]:
+        num_layers, _, length, _ = shape
+
+        def collect(module, args, kwargs, output):
+            if not module.training or output[1] is None:  # left by a training that was interrupted
+                return
+            weights = output[1].detach()[..., :length, :length]  # (B, H, n, n)
+            size = weights.shape[-1]
+            padding = kwargs["mask_inputs"].padding
+            if kwargs["mask_inputs"].documents is not None:
+                raise ValueError("score 'attention' is not defined for packed documents: set pack_documents to false")
+            real = torch.ones(len(weights), size, device=weights.device)
+            if padding is not None:
+                real = padding[:, :length].float()  # (B, n)
+            if not self.sums:
+                self.sums["probs"] = torch.zeros(shape, device=weights.device)
+                self.sums["examples"] = torch.zeros(num_layers, 1, length, length, device=weights.device)
+            self.sums["probs"][layer, :, :size, :size] += weights.float().sum(0)
+            self.sums["examples"][layer, 0, :size, :size] += real.T @ real
+
+        return collect
+
+
+def _attention_modules(model: PreTrainedModel, sparse_attention: nn.Module) -> list[nn.Module]:
+    """The attention modules that run through a [`SparseAttention`], in the order of their layers."""
+    # Each holds a reference that is not registered.
+    modules = (module for module in model.modules() if "sparse_attention" in vars(module))
+    return sorted(
+        (module for module in modules if vars(module)["sparse_attention"] is sparse_attention),
+        key=lambda module: vars(module)["mask_layer"],
+    )

@@ -1,0 +1,183 @@
+"""
+Choosing the parameters of a search that the mask keeps: by a threshold, to a sparsity, or those left after pruning.
+
+Letters: L layers (1 when shared), H heads, n mask length, K learned parameters per head, R rows, P the keep
+probability.
+"""
+
+import torch
+
+from .decided_entries import DecidedEntries, TiedEntries
+
+
+# Where a sparsity is met: in every head, or over all heads and layers together.
+SCOPES = ("head", "global")
+
+
+def check_selection(threshold: float | None, sparsity: float | None) -> None:
+    """
+    Raises:
+        ValueError: If `threshold` or `sparsity` is not a number in [0, 1), or both are given.
+    """
+    for name, value in (("threshold", threshold), ("sparsity", sparsity)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    if threshold is not None and sparsity is not None:
+        raise ValueError(f"threshold {threshold} and sparsity {sparsity} exclude each other: give one of them")
+
+
+def select(
+    probs: torch.Tensor,
+    entries: DecidedEntries,
+    fixed: int,
+    threshold: float = 0.5,
+    sparsity: float | None = None,
+    *,
+    length: int,
+    scope: str = "head",
+) -> torch.Tensor:
+    """
+    Choose the parameters to keep.
+
+    Args:
+        probs (`torch.Tensor` of shape `(L, H, K)`): P of each parameter.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
+        fixed (`int`): Number of entries per head that are always on (special tokens, a kept diagonal).
+        threshold (`float`, *optional*, defaults to 0.5): Keep parameters with P above this, in [0, 1). Ignored if
+            `sparsity` is given.
+        sparsity (`float`, *optional*): Keep the largest P, so that the fraction of entries removed is as near as
+            possible to this, in [0, 1).
+        length (`int`): n. A head has `n^2` entries.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` removes this fraction of each head, `"global"` of all
+            heads and layers together.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool.
+
+    Raises:
+        ValueError: If `threshold` or `sparsity` is out of its range.
+    """
+    if sparsity is None:
+        if not 0.0 <= threshold < 1.0:
+            raise ValueError(f"threshold must be in [0, 1), got {threshold!r}")
+        return probs > threshold
+    if not 0.0 <= sparsity < 1.0:
+        raise ValueError(f"sparsity must be in [0, 1), got {sparsity!r}")
+    return keep_largest(probs, entries, (1.0 - sparsity) * length**2 - fixed, scope)
+
+
+def keep_largest(
+    scores: torch.Tensor, entries: DecidedEntries, budget: float | torch.Tensor, scope: str = "head"
+) -> torch.Tensor:
+    """
+    Choose the parameters with the largest scores, so many that they keep as near as possible to `budget` entries.
+
+    Args:
+        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
+        budget (`float`, or `torch.Tensor` of shape `(L, H, 1)`): Number of entries to keep per head.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
+            together, with the budget of all heads.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool.
+    """
+    joint = scope == "global"
+    rank = _rank(scores.flatten() if joint else scores).view_as(scores)
+    heads = scores[..., 0].numel() if joint else 1
+    return rank < entries.nearest_number(rank, heads * budget, joint)
+
+
+def keep_shares(scores: torch.Tensor, entries: DecidedEntries, budgets: torch.Tensor) -> torch.Tensor:
+    """
+    Choose the parameters with the largest scores of each head, so many that they keep as near as possible to its
+    budget; and one more or one less in the heads where that costs least, so that all heads together keep as near as
+    possible to the sum of the budgets.
+
+    Args:
+        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
+        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
+        budgets (`torch.Tensor` of shape `(L, H, 1)`): Number of entries to keep in each head.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool.
+    """
+    rank = _rank(scores)
+    number = entries.nearest_number(rank, budgets, joint=False)
+    kept = entries.kept(rank < number)[..., None]
+    missing = (budgets - kept).sum()
+    other = number + missing.sign().long()
+    gain = entries.kept(rank < other)[..., None] - kept
+    cost = (budgets - kept - gain).abs() - (budgets - kept).abs()
+    order = cost.flatten().argsort(stable=True)
+    gains = torch.nn.functional.pad(gain.flatten()[order].cumsum(0), (1, 0))
+    changed = order.argsort() < (gains - missing).abs().argmin()
+    return rank < torch.where(changed.view_as(number), other, number)
+
+
+def _rank(scores):
+    """The order of the scores along the last dimension, from 0 for the largest."""
+    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1, stable=True)
+
+
+def best_of_rows(scores: torch.Tensor, index: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
+    """
+    The parameters of each row's best entry, for rows that no fixed entry keeps from being empty.
+
+    Args:
+        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
+        index (`torch.Tensor` of shape `(n, n)` or `(n, n, 3)`): The parameter or the parameters of each entry, see
+            [`parameter_index`].
+        fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool.
+    """
+    rows = ~(fixed == 1).any(-1)
+    index = index.view(*fixed.shape, -1)
+    index = torch.where(fixed[..., None] == -1, index, scores.shape[-1])[rows].flatten(1)  # (R, n) or (R, 3n)
+    if not len(index):
+        return torch.zeros_like(scores, dtype=torch.bool)
+    padded = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+    columns = padded[..., index].argmax(-1)  # (L, H, R)
+    best = index[torch.arange(len(index)), columns]
+    return torch.zeros_like(padded, dtype=torch.bool).scatter_(-1, best, True)[..., :-1]
+
+
+def prune(
+    kept: torch.Tensor,
+    scores: torch.Tensor,
+    index: torch.Tensor,
+    fixed: torch.Tensor,
+    sparsity: float,
+    scope: str = "head",
+    empty_rows: bool = False,
+    entries: DecidedEntries | None = None,
+) -> torch.Tensor:
+    """
+    Remove the parameters with the lowest scores until a sparsity is reached.
+
+    Args:
+        kept (`torch.Tensor` of shape `(L, H, K)`): Bool, the parameters that have not been removed yet.
+        scores (`torch.Tensor` of shape `(L, H, K)`): Parameters with higher scores are kept.
+        index (`torch.Tensor` of shape `(n, n)` or `(n, n, 3)`): The parameter or the parameters of each entry, see
+            [`parameter_index`].
+        fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
+        sparsity (`float`): Fraction of the `n^2` entries to remove, in every head or on average.
+        scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
+            together.
+        empty_rows (`bool`, *optional*, defaults to `False`): Whether a row may lose its last entry.
+        entries ([`DecidedEntries`], *optional*): The entries that the parameters decide. By default those of `index`,
+            one parameter each.
+
+    Returns:
+        `torch.Tensor` of shape `(L, H, K)`, bool: a subset of `kept`.
+    """
+    if entries is None:
+        entries = TiedEntries(index[fixed == -1].bincount(minlength=scores.shape[-1]))
+    budget = (1.0 - sparsity) * fixed.numel() - (fixed == 1).sum().item()
+    scores = scores.masked_fill(~kept, -torch.inf)
+    needed = torch.zeros_like(kept) if empty_rows else best_of_rows(scores, index, fixed)
+    scores = scores.masked_fill(needed, torch.inf)
+    chosen = keep_largest(scores, entries, budget, scope)
+    return (chosen | needed) & kept
