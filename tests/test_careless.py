@@ -241,6 +241,13 @@ def test_verbs(refused, checkpoints, words, said):
         ("--mask MASK --search dam_s", "model.search has no meaning with the mask MASK"),
         ("--mask MASK --pattern window", "model.pattern has no meaning with the mask MASK"),
         ("--mask MASK --freeze_sparsity 0.5", "freeze_sparsity 0.5 has no meaning with the mask MASK"),
+        (
+            "--base_model FROZEN --freeze_sparsity 0.5",
+            "freeze_sparsity 0.5 has no meaning with the mask of base_model",
+        ),
+        ("--base_model FROZEN --search_end 0.5", "search_end 0.5 has no meaning with the mask of base_model FROZEN"),
+        ("--validation one.txt", "validation: the text has only 1 tokens, too few for one row of max_length=16"),
+        (f"--output_dir {'x' * 300}", f"too long for the name of a file or folder: '{'x' * 190}"),
         ("--pattern window --target_sparsity 0.5", "model.target_sparsity has no meaning with the pattern 'window'"),
         ("--pattern window --search_end 0.5", "search_end 0.5 has no meaning with the pattern 'window'"),
         ("--search dam_u --mask_seed 3", "model.mask_seed has no meaning with the search 'dam_u'"),
@@ -286,7 +293,9 @@ def test_pretraining(refused, checkpoints, pretraining_flags, flags, said):
     for name in ("text.TXT", "plain.txt.gz"):
         Path(name).write_text("w1 w2")
     build_pattern("window", 32, 4).save_pretrained("MASK")
-    for name, place in (("STOCK", checkpoints["stock"]), ("PARENT", str(Path(checkpoints["stock"]).parent))):
+    Path("one.txt").write_text("w1")
+    places = {"STOCK": checkpoints["stock"], "PARENT": str(Path(checkpoints["stock"]).parent)}
+    for name, place in (places | {"FROZEN": checkpoints["window"]}).items():
         flags, said = flags.replace(name, place), said.replace(name, place)
     assert said in refused(pretraining_flags("run", *flags.split()))
     assert Path("file").read_text() == "mine"
@@ -349,6 +358,9 @@ def test_files_that_are_meant(content):
         ("--mask widow", "unknown mask 'widow'; did you mean 'window'?"),
         ("--mask STOCK", "mask: there is no mask_config.json in the folder 'STOCK'"),
         ("--sweep learning_rate", "--sweep must be true or false, or fields such as"),
+        ("--seeds 1 4294967296", "seeds must be at most 4294967295, got 4294967296"),
+        ("--seeds 4294967290", "seeds must be at most 4294967295, got 4294967331"),
+        ("--no_answer_threshold nan", "no_answer_threshold must be finite, got nan"),
         ("--seeds 1,2", "seeds must be a number of runs or a list of seeds, got ['1,2']"),
         ("--data DATA/RTE/train.tsv", "data: there is no folder"),
         ("--train_split dev", "split 'dev' is missing"),

@@ -270,6 +270,27 @@ def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"task": "rte"}', '{"task": "rte", "main_metric": "accuracy", "splits": {}}']
+)
+def test_a_baseline_that_is_damaged(recipe, tmp_path, content):
+    (tmp_path / "baseline").mkdir()
+    (tmp_path / "baseline/metrics.json").write_text(content)
+    with pytest.raises(ValueError, match="baseline.*metrics.json"):
+        finetune(recipe(baseline=str(tmp_path / "baseline")))
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("fields", [{}, {"seeds": 2}], ids=["one run", "seeds"])
+def test_no_file_holds_the_token(recipe, fields):
+    """Another token is no other run."""
+    folder = finetune(recipe({"hub_token": "hf_first"}, token="hf_second", **fields))
+    stored = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert not [path for path, content in stored.items() if b"hf_first" in content or b"hf_second" in content]
+    finetune(recipe({"hub_token": "hf_other"}, **fields))
+    assert all(path.read_bytes() == content for path, content in stored.items() if path.suffix == ".safetensors")
+
+
 def test_a_baseline_on_other_examples(recipe, glue_folder, tmp_path):
     baseline = finetune(recipe({"output_dir": str(tmp_path / "baseline")}))
     shutil.copytree(glue_folder / "RTE", tmp_path / "RTE")

@@ -82,6 +82,11 @@ def test_metrics_are_the_models_loss(tiny_config, ids):
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["lm_loss"]))
 
 
+def test_a_loss_whose_perplexity_overflows():
+    prediction = type("Prediction", (), {"predictions": [[800.0]], "label_ids": [[3, 4]]})
+    assert causal_metrics(prediction) == {"lm_loss": 800.0, "perplexity": math.inf}
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A text in which each word is followed by the same other one."""

@@ -1,6 +1,7 @@
 """Progressive pruning: what is removed when, that freezing changes nothing, resumption, bad input."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
 from sparsebert.search.learned_mask import expand_probs
-from sparsebert.search.progressive_pruning import SCHEDULES, ProgressivePruning
+from sparsebert.search.progressive_pruning import PRUNING_NAME, SCHEDULES, ProgressivePruning
 from sparsebert.search.selection import best_of_rows, prune
+from sparsebert.training.checkpoint_manifests import check_whole
 from sparsebert.training.finetuning import finetune
 
 
@@ -253,6 +255,14 @@ def test_resumed_run_equals_the_uninterrupted_one(finished, step, tmp_path):
     assert resumed.sparse_attention.mask == model.sparse_attention.mask
     for name, parameter in weights(resumed).items():
         torch.testing.assert_close(parameter, weights(model)[name], atol=1e-7, rtol=1e-6, msg=name)
+
+
+def test_a_checkpoint_without_the_state_of_pruning_is_not_complete(finished, tmp_path):
+    checkpoint = shutil.copytree(finished[2] / "checkpoint-5", tmp_path / "checkpoint-5")
+    check_whole(checkpoint)
+    (checkpoint / PRUNING_NAME).unlink()
+    with pytest.raises(ValueError, match=f"{PRUNING_NAME} is missing: this checkpoint is not complete"):
+        check_whole(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,18 @@ def test_what_the_search_found_survives_a_kill_after_its_end(text, tmp_path):
     assert all(torch.equal(files[0][name], files[1][name]) for name in ("probs", "log_odds"))
 
 
+def test_what_the_search_found_goes_to_another_folder(text, tmp_path):
+    recipe = recipe_of(text, tmp_path / "first", FORMS["target"], max_steps=6)
+    recipe["data"]["search_end"] = 0.3
+    expected = pretrain(recipe)
+    training = {"output_dir": str(tmp_path / "second")}
+    training |= {"resume_from_checkpoint": str(tmp_path / "first/checkpoint-4")}
+    found = pretrain(recipe | {"training": recipe["training"] | training})
+    assert found["search_outcome"] == expected["search_outcome"] and found["positions"] == expected["positions"]
+    files = [(tmp_path / name / "mask_probs.safetensors").read_bytes() for name in ("first", "second")]
+    assert files[0] == files[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_four_kills_of_each_form(text, tmp_path, form):

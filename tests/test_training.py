@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import signal
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity
 from sparsebert.commands import main
 from sparsebert.files import check_output_dir, write_metrics
 from sparsebert.search.search_schedule import SearchSchedule
+from sparsebert.training.checkpoint_manifests import MANIFEST_NAME, check_whole
 from sparsebert.training.evaluation_metrics import pretraining_metrics, reduce_logits
 from sparsebert.training.run_checks import warn_of_slow_bfloat16
+from sparsebert.training.stopping import StopOnSignal, TrainingStopped
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -118,6 +121,64 @@ def test_resumed_search_equals_the_uninterrupted_one(tiny_config, tmp_path, sear
         torch.testing.assert_close(parameter, weights(whole)[name], atol=1e-7, rtol=1e-6, msg=name)
     logits = "bert.sparse_attention.mask_logits"
     assert not torch.equal(start[logits], weights(whole)[logits])
+
+
+@pytest.mark.parametrize("damage", ["incomplete", "truncated", "stock"])
+def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, damage, caplog):
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, **arguments).train()
+    newest = tmp_path / "checkpoint-6"
+    if damage == "truncated":
+        with open(newest / "model.safetensors", "r+b") as file:
+            file.truncate(20)
+    else:
+        for folder in (newest,) if damage == "incomplete" else tmp_path.glob("checkpoint-*"):
+            (folder / MANIFEST_NAME).unlink()
+    begun = []
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            begun.append(state.global_step)
+
+    def resume(checkpoint):
+        model = SparseBertForMaskedLM(tiny_config())
+        make_trainer(model, tmp_path, callbacks=[Begin()], **arguments).train(resume_from_checkpoint=checkpoint)
+
+    if damage == "truncated":
+        with pytest.raises(ValueError, match="model.safetensors is damaged: it has 20 bytes"):
+            resume(str(newest))
+    resume(True)
+    # A stock Trainer writes no manifests.
+    assert begun == [6 if damage == "stock" else 4]
+    said = "has no checkpoint_manifest.json" if damage == "stock" else "Skipped a newer checkpoint"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    "fields", [{"save_strategy": "best", "load_best_model_at_end": True}, {"save_only_model": True}]
+)
+def test_a_signal_saves_what_can_be_resumed(tiny_config, tmp_path, fields):
+    class Terminate(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    arguments = {"max_steps": 5, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1, "save_steps": 9}
+    if "load_best_model_at_end" in fields:
+        arguments |= {"metric_for_best_model": "loss", "greater_is_better": True}  # worse with every step
+    model = SparseBertForMaskedLM(tiny_config())
+    trainer = make_trainer(model, tmp_path, callbacks=[Terminate()], **arguments | fields)
+    with pytest.raises(TrainingStopped, match="with a checkpoint"), StopOnSignal(trainer):
+        trainer.train()
+    check_whole(tmp_path / "checkpoint-3")
+
+
+def test_a_token_is_not_saved(tiny_config, tmp_path):
+    trainer = make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, hub_token="hf_secret")
+    trainer.save_model()
+    assert b"hf_secret" not in (tmp_path / "training_args.bin").read_bytes()
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).hub_token is None
+    assert trainer.args.hub_token == copy.deepcopy(trainer.args).hub_token == "hf_secret"
 
 
 @pytest.mark.parametrize("step", [2, 4])

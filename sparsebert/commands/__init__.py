@@ -4,6 +4,7 @@ The command line: `sparsebert VERB [RECIPE or names ...] [--field value ...]`, o
 A verb's module has a function `command(words)` that gives its [`Command`]; every flag is a field of a dataclass.
 """
 
+import errno
 import importlib
 import io
 import os
@@ -18,7 +19,7 @@ from typing import Any
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError
 
-from ..checks import nearest
+from ..checks import nearest, shortened
 from ..hub import explained
 from ..search.rank_agreement import MaskMismatchError
 from ..version import __version__
@@ -149,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SafetensorError as error:
         return _say(verb, f"a file of weights is damaged or truncated: {error}", 1)
     except (OSError, FloatingPointError, MaskMismatchError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _say(verb, f"too long for the name of a file or folder: {shortened(repr(error.filename))}", 2)
         return _say(verb, error, 1)
     except KeyboardInterrupt as error:
         return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))

@@ -17,7 +17,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
@@ -260,11 +259,6 @@ class ProgressivePruning(TrainerCallback):
                 self._attention.unwatch(model)
             self._freeze(sparse_attention, optimizer, Path(str(args.output_dir)))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        path = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PRUNING_NAME
-        frozen = state.global_step > self._bounds(state.max_steps)[1]
-        save_file(self._attention.sums, path, {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)})
-
     def _bounds(self, max_steps):
         """
         The first and the last step before which entries are removed. At least one step comes before, to rank entries
@@ -317,6 +311,18 @@ class ProgressivePruning(TrainerCallback):
             save_probs(output, probs, log_odds, sparse_attention.mask)
         asked, got = self.final_sparsity, sparse_attention.mask.sparsity
         logger.warning(f"pruning: the mask is frozen, asked for a sparsity of {asked:.3f}, got {got:.3f}.")
+
+    def save(self, checkpoint: str | PathLike, state: TrainerState) -> None:
+        """
+        Write what [`~ProgressivePruning.restore`] reads.
+
+        Args:
+            checkpoint (`str` or `os.PathLike`): Folder of a checkpoint that is being saved.
+            state ([`~transformers.TrainerState`]): The state of the training.
+        """
+        frozen = state.global_step > self._bounds(state.max_steps)[1]
+        metadata = {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)}
+        save_file(self._attention.sums, Path(checkpoint) / PRUNING_NAME, metadata)
 
     def restore(self, checkpoint: str | PathLike, model: PreTrainedModel) -> None:
         """

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..analysis.reports import read_metrics
 from ..analysis.statistics import paired_bootstrap
 from ..data.tasks import TASKS
 from .single_run import read_predictions
@@ -25,11 +26,17 @@ def run_folders(folder: str | os.PathLike) -> dict[int, Path]:
 
     Returns:
         `dict[int, Path]`: Folder of each seed.
+    Raises:
+        FileNotFoundError: If there is no finished run.
+        ValueError: If its metrics are damaged, or not of fine-tuning.
     """
-    metrics = json.loads((Path(folder) / "metrics.json").read_text())
-    if "seeds" in metrics:
-        return {int(seed): Path(folder) / run["folder"] for seed, run in metrics["seeds"].items()}
-    return {metrics["seed"]: Path(folder)}
+    metrics = read_metrics([folder])[Path(folder)]
+    try:
+        if "seeds" in metrics:
+            return {int(seed): Path(folder) / run["folder"] for seed, run in metrics["seeds"].items()}
+        return {int(metrics["seed"]): Path(folder)}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{folder}: its metrics.json does not say which seeds there are ({error!r})") from error
 
 
 def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[int]) -> None:
@@ -43,12 +50,13 @@ def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[in
 
     Raises:
         FileNotFoundError: If there is no finished run.
-        ValueError: If it is of another task, has none of the seeds, or was evaluated on other examples.
+        ValueError: If its metrics are damaged, or it is of another task, has none of the seeds, or was evaluated on
+            other examples.
     """
     path = Path(folder) / "metrics.json"
     if not path.is_file():
         raise FileNotFoundError(f"baseline {folder}: there is no finished run (metrics.json) of {data.task.name}")
-    task = json.loads(path.read_text()).get("task")
+    task = read_metrics([folder])[Path(folder)].get("task")
     if task != data.task.name:
         found = f"a run of task {task!r}" if task else "no fine-tuning run"
         raise ValueError(f"baseline {folder} is {found}, expected one of {data.task.name!r}")
@@ -79,7 +87,7 @@ def compare(folder: str | os.PathLike, baseline: str | os.PathLike, resamples: i
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:
         raise ValueError(f"{folder} and {baseline} have no seed in common")
-    run = json.loads((ours[seeds[0]] / "metrics.json").read_text())
+    run = json.loads((ours[seeds[0]] / "metrics.json").read_text(encoding="utf-8"))
     task = TASKS[run["task"]]
     result: dict[str, Any] = {"baseline": str(baseline), "seeds": seeds}
     for split, values in run["splits"].items():

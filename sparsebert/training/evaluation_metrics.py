@@ -10,6 +10,9 @@ import torch
 if TYPE_CHECKING:
     from transformers import EvalPrediction
 
+# Beyond it, the perplexity overflows a float64.
+_LARGEST_LOSS = 700.0
+
 
 def reduce_logits(
     logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor | tuple[torch.Tensor, ...]
@@ -56,4 +59,4 @@ def causal_metrics(prediction: "EvalPrediction") -> dict[str, float]:
     """Loss (nats per token) and perplexity of a causal model, for `compute_metrics`."""
     losses, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     loss = float(losses[labels[:, 1:] != -100].mean())
-    return {"lm_loss": loss, "perplexity": math.exp(loss)}
+    return {"lm_loss": loss, "perplexity": math.exp(loss) if loss < _LARGEST_LOSS else math.inf}

@@ -63,6 +63,7 @@ _LOWEST = {
 }
 # Fields that say which runs there are, not what one of them computes.
 _LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
+_NOT_OF_RESULT = ("output_dir", "resume_from_checkpoint", "hub_", "push_to_hub")
 _OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 
 
@@ -173,6 +174,8 @@ def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None
         value = getattr(options, name)
         if value is not None and value < low:
             raise ValueError(f"{name} must be at least {low}, got {value!r}")
+    if not math.isfinite(options.no_answer_threshold):
+        raise ValueError(f"no_answer_threshold must be finite, got {options.no_answer_threshold!r}")
     tasks = list(GLUE) if options.task is None else [options.task]
     for length in sorted({options.max_length or TASKS[name].max_length for name in tasks}):
         if options.pad_to_multiple_of is not None and length % options.pad_to_multiple_of:
@@ -300,9 +303,7 @@ def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[
     return {
         "data": {name: value for name, value in section.items() if name not in _LAYOUT},
         "model": dict(recipe["model"]),
-        "training": {
-            name: value for name, value in training.items() if name not in ("output_dir", "resume_from_checkpoint")
-        },
+        "training": {name: value for name, value in training.items() if not name.startswith(_NOT_OF_RESULT)},
         "inputs": inputs,
     }
 

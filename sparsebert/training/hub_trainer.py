@@ -17,15 +17,31 @@ from ..masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFI
 logger = logging.get_logger(__name__)
 
 
+class _Token(str):
+    """A token that becomes `None` when it is pickled, as in the file of arguments that a Trainer saves and pushes."""
+
+    def __reduce_ex__(self, protocol):
+        return type(None), ()
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class HubTrainer(Trainer):
     """
     The part of [`SparseBertTrainer`] that is about the Hub.
 
     - A push, at the end or of a checkpoint, contains the mask or the search, and deletes files that contradict it.
+    - The arguments are saved and pushed without `hub_token`.
     - The card of a model with a mask is kept, and completed with what the Trainer knows.
     """
 
     _sparse_attention: Callable[[], Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.hub_token is not None:
+            self.args.hub_token = _Token(self.args.hub_token)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         # `save_model` has written the card of a model with a mask, or found one of the user.

@@ -161,8 +161,12 @@ def read_text(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", d
         )
         return Inputs(train, _batches(held_out))
     rows = []
-    for part, size in zip(documents, sizes, strict=True):
-        packed = pretraining_dataset(part, tokenizer, options.max_length, max_tokens=size)
+    fields = "data", "validation" if options.validation else "data"
+    for part, size, field in zip(documents, sizes, fields, strict=True):
+        try:
+            packed = pretraining_dataset(part, tokenizer, options.max_length, max_tokens=size)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
         rows.append(torch.tensor(packed.with_format("numpy")["input_ids"][:], device=device))
     batch_size = options.sizes[1]
     if len(rows[0]) < batch_size:

@@ -19,7 +19,7 @@ from ..models.token_mixers import fixed_length
 from .divergence import check_weights
 from .pretraining_arguments import PretrainingArguments
 from .resuming import rows_record
-from .run_checks import check_served
+from .run_checks import check_not_searched, check_served
 from .sources import read_given_mask
 
 
@@ -58,6 +58,8 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
             f"the token mixer 'bproj', got {data.max_length}"
         )
     sparse_attention = model.sparse_attention
+    if data.base_model and not sparse_attention.searching:
+        check_not_searched(data, f"the mask of base_model {data.base_model}")
     if data.pack_documents and sparse_attention.num_layers < model.config.num_hidden_layers:
         raise ValueError(
             "pack_documents true needs attention in all layers, since the other token_mixers mix neighboring tokens, "
@@ -125,10 +127,14 @@ def make_inputs(
         return load(data.text if split == "train" else data.validation, "all")
 
     def rows(split: str, max_tokens: int | None) -> "datasets.Dataset":
-        return pretraining_dataset(
-            documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens,
-            cache_dir=data.cache_dir, pack_documents=data.pack_documents,
-        )  # fmt: skip
+        try:
+            return pretraining_dataset(
+                documents(split), tokenizer, data.max_length, data.nsp, training.seed, max_tokens,
+                cache_dir=data.cache_dir, pack_documents=data.pack_documents,
+            )  # fmt: skip
+        except ValueError as error:
+            field = "text" if split == "train" or data.validation is None else "validation"
+            raise ValueError(f"{field}: {error}") from error
 
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:

@@ -182,8 +182,8 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
             raise ValueError(f"{name} must be at least max_length {data.max_length}, got {getattr(data, name)!r}")
     if model.get("is_decoder") and data.mlm_probability != type(data).mlm_probability:
         raise ValueError("mlm_probability has no meaning with is_decoder true, which predicts the next token")
-    if not 0 < data.mlm_probability <= 1:
-        raise ValueError(f"mlm_probability must be in (0, 1], got {data.mlm_probability!r}")
+    if not 0 < data.mlm_probability < 1:
+        raise ValueError(f"mlm_probability must be in (0, 1), got {data.mlm_probability!r}")
     for name in ("freeze_threshold", "freeze_sparsity"):
         value = getattr(data, name)
         if value is not None and not 0 <= value < 1:
@@ -287,9 +287,23 @@ def _check_given_mask(data, model):
         fits.add("share_layers")
     if refused := sorted(given - fits - {"mask_length"}):
         raise ValueError(f"model.{refused[0]} has no meaning with {kind}")
-    of_search = {"freeze_threshold": None, "freeze_sparsity": None, "search_end": 1.0}
-    for name, default in of_search.items():
-        if (data.mask or pattern) and getattr(data, name) != default:
+    if data.mask or pattern:
+        check_not_searched(data, kind)
+
+
+def check_not_searched(data: Any, kind: str) -> None:
+    """
+    Check that nothing is said about the end of a search where there is none.
+
+    Args:
+        data ([`PretrainingArguments`]): Section `data` of a recipe.
+        kind (`str`): The mask that the model runs through instead, for the message.
+
+    Raises:
+        ValueError: If a field of the search is set.
+    """
+    for name, default in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
+        if getattr(data, name) != default:
             raise ValueError(f"{name} {getattr(data, name)} has no meaning with {kind}, which is not searched")
 
 

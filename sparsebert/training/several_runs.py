@@ -19,6 +19,8 @@ from .run_folders import choose_folder
 PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
 
 _SECTIONS = {"data", "model", "training"}
+_LARGEST_SEED = 2**32 - 1  # that numpy accepts
+_SECRET = ("token", "hub_token")
 _PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
 
 
@@ -49,6 +51,9 @@ def read_seeds(seeds: int | list, first: int) -> list[int]:
         raise ValueError(f"seeds must be a number of runs or a list of seeds, got {seeds!r}")
     if seeds == 0 or len(set(listed)) < len(listed):
         raise ValueError(f"seeds must be at least 1, or a list of different seeds, got {seeds!r}")
+    last = max(listed) if isinstance(seeds, list) else first + seeds - 1
+    if last > _LARGEST_SEED:
+        raise ValueError(f"seeds must be at most {_LARGEST_SEED}, got {last}")
     return seeds if isinstance(seeds, list) else list(range(first, first + seeds))
 
 
@@ -58,7 +63,12 @@ def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[boo
 
 
 def write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
-    replace_files({path: yaml.safe_dump(recipe).encode()})
+    """Write a recipe for [`read_recipe`], without tokens for the Hub."""
+    written = {
+        section: {name: value for name, value in fields.items() if name not in _SECRET}
+        for section, fields in recipe.items()
+    }
+    replace_files({path: yaml.safe_dump(written).encode()})
 
 
 def read_recipe(path: Path) -> dict[str, dict[str, Any]] | None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..models.decoder_bias import share_bias
+from .checkpoint_manifests import check_whole, newest_whole
 from .engines import (
     SHARDING,
     ReplicatedLogits,
@@ -55,10 +55,20 @@ class ShardedTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint: Any = resume_from_checkpoint
         if checkpoint is True:
-            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+            checkpoint = self._newest()
+        elif checkpoint:
+            check_whole(checkpoint, allow_partial=True)
         if checkpoint:
             check_engine(checkpoint, self.args)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(checkpoint or resume_from_checkpoint, *args, **kwargs)
+
+    def _newest(self):
+        """The newest complete checkpoint; if there is none, as of a stock Trainer, the newest that can be read."""
+        try:
+            found = newest_whole(str(self.args.output_dir))
+        except ValueError:
+            found = newest_whole(str(self.args.output_dir), allow_partial=True)
+        return found and str(found)
 
     def _inner_training_loop(self, *args, **kwargs):
         if self._is_sharded():

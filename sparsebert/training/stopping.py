@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 
@@ -79,8 +80,11 @@ class StopOnSignal(TrainerCallback):
             self._received = int(received)
         if self._received:
             control.should_save = control.should_training_stop = True
-            # An evaluation may take longer than the time that is left, unless it decides which checkpoint is best.
-            control.should_evaluate = control.should_evaluate and args.load_best_model_at_end
+            args.save_only_model = False  # the run continues from this checkpoint
+            # An evaluation may take longer than the time that is left, unless it decides which checkpoint is best. If
+            # only the best are saved, it would decide against this one.
+            decides = args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST
+            control.should_evaluate = control.should_evaluate and decides
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._received and control.should_training_stop:

@@ -1,6 +1,7 @@
 """The Trainer of pre-training and fine-tuning."""
 
 import math
+import shutil
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
 from ..data.streams import RowStream
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.masked_predictions import skips_logits
 from ..models.saving import without_adapters
+from ..search.learned_mask import is_of_mask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
 from .checkpoint_manifests import whole_checkpoint
@@ -81,8 +83,9 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
     - under DeepSpeed and FSDP every process has all mask logits, see [`ReplicatedLogits`];
     - every process reads its own part of a [`RowStream`], and a resumed run continues at the same place in the text;
     - a run only resumes from a checkpoint of the same search, and of an engine that it can read;
-    - a checkpoint is either complete, with a manifest, or removed; older checkpoints are deleted only after a new one
-      is complete;
+    - a complete checkpoint has a manifest, and older checkpoints are deleted only after it is written; what an error
+      leaves incomplete is removed;
+    - `train(resume_from_checkpoint=True)` takes the newest complete checkpoint, and damaged ones are refused;
     - a push to the Hub, at the end or of a checkpoint, contains the mask or the search, and deletes files that
       contradict it;
     - evaluation sees all examples and keeps their order, masks the same tokens every time, and does not change the
@@ -137,6 +140,19 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
             sparse_attention = self.model.base_model.sparse_attention
             mask = SparseMask.from_pretrained(resume_from_checkpoint)
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
+
+        found, probs = Path(resume_from_checkpoint, MASK_PROBS_NAME), Path(str(self.args.output_dir), MASK_PROBS_NAME)
+        if self.args.should_save and found.is_file() and not probs.is_file():
+            probs.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(found, probs)
+
+    def _save_search(self, checkpoint):
+        """What a run that resumes from this checkpoint needs of a search, besides mask or logits."""
+        if (pruning := self._callback(ProgressivePruning)) is not None:
+            pruning.save(checkpoint, self.state)
+        mask, probs = getattr(self._sparse_attention(), "mask", None), Path(str(self.args.output_dir), MASK_PROBS_NAME)
+        if mask is not None and probs.is_file() and is_of_mask(probs, mask):
+            shutil.copy(probs, checkpoint)
 
     def _freezes_on_the_way(self):
         sparse_attention = self._sparse_attention()
@@ -319,9 +335,12 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
     def _save_checkpoint(self, model, trial):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         folder = Path(self._get_output_dir(trial))
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         try:
-            with whole_checkpoint(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
+            with whole_checkpoint(checkpoint):
                 super()._save_checkpoint(model, trial)
+                if self.args.should_save:
+                    self._save_search(checkpoint)
         finally:
             self.args.save_total_limit = limit
         if self.args.should_save:
