@@ -51,6 +51,7 @@ def run(folder, flags, options):
         if options.finished:
             return None
         folder.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(flags, indent=1) + "\n")  # first: the run goes on if this process is killed
         command = [sys.executable, "pretrain.py", str(options.recipe)]
         for name, value in given.items():
             command += [f"--{name}", value]
@@ -60,5 +61,4 @@ def run(folder, flags, options):
             status = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         if status.returncode:
             raise RuntimeError(f"a run failed, see {output}")
-        kept.write_text(json.dumps(flags, indent=1) + "\n")
     return json.loads(metrics.read_text())

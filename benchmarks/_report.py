@@ -33,7 +33,7 @@ REPRODUCED = ROOT / "results"
 # Options that change what is measured, whatever the cell.
 _SETTINGS = (
     *("device", "dtype", "threads", "instructions", "cpu_time", "tokens", "dropout", "seconds", "rounds", "seed"),
-    "quick",
+    *("quick", "batches"),
 )
 FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
 # Colour-blind safe (Okabe and Ito), with a marker each, so that print without colour works too.

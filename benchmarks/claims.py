@@ -309,7 +309,7 @@ CLAIMS = (
         lambda cells: _stages(cells, "one_stage", "two_stage"), folders=("", "float32"),
     ),
     Claim(
-        "[O] Table 1", "Four layers copy with strided and fixed patterns, better than with star and random ones",
+        "[O] Table 1", "With four layers, strided and fixed patterns copy better than star and random ones",
         "copying", _copying, 1,
     ),
     Claim(
@@ -434,7 +434,9 @@ def table(folder: Path = REPRODUCED) -> Table:
             comparisons = claim.compare(_cells(folder, paths))
             seeds = [len(comparison.seeds()) for comparison in comparisons if comparison.seeds()]
             row |= {"status": status(comparisons), "found": weakest(comparisons, claim.digits)}
-            row |= {"seeds": str(min(seeds, default=0)), "from": ", ".join(f"`{path}`" for path in paths)}
+            fewest, most = min(seeds, default=0), max(seeds, default=0)
+            row |= {"seeds": str(fewest) if fewest == most else f"{fewest} to {most}"}
+            row |= {"from": ", ".join(f"`{path}`" for path in paths)}
         rows.append(row)
     return Table.of("Claims of the papers", rows)
 

@@ -264,9 +264,15 @@ def main(arguments=None):
     results = {"packed": {}, "pairs": {}}
     if options.output.exists():
         results = json.loads(options.output.read_text())
+    whole = {f"{size:g} MB" for size in options.sizes} <= results["packed"].keys() & results["pairs"].keys()
+    if not (whole and {"stream", "waiting"} <= results.keys()) and results.get("hardware", hardware()) != hardware():
+        parser.error(f"{options.output} was measured on other hardware: choose another --output")
+
+    def measured():
+        results.update(hardware=hardware(), date=datetime.datetime.now(datetime.timezone.utc).isoformat())
+        keep()
 
     def keep():
-        results.update(hardware=hardware(), date=datetime.datetime.now(datetime.timezone.utc).isoformat())
         replace_files({options.output: (json.dumps(results, indent=1) + "\n").encode()})
 
     folder = Path(tempfile.mkdtemp(prefix="data_memory-"))
@@ -285,7 +291,7 @@ def main(arguments=None):
                 results[kind][name] = cell
                 print(name, kind, cell, flush=True)
                 shutil.rmtree(cache)
-                keep()
+                measured()
         if not {"stream", "waiting"} <= results.keys():
             path = cut(options.text, max(options.sizes) * MEGABYTE, folder / "text.txt")
             small = cut(options.text, min(options.sizes) * MEGABYTE, folder / "small.txt")
@@ -295,9 +301,9 @@ def main(arguments=None):
             size = sum(shard.stat().st_size for shard in (folder / "shards").iterdir())
             pattern, cache = str(folder / "shards/*.txt"), folder / "cache"
             results["stream"] = {"text_bytes": size} | alone(measure_stream, pattern, path, cache, options.batches)
-            keep()
+            measured()
             results["waiting"] = alone(measure_waiting, small, pattern, cache, options.steps)
-            keep()
+            measured()
     finally:
         shutil.rmtree(folder)
     results["projected"] = {"1 TB": projected(results, 1e12)}

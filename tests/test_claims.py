@@ -167,7 +167,7 @@ def test_results_of_several_folders_are_read_together(tmp_path):
     write("", (0.8, 0.9), (1, 2))
     assert "weakest of 2, 4 not run" in found()["found"]
     write("float32", (0.1, 0.3), (1,))
-    assert found()["found"].endswith("(weakest of 4, 2 with one seed, 2 not run)") and found()["seeds"] == "1"
+    assert found()["found"].endswith("(weakest of 4, 2 with one seed, 2 not run)") and found()["seeds"] == "1 to 2"
     assert found()["from"] == "`sparsebert_figure7_tiny.json`, `float32/sparsebert_figure7_tiny.json`"
     write("float32", (0.8,), (1,))
     with pytest.raises(ValueError, match="float32/sparsebert_figure7_tiny.json: the cell .*_0.8_seed_1 is in another"):

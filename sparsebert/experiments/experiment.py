@@ -16,7 +16,7 @@ def seeded(cells: Mapping[str, dict[str, Any]], seeds: Sequence[int]) -> dict[st
 
 def unseeded(name: str) -> str:
     """The name of a cell without its seed."""
-    return re.sub(r"_seed_\d+$", "", name)
+    return re.sub(r"(^|_)seed_\d+$", "", name)
 
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

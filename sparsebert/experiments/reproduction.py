@@ -285,6 +285,8 @@ def _of_others(folder, path, options):
     """Why a cell cannot run in its folder: it holds one that is in other results."""
     if options.overwrite or not (folder / FINISHED_NAME).is_file():
         return None
+    if folder.name in read_results(path, {}):  # since another process has just finished it
+        return None
     return f"{folder} holds a finished cell that {path} does not: choose another --runs, or pass --overwrite"
 
 

@@ -187,6 +187,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
     """
     exact, answerable = (mean_of_draws(finished, metric, "task", "system") for metric in _QUESTIONS)
     examples = mean_of_draws(finished, "train_examples", "task", "system")
+    removed = mean_of_draws(finished, "input_sparsity", "task", "system")
     scores = {
         key: {seed: 100 * value for seed, value in seeds.items()}
         for key, seeds in mean_of_draws(finished, "score", "task", "system").items()
@@ -206,6 +207,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
                 continue
             row = {"task": NAMES[task], "system": system}
             row["training examples"] = f"{statistics.fmean(examples[key].values()):,.0f}"
+            row["removed"] = f"{statistics.fmean(removed[key].values()):.1%}"
             row |= {"score": mean_text(scores[key].values(), 1), "score, paper": f"{100 * published[0]:.1f}"}
             if key in exact:
                 row["exact match"] = mean_text([100 * value for value in exact[key].values()], 1)
@@ -216,12 +218,14 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
             row["minus dense"], row["p (Holm)"] = compared.get(key, ("", ""))
             rows.append(row | {"seeds": str(len(scores[key]))})
     notes = (
+        "removed: of the attention on the inputs, which are shorter than the mask: a diagonal then removes more than "
+        "as many random entries of the mask; "
         "score: F1 of SQuAD, accuracy of SWAG, on the validation part, times 100; F1, answerable: of the questions "
         "of SQuAD v2.0 that have an answer (0 for a model that never answers); random_drop: mean of the draws of a "
         "seed; minus dense: in the score; ±: deviation over seeds, which vary what Table 1 varies, the head and the "
         f"order of the examples, and not the checkpoint or the examples; {COMPARED}",
     )
-    return [Table.of("Removing the diagonal or as much at random, on tasks (Table 2)", rows, notes)]
+    return [Table.of("Removing the diagonal or as many entries at random, on tasks (Table 2)", rows, notes)]
 
 
 def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
