@@ -1,4 +1,4 @@
-"""Sphinx: pages in Markdown, tables and the API made from the package when the pages are built (`make docs`)."""
+"""Sphinx: pages in Markdown; the API and the fields of the verbs are made from the package (`make docs`)."""
 
 import re
 import sys
@@ -38,7 +38,7 @@ autodoc_preserve_defaults = True
 autodoc_mock_imports = generated.missing("triton")
 
 _REFERENCE = re.compile(r"\[`~?([\w.]+)`\]")
-_PLACEHOLDER = re.compile(r"^<!-- (table|api|verbs): (\w+) -->$", re.MULTILINE)
+_PLACEHOLDER = re.compile(r"^<!-- (public|api|verbs): (\w+) -->$", re.MULTILINE)
 
 
 def _to_rst(app, what, name, obj, options, lines):
@@ -59,9 +59,9 @@ def _skip(app, what, name, obj, skip, options):
 
 
 def _insert(app, docname, source):
-    """Put what is made from the package where a page has `<!-- table: NAME -->`, `<!-- api: FOLDER -->` or
+    """Put what is made from the package where a page has `<!-- public: all -->`, `<!-- api: FOLDER -->` or
     `<!-- verbs: all -->`."""
-    makers = {"table": generated.table, "api": generated.api, "verbs": generated.verbs}
+    makers = {"public": generated.public, "api": generated.api, "verbs": generated.verbs}
     found = _PLACEHOLDER.sub(lambda match: makers[match[1]](match[2]), source[0])
     if found != source[0]:
         source[0] = found

@@ -1,5 +1,14 @@
-"""What the pages do not say by hand: tables of the registries and fields, and the modules of the API."""
+"""
+What the pages do not say by hand: tables of the registries and fields, and the modules of the API.
 
+    python docs/generated.py            # writes the tables anew
+    python docs/generated.py --check    # changes nothing; ends with 1 if a table is not that of the package
+
+In a page a table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a key of `TABLES`. The fields
+of the verbs and the API, which are long or full of references, are only in the pages that Sphinx builds.
+"""
+
+import argparse
 import ast
 import dataclasses
 import importlib
@@ -7,6 +16,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,6 +39,7 @@ from sparsebert.search.searches import SEARCHES, num_parameters
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sparsebert"
 LENGTH, HEADS = 128, 12
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def missing(*packages):
@@ -112,12 +123,12 @@ def _tasks():
     yield (
         "task",
         "metrics",
-        "the one that decides",
+        "main metric",
         "tokens",
         "batch per device",
         "epochs",
         "learning rate",
-        "of the paper",
+        "settings of the paper",
     )
     for name, task in TASKS.items():
         settings = [task.settings.get(key, "") for key in SETTINGS]
@@ -214,6 +225,11 @@ def _docstring(path):
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
+def public(_):
+    """The names of the package, as references."""
+    return _markdown(_public())
+
+
 def _public():
     yield "name", "what it is"
     for name in sparsebert.__all__:
@@ -240,8 +256,26 @@ TABLES = {
     "pruning": partial(_fields, ProgressivePruning),
     "modules": _modules,
     "floors": _floors,
-    "public": _public,
 }
+
+
+def written(page):
+    """The text of a page with its tables."""
+    return BLOCK.sub(lambda match: f"{match[1]}{table(match[2])}\n{match[3]}", page)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python docs/generated.py", description="Write the tables of the package.")
+    parser.add_argument("--check", action="store_true", help="change nothing, end with 1 if a page is out of date")
+    options, stale = parser.parse_args(arguments), False
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := written(text)) != text:
+            stale = True
+            print(f"{page.relative_to(ROOT)}: {'out of date' if options.check else 'written'}")
+            if not options.check:
+                page.write_text(new, encoding="utf-8")
+    return int(stale and options.check)
 
 
 def verbs(_):
@@ -304,3 +338,7 @@ def api(folder):
         if not name.rpartition(".")[2].startswith("_"):
             sections.append(f"## {name.removeprefix(f'{package}.')}\n\n{directive.format(name)}")
     return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import gc
 import importlib.metadata
 import json
 import os
@@ -74,6 +75,12 @@ def growth(function):
     before = most_memory()
     function()
     return most_memory() - before
+
+
+def pytest_collection_finish():
+    # The garbage collector need not look again at what has been imported, which takes a second each time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

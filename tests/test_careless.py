@@ -157,7 +157,10 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("Pretrain small", "unknown verb 'Pretrain'; did you mean 'pretrain'?"),
         ("report nowhere", "nowhere: config.json or mask_config.json is not in the cache"),
         ("report folder", "folder/metrics.json: damaged or not JSON"),
-        ("report other", "other/metrics.json: not the metrics of a pre-training, a fine-tuning or GLUE"),
+        (
+            "report other",
+            "other/metrics.json: not the metrics of a pre-training, a fine-tuning, a GLUE run or a search",
+        ),
         ("report list", "list/metrics.json: not the metrics of"),
         ("report --json list", "--json must be true or false, got 'list'"),
         ("draw windw --output_dir out", "did you mean 'window'?"),

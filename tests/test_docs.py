@@ -5,6 +5,7 @@ import configparser
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -47,7 +48,7 @@ def commands(page):
         found += body.replace("\\\n", " ").splitlines()
     for body in blocks(page, "console"):
         found += [line[2:] for line in body.splitlines() if line.startswith("$ ")]
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```$|<!-- table.*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     found += re.findall(rf"`({PROGRAMS}[^`]+)`", text)
     words = [shlex.split(command, comments=True) for command in found]
     return [command for command in words if command]
@@ -57,8 +58,17 @@ COMMANDS = {
     f"{page.name}: {shlex.join(command)}": command
     for page in PAGES
     for command in commands(page)
-    if command != ["sparsebert", "VERB", "--help"]
+    if command[:2] != ["sparsebert", "VERB"]
 }
+
+
+def test_tables_are_those_of_the_package(capsys):
+    specification = importlib.util.spec_from_file_location("generated", ROOT / "docs/generated.py")
+    generated = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(generated)
+    assert generated.main(["--check"]) == 0, "run python docs/generated.py"
+    written = generated.written("<!-- table: mixers -->\nold\n<!-- end -->\n")
+    assert "| `sepconv` |" in written and "old" not in written
 
 
 def test_commands_are_found():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from sparsebert.analysis.page_charts import scores
 from sparsebert.analysis.reports import read_metrics, report_tables
 from sparsebert.analysis.tables import Table, print_tables
 from sparsebert.files import write_metrics
@@ -88,6 +89,30 @@ def test_pretraining_and_finetuning_are_two_tables(folders):
         "tuned, validation: skipped 1 of 3 rows, the first: row 2",
         "tuned: difference from runs/dense, paired by example and seed (0, 1)",
     )
+
+
+def test_searches_in_trained_models_are_compared(tmp_path):
+    numbers = {"cosine": 0.94, "score": 0.84, "input_sparsity": 0.7}
+    learned = {"mask": None, "search": "dam_s", "task": "stsb", "seconds": {"total": 60.0}}
+    learned |= {"sparsity": {"dense": 0.0, "learned": 0.9}, "inference_seconds": {"dense": 3.0, "masked": 2.0}}
+    learned["agreement"] = {"dense": {"cosine": 1.0, "score": 0.86}, "learned": numbers}
+    learned["agreement"]["learned, recovered"] = numbers | {"cosine": 0.98, "score": 0.85}
+    given = {"mask": "window", "search": None, "task": None, "seconds": {"total": 9.0}, "inference_seconds": None}
+    given |= {"sparsity": {"dense": 0.0, "given": 0.92}, "agreement": {"given": {"cosine": 0.9}}}
+    for name, metrics in (("learned", learned), ("given", given)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.json", metrics)
+    found = read_metrics([tmp_path / "learned", tmp_path / "given"])
+    (table,) = report_tables(found)
+    assert cells(table) == {
+        "run": "learned", "mask": "dam_s", "task": "stsb", "removed": "90.0 %", "on inputs": "70.0 %",
+        "cosine": "0.940", "cosine, recovered": "0.980", "score, dense": "86.0", "score": "84.0",
+        "score, recovered": "85.0", "speed-up": "1.50", "seconds": "60",
+    }  # fmt: skip
+    other = {name: value for name, value in cells(table, 1).items() if value}
+    assert other == {"run": "given", "mask": "window", "removed": "92.0 %", "cosine": "0.900", "seconds": "9"}
+    charted = scores({path.name: run for path, run in found.items()})["cosine with the dense model"]
+    assert [score.value for score in charted] == [0.98, 0.9]
 
 
 def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):

@@ -324,7 +324,7 @@ def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, output, sai
         ({"metrics.json": "[]"}, "metrics.json: not the metrics of a pre-training"),
         (
             {"metrics.json": '{"bleu": 30.0, "sparsity": 0.5}'},
-            "not the metrics of a pre-training, a fine-tuning or GLUE",
+            "not the metrics of a pre-training, a fine-tuning, a GLUE run or a search",
         ),
         ({"metrics.json": '{"sparsity": "x", "positions": {}, "seconds": 1}'}, "its metrics are incomplete"),
         ({"mask_config.json": "{}", "mask.safetensors": ""}, "mask_config.json"),

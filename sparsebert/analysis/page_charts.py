@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from .reports import GIVEN, LEARNED, RECOVERED
+
 
 WIDTH, HEIGHT = 480, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 16, 52
@@ -67,7 +69,13 @@ def scores(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Score]]:
 
 
 def _scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
-    if "glue" in metrics:
+    if "agreement" in metrics:
+        row = metrics["agreement"]
+        own = LEARNED if metrics.get("mask") is None else GIVEN
+        cosine = row.get(RECOVERED.format(own), row[own])["cosine"]
+        score = Score(run, cosine, None, metrics["sparsity"][own], metrics["seconds"]["total"])
+        yield "cosine with the dense model", score
+    elif "glue" in metrics:
         for values in metrics["glue"].values():
             yield from _scores_of(run, values)
     elif "task" in metrics:

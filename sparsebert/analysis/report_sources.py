@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .reports import METRICS_NAME, is_search, read_metrics
+from .reports import METRICS_NAME, read_metrics
 from .runs import NoMaskError, SavedMask, read_mask
 
 
@@ -41,8 +41,8 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
     Read runs and masks.
 
     Args:
-        names (`list` of `str` or `os.PathLike`): Output folders of pre-training and fine-tuning, and what
-            [`read_mask`] understands. One that is given twice counts once.
+        names (`list` of `str` or `os.PathLike`): Output folders of runs, and what [`read_mask`] understands. One that
+            is given twice counts once.
         with_masks (`bool`, *optional*, defaults to `True`): Whether to read the masks of finished runs, too.
 
     Returns:
@@ -54,8 +54,7 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
     """
     sources = []
     for name in dict.fromkeys(str(Path(name)) if Path(name).exists() else str(name) for name in names):
-        # A search in a trained model has metrics of its own kind: what there is to show is its mask.
-        is_run = (path := Path(name) / METRICS_NAME).is_file() and not is_search(path)
+        is_run = (Path(name) / METRICS_NAME).is_file()
         metrics = read_metrics([name])[Path(name)] if is_run else None
         masks: tuple[SavedMask, ...] = ()
         if with_masks or not is_run:
@@ -63,7 +62,7 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
         if not (is_run or masks):
             raise FileNotFoundError(
                 f"{name}: holds neither {METRICS_NAME} nor a mask; expected the output folder of a finished "
-                "pre-training or fine-tuning run, or the folder or Hub id of a mask"
+                "pre-training, fine-tuning or search, or the folder or Hub id of a mask"
             )
         sources.append(Source(name, metrics, masks))
     return sources

@@ -21,8 +21,16 @@ POSITIONS = {
 }
 
 
-# What is in the metrics of GLUE, of fine-tuning and of pre-training.
-_KINDS = ({"glue", "missing"}, {"task", "main_metric", "splits"}, {"sparsity", "positions", "seconds"})
+# The masks that a search in a trained model is compared with others by: its own or the one it was given, and the same
+# after recovery.
+LEARNED, GIVEN, RECOVERED = "learned", "given", "{}, recovered"
+# What is in the metrics of GLUE, of fine-tuning, of pre-training and of a search in a trained model.
+_KINDS = (
+    {"glue", "missing"},
+    {"task", "main_metric", "splits"},
+    {"sparsity", "positions", "seconds"},
+    {"agreement", "sparsity", "seconds"},
+)
 
 
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
@@ -30,7 +38,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
     Read the metrics of runs.
 
     Args:
-        folders (`list` of `str` or `os.PathLike`): Output folders of pre-training and fine-tuning.
+        folders (`list` of `str` or `os.PathLike`): Output folders of pre-training, fine-tuning and searches.
 
     Returns:
         `dict[Path, dict]`: Metrics by folder.
@@ -43,7 +51,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
         path = folder / METRICS_NAME
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: no such file; expected the output folder of a finished pre-training or fine-tuning run"
+                f"{path}: no such file; expected the output folder of a finished pre-training, fine-tuning or search"
             )
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -51,22 +59,13 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
             raise ValueError(f"{path}: damaged or not JSON ({error})") from error
         kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
         if not kinds:
-            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning or GLUE run")
+            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning, a GLUE run or a search")
         try:
             report_tables({folder: found})
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
             raise ValueError(f"{path}: damaged, its metrics are incomplete ({error!r})") from error
         metrics[folder] = found
     return metrics
-
-
-def is_search(path: Path) -> bool:
-    """Whether a `metrics.json` is that of a search in a trained model, which the tables of runs leave out."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False  # `read_metrics` says what is wrong
-    return isinstance(found, dict) and "agreement" in found
 
 
 def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
@@ -77,7 +76,8 @@ def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
 
 def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     """
-    Make the tables of runs: pre-training, fine-tuning, grids of settings and GLUE. Empty ones are left out.
+    Make the tables of runs: pre-training, masks for trained models, fine-tuning, grids of settings and GLUE. Empty
+    ones are left out.
 
     Args:
         runs (`dict[Path, dict]`): Metrics by folder, from [`read_metrics`].
@@ -86,12 +86,16 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
         `list[Table]`
     """
     pretraining: list[dict[str, str]] = []
+    searches: list[dict[str, str]] = []
     finetuning: list[dict[str, str]] = []
     glue: list[dict[str, str]] = []
     grids: list[Table] = []
     notes: list[str] = []
     glue_notes: list[str] = []
     for run, metrics in zip(distinct_names([*runs]), runs.values(), strict=True):
+        if "agreement" in metrics:
+            searches.append(_search_row(run, metrics))
+            continue
         if "glue" in metrics:
             tasks = {f"{run}/{task}": values for task, values in metrics["glue"].items()}
             row, remarks = _glue_row(run, metrics)
@@ -113,6 +117,12 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
             "P: mean probability that a position is kept, by offset |i - j|, before freezing; 0 or 1 for a fixed mask"
         )
         result.append(Table.of("Pre-training", pretraining, [note]))
+    if searches:
+        note = (
+            "cosine: with the dense model's mean last hidden states, on held-out text; score: of the task, times 100; "
+            "speed-up: time of the dense model over that through the mask, for a batch"
+        )
+        result.append(Table.of("Masks for trained models", searches, [note]))
     if finetuning:
         note = (
             "removed: share of the mask's entries at its own length; on inputs: the same over the evaluated inputs. "
@@ -143,6 +153,23 @@ def _pretraining_row(name, metrics):
         "NSP acc.": _percent(metrics.get("nsp_accuracy")),
         "seconds": _number(metrics["seconds"], 0),
     }
+
+
+def _search_row(name, metrics):
+    own = LEARNED if metrics.get("mask") is None else GIVEN
+    steps = {"dense": "dense", "": own, "recovered": RECOVERED.format(own)}
+    row = {"run": name, "mask": metrics.get("mask") or metrics["search"], "task": metrics.get("task") or ""}
+    row["removed"] = _percent(metrics["sparsity"][own])
+    row["on inputs"] = _percent(metrics["agreement"][own].get("input_sparsity"))
+    for title, key in (("cosine", "cosine"), ("score", "score")):
+        for step, mask in steps.items():
+            value = metrics["agreement"].get(mask, {}).get(key)
+            if (title, step) != ("cosine", "dense"):  # which is 1
+                column = ", ".join(part for part in (title, step) if part)
+                row[column] = _number(value, 3) if key == "cosine" else "" if value is None else _score(value)
+    times = metrics.get("inference_seconds")
+    row["speed-up"] = _number(times["dense"] / times["masked"] if times else None, 2)
+    return row | {"seconds": _number(metrics["seconds"]["total"], 0)}
 
 
 def _finetuning_rows(name, metrics):

@@ -27,7 +27,7 @@ class ReportArguments:
     What to report.
 
     Args:
-        runs (`list[str]`): Output folders of `pretrain` and `finetune`; folders or Hub ids of masks.
+        runs (`list[str]`): Output folders of `pretrain`, `finetune` and `search`; folders or Hub ids of masks.
         output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
         overwrite (`bool`): Replace an existing page.
     """

@@ -10,10 +10,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ..analysis.charts import plot_lines
+from ..analysis.reports import LEARNED
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
-from ..training.post_hoc import LEARNED, search_post_hoc
+from ..training.post_hoc import search_post_hoc
 from .continued_pretraining import PACKAGE, long_enough
 from .experiment import Experiment
 from .minilm_task_masks import check_masks

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoModel, AutoTokenizer
 
 from ..analysis.charts import plot_lines
+from ..analysis.reports import GIVEN, LEARNED, RECOVERED
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
@@ -23,7 +24,7 @@ from ..models.described_masks import mask_search
 from ..models.loading import load
 from ..search.selection import SCOPES
 from ..training.objectives import OBJECTIVES
-from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, search_post_hoc
+from ..training.post_hoc import search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from ..training.sentence_similarity import similarity
 from .continued_pretraining import PACKAGE, located, long_enough

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.charts import plot_values
+from ..analysis.reports import GIVEN, LEARNED, RECOVERED
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
@@ -18,7 +19,7 @@ from ..models.described_masks import mask_search
 from ..models.loading import check_folder
 from ..search.searches import SEARCHES
 from ..training.objectives import ANSWERING
-from ..training.post_hoc import GIVEN, LEARNED, RECOVERED, STARTED_FROM, search_post_hoc
+from ..training.post_hoc import STARTED_FROM, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment

@@ -148,8 +148,9 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             is of.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
-        length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of Toeplitz forms),
-            `"dense"`, or `"error"` (default of tables). Reset to `None` once a mask is frozen.
+        length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of `"dam_s"`, `"dam_b"`
+            and the pattern `"window"`), `"dense"` (of the patterns `"dense"` and `"no_diag"`), or `"error"` (of all
+            others). Reset to `None` once a mask is frozen.
         skip_padding (`bool`, *optional*, defaults to `False`): Whether an encoder takes the padding out of a batch
             before its layers and puts it back, as zeros, after them. The result is the same, but padding takes no
             time. Padding stays in if a row begins with it, in compiled and exported graphs, and if attentions are

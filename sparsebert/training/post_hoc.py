@@ -15,6 +15,7 @@ import torch
 from transformers import set_seed
 
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
+from ..analysis.reports import GIVEN, LEARNED, RECOVERED
 from ..analysis.tables import Table
 from ..files import locked_output, write_metrics
 from ..hub import read_tokenizer
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 # Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
 GROWTH, GROWTH_STAGES = 0.5, 8
-LEARNED, STARTED_FROM, GIVEN, RECOVERED = "learned", "dense model's attention", "given", "{}, recovered"
+STARTED_FROM = "dense model's attention"
 
 
 def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
