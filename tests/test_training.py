@@ -208,12 +208,13 @@ def test_search_that_ends_within_the_training(tiny_config, tmp_path, step):
         torch.testing.assert_close(parameter, weights(model)[name], atol=1e-7, rtol=1e-6, msg=name)
 
 
-def test_the_best_model_of_two_states_is_refused(tiny_config, tmp_path):
+def test_the_best_model_of_two_states_is_refused(tiny_config, tmp_path, caplog):
     arguments = {"max_steps": 4, "eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     model = SparseBertForMaskedLM(tiny_config(search="dam_s"))
     with pytest.raises(ValueError, match="load_best_model_at_end has no meaning with search_end 0.5"):
         make_trainer(model, tmp_path, callbacks=[SearchSchedule(end=0.5)], **arguments)
     make_trainer(model, tmp_path, callbacks=[SearchSchedule()], **arguments)
+    assert "the best checkpoint of a search may be an early one" in caplog.text
 
 
 @pytest.mark.parametrize("end, steps", [(0.95, 4), (0.5, 1)])

@@ -83,16 +83,16 @@ class SearchSchedule(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         sparse_attention = sparse_attention_of(model)
-        if (
-            self.end < 1
-            and args.load_best_model_at_end
-            and sparse_attention is not None
-            and sparse_attention.searching
-        ):
+        if not args.load_best_model_at_end or sparse_attention is None or not sparse_attention.searching:
+            return
+        if self.end < 1:
             raise ValueError(
                 f"load_best_model_at_end has no meaning with search_end {self.end}: the best weights may be from "
                 "before the mask was frozen; leave it out"
             )
+        logger.warning(
+            "load_best_model_at_end: the best checkpoint of a search may be an early one, whose mask is hardly learned"
+        )
 
     def on_train_begin(
         self,
