@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import re
 import runpy
 import shlex
@@ -286,6 +287,19 @@ def ends(extended, checkpoints):
 @pytest.mark.parametrize("name", [*(name for name, *_ in EXAMPLES), "fine-tuning"])
 def test_examples_of_extending_run(name, ends):
     assert not ends[name], ends[name]
+
+
+def test_the_complete_example_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(0)
+    lines = [" ".join(f"word{rng.randrange(50)}" for _ in range(40)) for _ in range(200)]
+    Path("text.txt").write_text("\n\n".join(lines))
+    (example,) = (body for body in blocks(ROOT / "docs" / "use.md", "python") if "train_tokenizer(" in body)
+    for written, smaller in (('"builtin"', '"text.txt"'), ("max_steps=100", 'max_steps=2, report_to="none"')):
+        assert written in example
+        example = example.replace(written, smaller)
+    exec(example, {"__name__": "example"})
+    assert sparsebert.load("my-model").base_model.sparse_attention.mask.sparsity > 0.8
 
 
 def test_messages_of_troubleshooting_exist():
