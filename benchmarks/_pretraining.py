@@ -44,7 +44,7 @@ def run(folder, flags, options):
     given |= {"validation": options.validation} if options.validation else {}
     given = {name: str(value) for name, value in (given | flags).items()}
     flags = given | {"recipe": str(options.recipe), "threads": str(options.threads)}
-    if metrics.is_file() and kept.is_file() and (found := json.loads(kept.read_text())) != flags:
+    if folder.is_dir() and kept.is_file() and (found := json.loads(kept.read_text())) != flags:
         name = next(name for name in found | flags if found.get(name) != flags.get(name))
         raise ValueError(f"{folder} holds a run with {name} {found.get(name)}, not {flags.get(name)}: choose another")
     if not metrics.is_file():

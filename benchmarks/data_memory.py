@@ -266,7 +266,7 @@ def main(arguments=None):
         results = json.loads(options.output.read_text())
     whole = {f"{size:g} MB" for size in options.sizes} <= results["packed"].keys() & results["pairs"].keys()
     if not (whole and {"stream", "waiting"} <= results.keys()) and results.get("hardware", hardware()) != hardware():
-        parser.error(f"{options.output} was measured on other hardware: choose another --output")
+        parser.error(f"{options.output} was measured with other hardware or versions: choose another --output")
 
     def measured():
         results.update(hardware=hardware(), date=datetime.datetime.now(datetime.timezone.utc).isoformat())

@@ -5,6 +5,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 
+LARGEST_SEED = 2**32 - 1  # that numpy accepts
+
+
 def nearest(what: str, name: object, allowed: Iterable[str]) -> ValueError:
     """
     An error for an unknown name, to be raised by the caller.

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
+# Fields of recipes that hold a token.
+SECRETS = ("token", "hub_token")
 # Seconds to wait for the Hub's answer. A network that is only slow is left to the client and its retries.
 PROBE_SECONDS = 1.5
 # Repository, and file or folder in it, of the addresses that the client asks for.
@@ -72,6 +74,11 @@ class HubArguments:
             )
         given = {"revision": self.revision, "subfolder": self.subfolder, "token": self.token}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def without_secrets(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe as they may be written or shown: without tokens for the Hub."""
+    return {name: value for name, value in fields.items() if name not in SECRETS}
 
 
 def mask_arguments(options: Any) -> dict[str, Any]:

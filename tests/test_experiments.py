@@ -274,10 +274,10 @@ def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path
     "content", ["[]", "{", '{"task": "rte"}', '{"task": "rte", "main_metric": "accuracy", "splits": {}}']
 )
 def test_a_baseline_that_is_damaged(recipe, tmp_path, content):
-    (tmp_path / "baseline").mkdir()
-    (tmp_path / "baseline/metrics.json").write_text(content)
-    with pytest.raises(ValueError, match="baseline.*metrics.json"):
-        finetune(recipe(baseline=str(tmp_path / "baseline")))
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense/metrics.json").write_text(content)
+    with pytest.raises(ValueError, match="^baseline: .*dense"):
+        finetune(recipe(baseline=str(tmp_path / "dense")))
     assert not (tmp_path / "run/model.safetensors").exists()
 
 

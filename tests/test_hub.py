@@ -10,6 +10,7 @@ from hub_client import Client
 from hub_server import HubServer
 
 from sparsebert.hub import check_path
+from sparsebert.training.checkpoint_manifests import MANIFEST_NAME
 
 
 PUSH_AND_PULL_MASK = """
@@ -182,7 +183,7 @@ for kind in ("own", "attached"):
         loaded = load(f"user/trained_{kind}").sparse_attention
         assert loaded.searching == (name == "dam_s"), (kind, name)
         assert loaded.mask == trainer.model.sparse_attention.mask
-    trainer = train(kind, "dam_s", "every_save", 0.5)  # frozen after the first of two checkpoints
+    trainer = train(kind, "dam_s", "all_checkpoints", 0.5)  # frozen after the first of two checkpoints
     loaded = load(f"user/trained_{kind}").sparse_attention
     assert loaded.mask == trainer.model.sparse_attention.mask is not None, kind
 """
@@ -329,6 +330,9 @@ def test_pushes_of_a_trainer_hold_one_state_of_a_mask(hub, run_client, tmp_path)
         states = [files & (frozen | {"search_config.json"}) for files in hub.repos[f"user/trained_{kind}"].commits]
         assert states[-1] == frozen and search in states
         assert all(state in (frozen, search, set()) for state in states), states
+        last = hub.repos[f"user/trained_{kind}"].commits[-1]
+        assert {f"checkpoint-2/{name}" for name in (MANIFEST_NAME, "mask_probs.safetensors")} <= last
+        assert f"checkpoint-1/{MANIFEST_NAME}" in last
 
 
 def run_without_connection(code, offline, home, *arguments):

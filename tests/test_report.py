@@ -93,11 +93,18 @@ def test_pretraining_and_finetuning_are_two_tables(folders):
 
 def test_searches_in_trained_models_are_compared(tmp_path):
     numbers = {"cosine": 0.94, "score": 0.84, "input_sparsity": 0.7}
-    learned = {"mask": None, "search": "dam_s", "task": "stsb", "seconds": {"total": 60.0}}
+    learned = {"model": "m", "mask": None, "search": "dam_s", "task": "stsb", "seconds": {"total": 60.0}}
     learned |= {"sparsity": {"dense": 0.0, "learned": 0.9}, "inference_seconds": {"dense": 3.0, "masked": 2.0}}
     learned["agreement"] = {"dense": {"cosine": 1.0, "score": 0.86}, "learned": numbers}
     learned["agreement"]["learned, recovered"] = numbers | {"cosine": 0.98, "score": 0.85}
-    given = {"mask": "window", "search": None, "task": None, "seconds": {"total": 9.0}, "inference_seconds": None}
+    given = {
+        "model": "m",
+        "mask": "window",
+        "search": None,
+        "task": None,
+        "seconds": {"total": 9.0},
+        "inference_seconds": None,
+    }
     given |= {"sparsity": {"dense": 0.0, "given": 0.92}, "agreement": {"given": {"cosine": 0.9}}}
     for name, metrics in (("learned", learned), ("given", given)):
         (tmp_path / name).mkdir()
@@ -111,7 +118,7 @@ def test_searches_in_trained_models_are_compared(tmp_path):
     }  # fmt: skip
     other = {name: value for name, value in cells(table, 1).items() if value}
     assert other == {"run": "given", "mask": "window", "removed": "92.0 %", "cosine": "0.900", "seconds": "9"}
-    charted = scores({path.name: run for path, run in found.items()})["cosine with the dense model"]
+    charted = scores({path.name: run for path, run in found.items()})["cosine with m, dense"]
     assert [score.value for score in charted] == [0.98, 0.9]
 
 

@@ -919,7 +919,7 @@ def test_masks_are_compared_with_those_without_their_diagonal():
     metrics = [{"mlm_loss": loss, "sparsity": 0.9} for loss in values]
     _, table = EXPERIMENTS["sparsebert_table3"].summary(finished(settings, metrics))
     fixed, star, dam_s = table.as_json()["rows"]
-    assert (fixed["mask"], star["mask"], dam_s["mask"]) == ("fixed", "star", "dam_s_target_0.912")
+    assert (fixed["mask"], star["mask"], dam_s["mask"]) == ("fixed", "star", "dam_s, target 0.912")
     test = paired_difference([4.01, 4.13, 4.22], losses["star"])
     assert star["difference"] == "+0.020 [{:+.3f}, {:+.3f}]".format(test["low"], test["high"])
     assert star["without the diagonal"] == "4.120 ± 0.105" and star["p (Holm)"] == f"{test['p']:.3g}"

@@ -162,7 +162,11 @@ def test_what_the_search_found_goes_to_another_folder(text, tmp_path):
     expected = pretrain(recipe)
     training = {"output_dir": str(tmp_path / "second")}
     training |= {"resume_from_checkpoint": str(tmp_path / "first/checkpoint-4")}
-    found = pretrain(recipe | {"training": recipe["training"] | training})
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/mask_probs.safetensors").write_bytes(b"of another search")
+    found = pretrain(
+        recipe | {"training": recipe["training"] | training, "data": recipe["data"] | {"overwrite": True}}
+    )
     assert found["search_outcome"] == expected["search_outcome"] and found["positions"] == expected["positions"]
     files = [(tmp_path / name / "mask_probs.safetensors").read_bytes() for name in ("first", "second")]
     assert files[0] == files[1]

@@ -123,7 +123,7 @@ def test_resumed_search_equals_the_uninterrupted_one(tiny_config, tmp_path, sear
     assert not torch.equal(start[logits], weights(whole)[logits])
 
 
-@pytest.mark.parametrize("damage", ["incomplete", "truncated", "stock"])
+@pytest.mark.parametrize("damage", ["incomplete", "truncated", "stock", "stateless"])
 def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, damage, caplog):
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, **arguments).train()
@@ -134,6 +134,8 @@ def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, d
     else:
         for folder in (newest,) if damage == "incomplete" else tmp_path.glob("checkpoint-*"):
             (folder / MANIFEST_NAME).unlink()
+        if damage == "stateless":
+            (newest / "trainer_state.json").unlink()
     begun = []
 
     class Begin(TrainerCallback):
@@ -150,8 +152,8 @@ def test_the_newest_complete_checkpoint_is_resumed_from(tiny_config, tmp_path, d
     resume(True)
     # A stock Trainer writes no manifests.
     assert begun == [6 if damage == "stock" else 4]
-    said = "has no checkpoint_manifest.json" if damage == "stock" else "Skipped a newer checkpoint"
-    assert said in caplog.text
+    said = {"stock": "has no checkpoint_manifest.json", "stateless": "checkpoint-6 lacks trainer_state.json"}
+    assert said.get(damage, "Skipped a newer checkpoint") in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,15 @@ def test_a_signal_saves_what_can_be_resumed(tiny_config, tmp_path, fields):
     with pytest.raises(TrainingStopped, match="with a checkpoint"), StopOnSignal(trainer):
         trainer.train()
     check_whole(tmp_path / "checkpoint-3")
+    assert trainer.args.save_only_model == ("save_only_model" in fields)
+
+
+def test_a_damaged_p_does_not_end_the_training(tiny_config, tmp_path):
+    (tmp_path / "mask_probs.safetensors").write_bytes(b"{}")
+    model = SparseBertForMaskedLM(tiny_config(pattern="window", search=None))
+    make_trainer(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
+    check_whole(tmp_path / "checkpoint-2")
+    assert not (tmp_path / "checkpoint-2/mask_probs.safetensors").exists()
 
 
 def test_a_token_is_not_saved(tiny_config, tmp_path):

@@ -70,11 +70,13 @@ def scores(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Score]]:
 
 def _scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
     if "agreement" in metrics:
-        row = metrics["agreement"]
         own = LEARNED if metrics.get("mask") is None else GIVEN
-        cosine = row.get(RECOVERED.format(own), row[own])["cosine"]
-        score = Score(run, cosine, None, metrics["sparsity"][own], metrics["seconds"]["total"])
-        yield "cosine with the dense model", score
+        numbers = metrics["agreement"].get(RECOVERED.format(own), metrics["agreement"][own])
+        removed, seconds = metrics["sparsity"][own], metrics["seconds"]["total"]
+        model = str(metrics["model"])
+        yield f"cosine with {model}, dense", Score(run, numbers["cosine"], None, removed, seconds)
+        if "score" in numbers:
+            yield f"{metrics['task']}, masks of {model}", Score(run, 100 * numbers["score"], None, removed, seconds)
     elif "glue" in metrics:
         for values in metrics["glue"].values():
             yield from _scores_of(run, values)

@@ -1,4 +1,4 @@
-"""Tables of finished runs, from the `metrics.json` of pre-training and fine-tuning."""
+"""Tables of finished runs, from the `metrics.json` of pre-training, fine-tuning and searches."""
 
 import json
 import os
@@ -161,14 +161,13 @@ def _search_row(name, metrics):
     row = {"run": name, "mask": metrics.get("mask") or metrics["search"], "task": metrics.get("task") or ""}
     row["removed"] = _percent(metrics["sparsity"][own])
     row["on inputs"] = _percent(metrics["agreement"][own].get("input_sparsity"))
-    for title, key in (("cosine", "cosine"), ("score", "score")):
-        for step, mask in steps.items():
-            value = metrics["agreement"].get(mask, {}).get(key)
-            if (title, step) != ("cosine", "dense"):  # which is 1
-                column = ", ".join(part for part in (title, step) if part)
-                row[column] = _number(value, 3) if key == "cosine" else "" if value is None else _score(value)
-    times = metrics.get("inference_seconds")
-    row["speed-up"] = _number(times["dense"] / times["masked"] if times else None, 2)
+    row["cosine"] = _number(metrics["agreement"][own]["cosine"], 3)
+    row["cosine, recovered"] = _number(metrics["agreement"].get(steps["recovered"], {}).get("cosine"), 3)
+    for step, mask in steps.items():
+        score = metrics["agreement"].get(mask, {}).get("score")
+        row[f"score, {step}".removesuffix(", ")] = "" if score is None else _score(score)
+    times = metrics.get("inference_seconds") or {}
+    row["speed-up"] = _number(times["dense"] / times["masked"] if times.get("masked") else None, 2)
     return row | {"seconds": _number(metrics["seconds"]["total"], 0)}
 
 

@@ -91,11 +91,6 @@ def _finite(content):
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def without_token(values: Mapping[str, object]) -> dict[str, object]:
-    """What was set, as it may be shown."""
-    return {name: value for name, value in values.items() if name != "token"}
-
-
 def needed(values: dict, *names: str) -> None:
     """
     Args:

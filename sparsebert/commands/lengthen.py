@@ -11,12 +11,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks import check_choice
 from ..files import LOCK_NAMES, check_output_dir, check_undamaged, locked_output
-from ..hub import HubArguments, read_config, read_tokenizer
+from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..models.attaching import get_sparse_attention
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.positions import METHODS, extend_positions
 from ..training.run_folders import ASIDE_NAME, run_folder
-from ._command import Command, Results, needed, without_token
+from ._command import Command, Results, needed
 
 
 @dataclass
@@ -84,7 +84,7 @@ def run(values):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
-    return Results(without_token(vars(options)), notes=[done])
+    return Results(without_secrets(vars(options)), notes=[done])
 
 
 def _is_unfinished(output):

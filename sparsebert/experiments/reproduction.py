@@ -241,8 +241,8 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     if options.redraw:
         return _redraw(experiment, options, settings, path)
     cells = plan_cells(experiment, options, settings)
+    before = read_results(path, {})  # first: what another process finishes in between is not run again
     finished = read_results(path, cells, options.overwrite)
-    before = read_results(path, {})
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
     for folder in todo.values():
         if reason := _of_others(folder, path, options):

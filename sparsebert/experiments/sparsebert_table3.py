@@ -212,7 +212,7 @@ def _diagonals(losses):
     """Table 4 of the paper, as far as both masks of a pair were run with the same seed."""
     pairs = {name: (name, f"{name}_no_diag") for name in MANUAL}
     for target in DIAGONAL_TARGETS:
-        pairs[f"dam_s_target_{target:g}"] = tuple(f"dam_s_{key}_target_{target:g}" for key in ("keep_diag", "no_diag"))
+        pairs[f"dam_s, target {target:g}"] = (f"dam_s_keep_diag_target_{target:g}", f"dam_s_no_diag_target_{target:g}")
     found = {name: tuple(losses.get(system, {}) for system in pair) for name, pair in pairs.items()}
     compared = compare_seeds({name: (without, kept) for name, (kept, without) in found.items()}, 3)
     rows, published = [], _TABLE3 | _TABLE4

@@ -143,9 +143,9 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             target.
         search_progress (`float`, *optional*): Fraction of the search that was done when the model was saved, in
             [0, 1]. Saving sets it; `None` means that the search was at its end.
-        base_model, base_model_revision (`str`, *optional*): The model that a saved search began with: its Hub id or
-            the path of its folder, `""` for a new one. Saving sets them; `None` means the model that the configuration
-            is of.
+        base_model (`str`, *optional*): The model that a saved search began with: its Hub id or the path of its folder,
+            `""` for a new one. Saving sets it; `None` means the model that the configuration is of.
+        base_model_revision (`str`, *optional*): Its commit on the Hub. Saving sets it.
         mask_length (`int`, *optional*): Number of tokens that the mask is made for. Defaults to
             `max_position_embeddings`, at most 512.
         length_policy (`str`, *optional*): What happens to longer inputs: `"extend"` (default of `"dam_s"`, `"dam_b"`

@@ -43,7 +43,12 @@ class AttentionScores:
         sparse_attention_of(model).return_weights(False)
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.sums = [], {}
+        self._hooks = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin to count anew, after a pruning step."""
+        self.sums = {}
 
     def mean(self) -> torch.Tensor:
         """

@@ -93,7 +93,10 @@ def read_outcome(folder: Path) -> dict[str, Any] | None:
 
 def is_of_mask(path: Path, mask: SparseMask) -> bool:
     """Whether a file that [`save_probs`] wrote belongs to this mask; `True` if the file does not say."""
-    return _read_metadata(path).get(_MASK) in (None, _digest(mask))
+    try:
+        return _read_metadata(path).get(_MASK) in (None, _digest(mask))
+    except safetensors.SafetensorError:  # it is damaged
+        return False
 
 
 def _watch_penalty(sample: torch.Tensor) -> None:

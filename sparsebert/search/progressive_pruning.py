@@ -299,7 +299,7 @@ class ProgressivePruning(TrainerCallback):
                 metadata={"base_model": config.name_or_path or None, "pruning": self.settings},
             )
         )
-        self._attention.sums = {}
+        self._attention.clear()
 
     def _freeze(self, sparse_attention, optimizer, output):
         if sparse_attention.searching:

@@ -22,7 +22,8 @@ logger = logging.get_logger(__name__)
 MANIFEST_NAME = "checkpoint_manifest.json"
 # What a run needs to go on as if it had not stopped: how the names of these files begin. DeepSpeed and FSDP name the
 # optimizer otherwise, see `_missing`.
-_PARTS = ("optimizer.pt", "scheduler.pt", "rng_state", "trainer_state.json", CONFIG_NAME)
+_STATE_NAME = "trainer_state.json"
+_PARTS = ("optimizer.pt", "scheduler.pt", "rng_state", _STATE_NAME, CONFIG_NAME)
 
 
 @contextmanager
@@ -65,14 +66,17 @@ def _write_manifest(folder):
     replace_files({folder / MANIFEST_NAME: content})
 
 
-def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> None:
+def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False, contents: bool = True) -> None:
     """
     Check that nothing of a checkpoint is missing or damaged.
 
     Args:
         checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
         allow_partial (`bool`, *optional*, defaults to `False`): Accept that parts are missing: the manifest, or the
-            state of the optimizer, the schedule or the random numbers. Damaged files are always refused.
+            state of the optimizer, the schedule or the random numbers. Damaged files are always refused, and so is a
+            checkpoint without the state of the training.
+        contents (`bool`, *optional*, defaults to `True`): Whether to compare the hashes of the files, too, and not
+            only their sizes.
 
     Raises:
         FileNotFoundError: If there is no such folder.
@@ -93,7 +97,7 @@ def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> N
                 f"{path} is damaged: it has {size} bytes, not {expected['size']}; take another checkpoint"
             )
         with open(path, "rb") as file:
-            if sha_fileobj(file).hex() != expected["sha256"]:
+            if contents and sha_fileobj(file).hex() != expected["sha256"]:
                 raise ValueError(f"{path} is damaged: its contents changed since; take another checkpoint")
     for path in folder.iterdir():
         if path.name not in manifest and is_damaged(path):
@@ -101,6 +105,8 @@ def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False) -> N
     if not manifest:
         _refuse(f"{folder} has no {MANIFEST_NAME}: saving it was interrupted, or another program did", allow_partial)
     if missing := _missing({path.name for path in folder.rglob("*")}):
+        if _STATE_NAME in missing:  # without it, nobody knows where the run was
+            raise ValueError(f"{folder} lacks {', '.join(missing)}; take another checkpoint")
         _refuse(f"{folder} lacks {', '.join(missing)}", allow_partial)
 
 
@@ -110,7 +116,7 @@ _ADVICE = "take another checkpoint, or pass --allow_partial_resume to continue w
 def _refuse(problem, allow_partial):
     if not allow_partial:
         raise ValueError(f"{problem}; {_ADVICE}")
-    logger.warning(f"{problem}: the run will not continue exactly as it would have without the stop.")
+    logger.warning_once(f"{problem}: the run will not continue exactly as it would have without the stop.")
 
 
 def _missing(names):

@@ -56,11 +56,15 @@ def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[in
     path = Path(folder) / "metrics.json"
     if not path.is_file():
         raise FileNotFoundError(f"baseline {folder}: there is no finished run (metrics.json) of {data.task.name}")
-    task = read_metrics([folder])[Path(folder)].get("task")
+    try:
+        task, runs = read_metrics([folder])[Path(folder)].get("task"), {}
+        if task == data.task.name:
+            runs = run_folders(folder)
+    except ValueError as error:
+        raise ValueError(f"baseline: {error}") from error
     if task != data.task.name:
         found = f"a run of task {task!r}" if task else "no fine-tuning run"
         raise ValueError(f"baseline {folder} is {found}, expected one of {data.task.name!r}")
-    runs = run_folders(folder)
     if not set(seeds) & set(runs):
         raise ValueError(f"baseline {folder} has the seeds {sorted(runs)}, none of {list(seeds)}")
     for split in data.evaluation_splits:

@@ -33,6 +33,7 @@ from ..files import (
     replace_files,
     write_metrics,
 )
+from ..hub import SECRETS, without_secrets
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
@@ -63,7 +64,7 @@ _LOWEST = {
 }
 # Fields that say which runs there are, not what one of them computes.
 _LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
-_NOT_OF_RESULT = ("output_dir", "resume_from_checkpoint", "hub_", "push_to_hub")
+_NOT_OF_RESULT = ("output_dir", "resume_from_checkpoint", *SECRETS)
 _OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 
 
@@ -82,8 +83,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     """
     options = FinetuningArguments(**recipe["data"])
     # The token stays with the options: what is written of a recipe must not have it.
-    data = {name: value for name, value in recipe["data"].items() if name != "token"}
-    recipe = recipe | {"data": data}
+    recipe = recipe | {"data": without_secrets(recipe["data"])}
     check_training(recipe["training"])
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
@@ -303,7 +303,7 @@ def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[
     return {
         "data": {name: value for name, value in section.items() if name not in _LAYOUT},
         "model": dict(recipe["model"]),
-        "training": {name: value for name, value in training.items() if not name.startswith(_NOT_OF_RESULT)},
+        "training": {name: value for name, value in training.items() if name not in _NOT_OF_RESULT},
         "inputs": inputs,
     }
 

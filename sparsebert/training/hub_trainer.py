@@ -23,6 +23,9 @@ class _Token(str):
     def __reduce_ex__(self, protocol):
         return type(None), ()
 
+    def __copy__(self):
+        return self
+
     def __deepcopy__(self, memo):
         return self
 
@@ -32,7 +35,7 @@ class HubTrainer(Trainer):
     The part of [`SparseBertTrainer`] that is about the Hub.
 
     - A push, at the end or of a checkpoint, contains the mask or the search, and deletes files that contradict it.
-    - The arguments are saved and pushed without `hub_token`.
+    - The arguments are saved and pushed without `hub_token`: pickling them leaves it out.
     - The card of a model with a mask is kept, and completed with what the Trainer knows.
     """
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import check_choice, check_range, nearest
+from ..checks import LARGEST_SEED, check_choice, check_range, nearest
 from ..data.tasks import TASKS
 from ..files import check_output_dir
 from ..hub import HubArguments, mask_arguments, read_config
@@ -222,7 +222,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         )
     for name in ("learning_rate", "recover_learning_rate"):
         check_range(name, getattr(options, name), 0, 1e6, (int, float))
-    check_range("seed", options.seed, 0, 2**32 - 1)
+    check_range("seed", options.seed, 0, LARGEST_SEED)
     steps, batch_size = options.sizes
     check_range("steps", steps, 0)
     check_range("batch_size", batch_size, 1)

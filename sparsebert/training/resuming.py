@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.utils import CONFIG_NAME, logging
 
+from ..hub import without_secrets
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -110,9 +111,13 @@ def check_checkpoint(
     changing += ("diagonal",) * stored.get("frozen", False)  # the frozen mask holds it
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
     settings = stored_settings(checkpoint)
-    for name, default in ({} if pruning is None else pruning.settings).items():
-        pairs.append((f"pruning.{name}", (settings or {}).get(name), default))
-    if pruning is None and settings is not None:
+    if pruning is not None:
+        if settings is None:
+            raise ValueError(
+                f"{checkpoint}: cannot resume with pruning: the checkpoint is not of a SparseBertTrainer that pruned"
+            )
+        pairs += [(f"pruning.{name}", settings.get(name), value) for name, value in pruning.settings.items()]
+    elif settings is not None:
         pairs.append(("pruning", settings, None))
     for name, then, now in pairs:
         if then != now:
@@ -156,8 +161,7 @@ def recipe_record(data: Any, config: "PretrainedConfig", training: TrainingArgum
         config ([`~transformers.PretrainedConfig`]): Configuration of the model at the start of the run.
         training ([`~transformers.TrainingArguments`]): Section `training`.
     """
-    written = {name: value for name, value in asdict(data).items() if name != "token"}
-    sections = {"data": written, "model": config.to_dict(), "training": training.to_dict()}
+    sections = {"data": without_secrets(asdict(data)), "model": config.to_dict(), "training": training.to_dict()}
     kept = {
         section: {name: value for name, value in fields.items() if not name.startswith(MAY_CHANGE[section])}
         for section, fields in sections.items()

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..attention import choice
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
-from ..checks import check_range, nearest
+from ..checks import LARGEST_SEED, check_range, nearest
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import num_positions
@@ -45,8 +45,8 @@ _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
     "adam_epsilon": (0, None, _NUMBER),
     "warmup_steps": (0, None, _NUMBER),
     "label_smoothing_factor": (0, 1, _NUMBER),
-    "seed": (0, 2**32 - 1, int),
-    "data_seed": (0, 2**32 - 1, int),
+    "seed": (0, LARGEST_SEED, int),
+    "data_seed": (0, LARGEST_SEED, int),
     "save_steps": (0, None, _NUMBER),
     "eval_steps": (0, None, _NUMBER),
     "logging_steps": (0, None, _NUMBER),

@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 from transformers import TrainingArguments
 
-from ..checks import nearest
+from ..checks import LARGEST_SEED, nearest
 from ..files import EXPERIMENT_NAME, RECIPE_NAME, check_output_dir, replace_files
+from ..hub import without_secrets
 from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
 from .run_folders import choose_folder
@@ -19,8 +20,7 @@ from .run_folders import choose_folder
 PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
 
 _SECTIONS = {"data", "model", "training"}
-_LARGEST_SEED = 2**32 - 1  # that numpy accepts
-_SECRET = ("token", "hub_token")
+_MOST_RUNS = 10_000
 _PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
 
 
@@ -51,10 +51,12 @@ def read_seeds(seeds: int | list, first: int) -> list[int]:
         raise ValueError(f"seeds must be a number of runs or a list of seeds, got {seeds!r}")
     if seeds == 0 or len(set(listed)) < len(listed):
         raise ValueError(f"seeds must be at least 1, or a list of different seeds, got {seeds!r}")
-    last = max(listed) if isinstance(seeds, list) else first + seeds - 1
-    if last > _LARGEST_SEED:
-        raise ValueError(f"seeds must be at most {_LARGEST_SEED}, got {last}")
-    return seeds if isinstance(seeds, list) else list(range(first, first + seeds))
+    if isinstance(seeds, int) and seeds > _MOST_RUNS:
+        raise ValueError(f"seeds must be at most {_MOST_RUNS} runs, got {seeds}")
+    found = seeds if isinstance(seeds, list) else list(range(first, first + seeds))
+    if max(found) > LARGEST_SEED:
+        raise ValueError(f"seeds must be at most {LARGEST_SEED}, got {max(found)}")
+    return found
 
 
 def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[bool, bool, bool]:
@@ -64,10 +66,7 @@ def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[boo
 
 def write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
     """Write a recipe for [`read_recipe`], without tokens for the Hub."""
-    written = {
-        section: {name: value for name, value in fields.items() if name not in _SECRET}
-        for section, fields in recipe.items()
-    }
+    written = {section: without_secrets(fields) for section, fields in recipe.items()}
     replace_files({path: yaml.safe_dump(written).encode()})
 
 

@@ -57,13 +57,13 @@ class ShardedTrainer(Trainer):
         if checkpoint is True:
             checkpoint = self._newest()
         elif checkpoint:
-            check_whole(checkpoint, allow_partial=True)
+            check_whole(checkpoint, allow_partial=True, contents=False)  # the size shows what was cut off
         if checkpoint:
             check_engine(checkpoint, self.args)
         return super().train(checkpoint or resume_from_checkpoint, *args, **kwargs)
 
     def _newest(self):
-        """The newest complete checkpoint; if there is none, as of a stock Trainer, the newest that can be read."""
+        """The newest complete checkpoint; if there is none, as of a stock Trainer, the newest to resume from."""
         try:
             found = newest_whole(str(self.args.output_dir))
         except ValueError:

@@ -50,6 +50,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self._received = 0
         self._previous: dict[int, Any] = {}
+        self._trainer, self._only_model = trainer, trainer.args.save_only_model
         trainer.add_callback(self)
 
     def _receive(self, number, frame):
@@ -64,6 +65,7 @@ class StopOnSignal(TrainerCallback):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._trainer.args.save_only_model = self._only_model
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._received and kind is None:

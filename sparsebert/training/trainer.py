@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
 from ..data.streams import RowStream
+from ..files import replace_files
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.masked_predictions import skips_logits
@@ -85,7 +86,8 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
     - a run only resumes from a checkpoint of the same search, and of an engine that it can read;
     - a complete checkpoint has a manifest, and older checkpoints are deleted only after it is written; what an error
       leaves incomplete is removed;
-    - `train(resume_from_checkpoint=True)` takes the newest complete checkpoint, and damaged ones are refused;
+    - `train(resume_from_checkpoint=True)` takes the newest complete checkpoint, or if none is, the newest that can be
+      resumed from, with a warning; damaged ones are refused;
     - a push to the Hub, at the end or of a checkpoint, contains the mask or the search, and deletes files that
       contradict it;
     - evaluation sees all examples and keeps their order, masks the same tokens every time, and does not change the
@@ -118,6 +120,7 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
         self.worker_seeds = torch.Generator()
         self.add_callback(MaskingEpoch(self))
         self._step_losses: list[torch.Tensor] = []
+        self._pushed_later: list[str] = []
         self.updates_in_step = 1
         self.skipped_steps = self._skipped_in_a_row = 0
         self._stream_loader: StreamLoader | None = None
@@ -141,10 +144,10 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
             mask = SparseMask.from_pretrained(resume_from_checkpoint)
             sparse_attention.set_mask(mask, search=sparse_attention.config.search)
 
-        found, probs = Path(resume_from_checkpoint, MASK_PROBS_NAME), Path(str(self.args.output_dir), MASK_PROBS_NAME)
-        if self.args.should_save and found.is_file() and not probs.is_file():
-            probs.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(found, probs)
+        found, output = Path(resume_from_checkpoint, MASK_PROBS_NAME), Path(str(self.args.output_dir))
+        if self.args.should_save and found.is_file():
+            output.mkdir(parents=True, exist_ok=True)
+            replace_files({output / MASK_PROBS_NAME: found.read_bytes()})
 
     def _save_search(self, checkpoint):
         """What a run that resumes from this checkpoint needs of a search, besides mask or logits."""
@@ -336,6 +339,7 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         folder = Path(self._get_output_dir(trial))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._pushed_later = []
         try:
             with whole_checkpoint(checkpoint):
                 super()._save_checkpoint(model, trial)
@@ -343,8 +347,13 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
                     self._save_search(checkpoint)
         finally:
             self.args.save_total_limit = limit
+        for pushed in self._pushed_later:
+            super()._push_from_checkpoint(pushed)
         if self.args.should_save:
             rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._pushed_later.append(checkpoint_folder)  # when it is complete
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
