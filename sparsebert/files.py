@@ -57,6 +57,22 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
 
 
+def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None:
+    """
+    Check that a run does not replace what it starts from.
+
+    Args:
+        output (`str` or `os.PathLike`): The output folder.
+        sources: Folders or Hub ids, by the fields that name them.
+
+    Raises:
+        ValueError: If one of them is the output folder.
+    """
+    for field, source in sources.items():
+        if source is not None and Path(source).is_dir() and Path(output).is_dir() and os.path.samefile(source, output):
+            raise ValueError(f"output_dir {output} is the folder of {field}, which would be replaced: choose another")
+
+
 def is_empty(path: str | os.PathLike) -> bool:
     """Whether there is no such folder, or nothing in it but what [`locked_output`] leaves."""
     folder = Path(path)

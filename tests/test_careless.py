@@ -276,6 +276,10 @@ def test_verbs(refused, checkpoints, words, said):
             "lr_scheduler_type 'linear' with lr_scheduler_kwargs {'a': 1} cannot be used: ",
         ),
         ("--deepspeed ds.json", "deepspeed"),
+        (
+            "--base_model same --output_dir ./same --overwrite",
+            "output_dir same is the folder of base_model",
+        ),
         ("--output_dir file", "output_dir file cannot be made: file is a file"),
         ("--output_dir file/run", "output_dir file/run cannot be made: file is a file"),
         ("--output_dir broken", "output_dir broken cannot be made: broken is a broken link"),
@@ -297,6 +301,7 @@ def test_pretraining(refused, checkpoints, pretraining_flags, flags, said):
         Path(name).write_text("w1 w2")
     build_pattern("window", 32, 4).save_pretrained("MASK")
     Path("one.txt").write_text("w1")
+    shutil.copytree(checkpoints["stock"], "same")
     places = {"STOCK": checkpoints["stock"], "PARENT": str(Path(checkpoints["stock"]).parent)}
     for name, place in (places | {"FROZEN": checkpoints["window"]}).items():
         flags, said = flags.replace(name, place), said.replace(name, place)
@@ -362,12 +367,14 @@ def test_files_that_are_meant(content):
         ("--mask STOCK", "mask: there is no mask_config.json in the folder 'STOCK'"),
         ("--sweep learning_rate", "--sweep must be true or false, or fields such as"),
         ("--seeds 1 4294967296", "seeds must be at most 4294967295, got 4294967296"),
-        ("--seeds 4294967290", "seeds must be at most 4294967295, got 4294967331"),
+        ("--seeds 4294967290", "seeds must be at most 10000 runs, got 4294967290"),
         ("--no_answer_threshold nan", "no_answer_threshold must be finite, got nan"),
         ("--seeds 1,2", "seeds must be a number of runs or a list of seeds, got ['1,2']"),
         ("--data DATA/RTE/train.tsv", "data: there is no folder"),
         ("--train_split dev", "split 'dev' is missing"),
-        ("--output_dir MODEL", "output_dir MODEL is not empty"),
+        ("--output_dir MODEL", "output_dir MODEL is the folder of model, which would be replaced"),
+        ("--output_dir MODEL --overwrite", "output_dir MODEL is the folder of model, which would be replaced"),
+        ("--output_dir STOCK", "output_dir STOCK is not empty"),
         ("--prediction_loss_only true", "prediction_loss_only must be false, since metrics are computed from all"),
         ("--batch_eval_metrics true", "batch_eval_metrics must be false"),
         ("--eval_do_concat_batches false", "eval_do_concat_batches must be true"),

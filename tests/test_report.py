@@ -122,6 +122,18 @@ def test_searches_in_trained_models_are_compared(tmp_path):
     assert [score.value for score in charted] == [0.98, 0.9]
 
 
+@pytest.mark.parametrize("change", [{"sparsity": None}, {"mlm_loss": "low"}, {"seconds": 10**400}])
+def test_damaged_metrics_are_refused(tmp_path, change):
+    write_metrics(tmp_path / "metrics.json", PRETRAINED | change)
+    with pytest.raises(ValueError, match="damaged"):
+        scores({tmp_path.name: read_metrics([tmp_path])[tmp_path]})
+
+
+def test_a_terminal_obeys_no_cell():
+    table = Table.of("Title", [{"run": "\x1b[31mred\x1b]0;title\x07"}], ["a\x1bb"])
+    assert table.rows == [["\ufffd[31mred\ufffd]0;title\ufffd"]] and table.notes == ("a\ufffdb",)
+
+
 def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
     plain = {"probability_map": "softmax", "token_mixers": None}
     other = {"probability_map": "topk", "token_mixers": ["sepconv", "sepconv", "attention"]}

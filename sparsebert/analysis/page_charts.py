@@ -59,12 +59,17 @@ def scores(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Score]]:
     Returns:
         `dict[str, list[Score]]`: By what was measured and in which unit, in the order of the runs. Scores that are no
         finite numbers are left out.
+    Raises:
+        ValueError: If the metrics of a run are damaged.
     """
     found: dict[str, list[Score]] = {}
     for run, metrics in runs.items():
-        for what, score in _scores_of(run, metrics):
-            if math.isfinite(score.value) and math.isfinite(score.sparsity):
-                found.setdefault(what, []).append(score)
+        try:
+            for what, score in _scores_of(run, metrics):
+                if math.isfinite(score.value) and math.isfinite(score.sparsity):
+                    found.setdefault(what, []).append(score)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"{run}: its metrics are damaged or incomplete ({error!r})") from error
     return found
 
 

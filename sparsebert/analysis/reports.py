@@ -62,7 +62,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
             raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning, a GLUE run or a search")
         try:
             report_tables({folder: found})
-        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
             raise ValueError(f"{path}: damaged, its metrics are incomplete ({error!r})") from error
         metrics[folder] = found
     return metrics
@@ -158,7 +158,7 @@ def _pretraining_row(name, metrics):
 def _search_row(name, metrics):
     own = LEARNED if metrics.get("mask") is None else GIVEN
     steps = {"dense": "dense", "": own, "recovered": RECOVERED.format(own)}
-    row = {"run": name, "mask": metrics.get("mask") or metrics["search"], "task": metrics.get("task") or ""}
+    row = {"run": name, "mask": str(metrics.get("mask") or metrics["search"]), "task": metrics.get("task") or ""}
     row["removed"] = _percent(metrics["sparsity"][own])
     row["on inputs"] = _percent(metrics["agreement"][own].get("input_sparsity"))
     row["cosine"] = _number(metrics["agreement"][own]["cosine"], 3)
@@ -187,7 +187,7 @@ def _finetuning_rows(name, metrics):
             "run": name,
             "task": metrics["task"] + ("*" if metrics["is_part"] else ""),
             "split": split,
-            "mask": metrics["mask"],
+            "mask": str(metrics["mask"]),
             "removed": _percent(metrics["sparsity"]),
             "on inputs": _percent(metrics["input_sparsity"]),
             "metric": main,

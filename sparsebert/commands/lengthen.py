@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks import check_choice
-from ..files import LOCK_NAMES, check_output_dir, check_undamaged, locked_output
+from ..files import LOCK_NAMES, check_other_folder, check_output_dir, check_undamaged, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..models.attaching import get_sparse_attention
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
@@ -60,6 +60,7 @@ def run(values):
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
     check_folder(options.model, "model", subfolder=options.subfolder)
+    check_other_folder(options.output_dir, model=options.model)
     overwrite = options.overwrite or _is_unfinished(Path(options.output_dir))
     check_output_dir(options.output_dir, overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)

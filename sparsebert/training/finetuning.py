@@ -29,6 +29,7 @@ from ..files import (
     EXPERIMENT_NAME,
     RECIPE_NAME,
     SUBMISSION_NAME,
+    check_other_folder,
     locked_output,
     replace_files,
     write_metrics,
@@ -88,6 +89,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
+    check_other_folder(output, model=options.model, mask=options.mask)
     arguments, *_ = [
         training_arguments(recipe["training"] | settings, output, TASKS[name])
         for name in (GLUE if options.all else [str(options.task)])

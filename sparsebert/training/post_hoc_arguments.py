@@ -8,7 +8,7 @@ import torch
 
 from ..checks import LARGEST_SEED, check_choice, check_range, nearest
 from ..data.tasks import TASKS
-from ..files import check_output_dir
+from ..files import check_other_folder, check_output_dir
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.matched import VARIED, matched_pattern
 from ..masks.patterns import PATTERNS, build_pattern
@@ -183,6 +183,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
     _check_task(options)
+    check_other_folder(str(options.output_dir), model=options.model, mask=options.mask)
     check_output_dir(str(options.output_dir), options.overwrite)
     if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")

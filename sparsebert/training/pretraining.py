@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 
 from ..analysis.importance import analysed_special_tokens, position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
-from ..files import locked_output, write_metrics
+from ..files import check_other_folder, locked_output, write_metrics
 from ..masks.mask_files import MASK_PROBS_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.learned_mask import expand_probs, read_outcome
@@ -76,6 +76,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         model.setdefault("mask_seed", training.seed)
     warn_of_ignored_engine(training)
     output = Path(str(training.output_dir))
+    check_other_folder(output, base_model=data.base_model, mask=data.mask)
     resume = resume_from(data.resume, training.resume_from_checkpoint)
     with (
         locked_output(output) as unfinished,
