@@ -30,7 +30,7 @@ demo: $(INSTALLED)
 	@echo "5/6 Fine-tune the dense model"
 	$(VENV)/bin/sparsebert finetune demo_finetune --model runs/demo/dense --output_dir runs/demo/dense_task --simple_baseline false
 	@echo "6/6 Results"
-	$(VENV)/bin/sparsebert report runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
+	$(VENV)/bin/sparsebert report $$(ls -d runs/demo/minilm 2>/dev/null) runs/demo/dam_s runs/demo/dense runs/demo/dam_s_task runs/demo/dense_task
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder

@@ -205,7 +205,7 @@ def test_draws_are_averaged_and_stand_beside_the_papers():
     finished = {
         f"squad_{system}_{seed}": {
             "settings": {"task": "squad", "system": system, "seed": seed},
-            "metrics": {"score": value, "exact_match": value / 2, "train_examples": 100},
+            "metrics": {"score": value, "exact_match": value / 2, "train_examples": 100, "input_sparsity": 0.01},
         }
         for system, values in scores.items()
         for seed, value in enumerate(values)
@@ -214,6 +214,7 @@ def test_draws_are_averaged_and_stand_beside_the_papers():
     dense, drawn, *rest = table.as_json()["rows"]
     assert (dense["score"], dense["score, paper"], dense["exact match, paper"]) == ("55.0 ± 5.0", "87.1", "79.7")
     assert drawn["system"] == "random_drop" and drawn["score"] == "48.3 ± 2.9" and drawn["seeds"] == "3"
+    assert drawn["removed"] == "1.0%"
     test = paired_difference([45.0, 50.0, 50.0], [50.0, 60.0, 55.0])
     assert drawn["minus dense"].startswith(f"{test['difference']:+.1f} [") and drawn["p (Holm)"] == f"{test['p']:.3g}"
     assert [(row["task"], row["score"]) for row in rest] == [("SQuAD v2.0", "not run"), ("SWAG", "not run")]

@@ -21,8 +21,7 @@ POSITIONS = {
 }
 
 
-# The masks that a search in a trained model is compared with others by: its own or the one it was given, and the same
-# after recovery.
+# Masks in the metrics of a search in a trained model: the one that it learned or was given, and the same recovered.
 LEARNED, GIVEN, RECOVERED = "learned", "given", "{}, recovered"
 # What is in the metrics of GLUE, of fine-tuning, of pre-training and of a search in a trained model.
 _KINDS = (

@@ -251,14 +251,17 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
     num_bytes = -(-num_bits // 8)
     weights = _read(weights_path, num_bytes + MAX_HEADER_BYTES)
     bits = _read_bits(weights, weights_path, num_bytes)
-    if sha256 is not None and sha256 != hashlib.sha256(weights).hexdigest():
-        raise MaskFileError(
-            f"{weights_path}: not the file that {MASK_CONFIG_NAME} was written with (weights_sha256): saving was "
-            "interrupted, or one of the two was changed; write or download both again"
-        )
+    problems = []
     if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or len(bits) != num_bytes:
         got = "nothing" if bits is None else f"{bits.dtype} {tuple(bits.shape)}"
-        raise MaskFileError(f"{weights_path}: expected {num_bytes} bytes for shape {shape}, got {got}")
+        problems.append(f"expected {num_bytes} bytes for shape {shape}, got {got}")
+    if sha256 is not None and sha256 != hashlib.sha256(weights).hexdigest():
+        problems.append(
+            f"not the file that {MASK_CONFIG_NAME} was written with (weights_sha256): saving was interrupted, or one "
+            "of the two was changed; write or download both again"
+        )
+    if problems:
+        raise MaskFileError(f"{weights_path}: {'; '.join(problems)}")
     keep = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).bool().view(shape)
     return keep, fields | {"metadata": config}, sparsity
 
