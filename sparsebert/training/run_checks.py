@@ -54,6 +54,8 @@ _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
 }
 # Fields of `TrainingArguments` with which there would be no predictions of the whole split to compute metrics from.
 _EVALUATION = {"prediction_loss_only": False, "batch_eval_metrics": False, "eval_do_concat_batches": True}
+# Fields about the end of a search, and their defaults.
+_END_OF_SEARCH = {"freeze_threshold": None, "freeze_sparsity": None, "search_end": 1.0}
 # Lower bounds of the sizes of a model.
 _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
@@ -193,7 +195,7 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
             f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
             "give one of them"
         )
-    for name, unset in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
+    for name, unset in _END_OF_SEARCH.items():
         if data.pruning is not None and getattr(data, name) != unset:
             raise ValueError(
                 f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask itself"
@@ -302,7 +304,7 @@ def check_not_searched(data: Any, kind: str) -> None:
     Raises:
         ValueError: If a field of the search is set.
     """
-    for name, default in (("freeze_threshold", None), ("freeze_sparsity", None), ("search_end", 1.0)):
+    for name, default in _END_OF_SEARCH.items():
         if getattr(data, name) != default:
             raise ValueError(f"{name} {getattr(data, name)} has no meaning with {kind}, which is not searched")
 
