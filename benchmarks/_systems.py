@@ -129,17 +129,30 @@ def sdpa_unmasked(case, gradients, dropout):
     return _sdpa(None, dropout), []
 
 
-def flash(case, gradients, dropout):
-    """The flash kernel without a mask."""
-    if case.query.device.type == "cuda" and case.query.dtype == torch.float32:
-        raise ValueError("flash attention needs bfloat16 or float16")
+def _forced(backend, dropout):
     run = _sdpa(None, dropout)
 
     def forced(*inputs):
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
             return run(*inputs)
 
     return forced, []
+
+
+def flash(case, gradients, dropout):
+    """The flash kernel of PyTorch without a mask."""
+    if case.query.device.type == "cuda" and case.query.dtype == torch.float32:
+        raise ValueError("flash attention needs bfloat16 or float16")
+    return _forced(SDPBackend.FLASH_ATTENTION, dropout)
+
+
+def cudnn(case, gradients, dropout):
+    """The kernel of cuDNN without a mask."""
+    with torch.set_grad_enabled(gradients):
+        request = torch.backends.cuda.SDPAParams(*case.inputs, None, dropout, False, False)
+        if not torch.backends.cuda.can_use_cudnn_attention(request):
+            raise ValueError("cuDNN has no attention for this")
+    return _forced(SDPBackend.CUDNN_ATTENTION, dropout)
 
 
 def _forms(inputs):
@@ -177,9 +190,10 @@ SYSTEMS = {
     "sdpa_float": sdpa_float,
     "sdpa_unmasked": sdpa_unmasked,
     "flash": flash,
+    "cudnn": cudnn,
 } | {name: _sparse(name) for name in ATTENTION_NAMES}
 DENSE = ("eager", "sdpa", "sdpa_float")
-UNMASKED = ("sdpa_unmasked", "flash")
+UNMASKED = ("sdpa_unmasked", "flash", "cudnn")
 
 
 def auto_choice(case, gradients, dropout):

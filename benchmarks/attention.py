@@ -48,7 +48,7 @@ TABLES = {
 }
 SYSTEMS_OF = {
     "cpu": ("eager", "sdpa", "sdpa_float", "sdpa_unmasked", "sparse_cpu"),
-    "cuda": ("eager", "sdpa", "sdpa_float", "flash", "sparse_flex", "sparse_triton"),
+    "cuda": ("eager", "sdpa", "sdpa_float", "flash", "cudnn", "sparse_flex", "sparse_triton"),
 }
 OURS = {"cpu": "sparse_cpu", "cuda": "sparse_triton"}
 # What was set out to reach: device, mask and phase, then against which system, by n.
@@ -88,7 +88,7 @@ def checked(cases, names, options):
     errors = {}
     for index, case in enumerate(cases):
         gate = Gate(case)
-        choices = [auto_choice(case, *of_phase(phase, options))[0] for phase in options.phases]
+        choices = [chosen(case, phase, options)[0] for phase in options.phases]
         for name in dict.fromkeys((*names, *choices)):
             if index and name in DENSE:
                 continue  # timed on the first case only
@@ -96,6 +96,13 @@ def checked(cases, names, options):
                 with contextlib.suppress(ValueError):  # said again, and kept, when the cell is built
                     errors[index, name] = gate.check(name, gradients)
     return errors
+
+
+def chosen(case, phase, options):
+    """What `sparse_auto` chooses and why; without `--auto` our kernel, and no reason."""
+    if options.auto:
+        return auto_choice(case, *of_phase(phase, options))
+    return OURS[options.device], None
 
 
 def of_phase(phase, options):
@@ -140,11 +147,11 @@ def measured(cases, phase, names, options, errors):
     Returns:
         `list` of `dict`: One per case.
     """
-    gradients, dropout = of_phase(phase, options)
-    choices = [auto_choice(case, gradients, dropout) for case in cases]
+    _, dropout = of_phase(phase, options)
+    choices = [chosen(case, phase, options) for case in cases]
     functions, forms, refused = {}, {}, {}
-    for index, (case, (chosen, _)) in enumerate(zip(cases, choices, strict=True)):
-        for name in dict.fromkeys((*names, chosen)):
+    for index, (case, (choice, _)) in enumerate(zip(cases, choices, strict=True)):
+        for name in dict.fromkeys((*names, choice)):
             if (index and name in DENSE) or (name == "sdpa_unmasked" and dropout):
                 continue
             try:
@@ -154,7 +161,7 @@ def measured(cases, phase, names, options, errors):
     timer = cuda_seconds if options.device == "cuda" else cpu_seconds
     times = interleaved(functions, timer, options.seconds, options.rounds)
     records = []
-    for index, (case, (chosen, reason)) in enumerate(zip(cases, choices, strict=True)):
+    for index, (case, (choice, reason)) in enumerate(zip(cases, choices, strict=True)):
         own = {name: (number, name) for number, name in functions if number == index or name in DENSE}
         systems = {}
         for name, key in own.items():
@@ -172,7 +179,7 @@ def measured(cases, phase, names, options, errors):
             baselines[BEST_DENSE] = own[best]
         ratios = {
             ours: {name: speed_up(times[key], times[own[ours]]) for name, key in baselines.items() if name != ours}
-            for ours in dict.fromkeys((OURS[options.device], chosen))
+            for ours in dict.fromkeys((OURS[options.device], choice))
             if ours in own
         }
         _, _, length, _ = case.query.shape
@@ -189,7 +196,7 @@ def measured(cases, phase, names, options, errors):
                 "systems": systems,
                 "refused": {name: why for (number, name), why in refused.items() if number == index},
                 "best_dense": best,
-                "auto": {"choice": chosen, "reason": reason},
+                "auto": {"choice": choice, "reason": reason} if options.auto else None,
                 "speed_up": ratios,
             }
         )
@@ -260,16 +267,20 @@ def print_cells(cells, options):
     baselines = list(dict.fromkeys(name for cell in cells for name in cell["speed_up"].get(ours, ())))
     rows = []
     for cell in cells:
-        entries, chosen = cell["speed_up"].get(ours, {}), cell["auto"]["choice"]
-        auto = (
-            ratio_text(cell["speed_up"][chosen][BEST_DENSE]) if BEST_DENSE in cell["speed_up"].get(chosen, ()) else "-"
-        )
+        entries = cell["speed_up"].get(ours, {})
         texts = [ratio_text(entries[name]) if name in entries else "-" for name in baselines]
-        rows.append((*_cell_names(cell), *texts, chosen, auto))
-    header = (*head, *(f"vs {name}" for name in baselines), "sparse_auto", f"sparse_auto vs {BEST_DENSE}")
+        if options.auto:
+            choice = cell["auto"]["choice"]
+            entry = cell["speed_up"].get(choice, {}).get(BEST_DENSE)
+            texts += [choice, ratio_text(entry) if entry else "-"]
+        rows.append((*_cell_names(cell), *texts))
+    auto = ("sparse_auto", f"sparse_auto vs {BEST_DENSE}") if options.auto else ()
+    header = (*head, *(f"vs {name}" for name in baselines), *auto)
     print_table(f"Speed-up of {ours}, ratio of medians [95 % interval]", header, rows)
     if rows := goals(cells, options):
         print_table("Goals", ("mask", "n", "phase", "against", "goal", "speed-up", ""), rows)
+    if not options.auto:
+        return
     slower = [cell for cell in cells if auto_slower(cell)]
     print(
         f"sparse_auto is slower than the best dense attention, beyond the interval, in {len(slower)} of {len(cells)}"
@@ -321,20 +332,21 @@ def plot(options, report, cells):
     panels, ours = {}, OURS[options.device]
     for cell in cells:
         entries = cell["speed_up"].get(ours, {})
-        chosen = cell["auto"]["choice"] == ours
+        filled = cell["auto"] is None or cell["auto"]["choice"] == ours
         if options.sweep:
             panel = panels.setdefault(f"{cell['dtype']}, {cell['phase']}", {})
             panel.setdefault(f"{cell['n']} tokens", []).append(
-                (round(cell["density"], 2), entries[BEST_DENSE], chosen)
+                (round(cell["density"], 2), entries[BEST_DENSE], filled)
             )
         else:
             panel = panels.setdefault(f"{cell['mask']}, {cell['phase']}", {})
             for name, entry in entries.items():
                 if name == BEST_DENSE:
                     continue  # one of the others
-                panel.setdefault(f"against {name}", []).append((cell["n"], entry, chosen))
+                panel.setdefault(f"against {name}", []).append((cell["n"], entry, filled))
     against = f" over the {BEST_DENSE}" if options.sweep else ""
-    title = f"Speed-up of {ours}{against}, {options.tokens} tokens (hollow: sparse_auto chooses otherwise)"
+    hollow = " (hollow: sparse_auto chooses otherwise)" if options.auto else ""
+    title = f"Speed-up of {ours}{against}, {options.tokens} tokens{hollow}"
     xlabel = "density of the mask" if options.sweep else "n, tokens of a sequence"
     plot_ratios(options, report, title, panels, xlabel, "speed-up")
 
@@ -346,6 +358,12 @@ def command_line():
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--padded", action="store_true", help="sequences of n/2 to n tokens, padded on the right")
     parser.add_argument("--sweep", action="store_true", help="dam_s at several densities, in float32 and bfloat16")
+    parser.add_argument(
+        "--no_auto",
+        dest="auto",
+        action="store_false",
+        help="do not ask sparse_auto, which on a GPU checks itself first",
+    )
     parser.add_argument("--memory", action="store_true", help="print the memory of masks and calls too")
     return parser
 

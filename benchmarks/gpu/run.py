@@ -3,6 +3,7 @@ Run the queue of GPU measurements (see README.md beside this file).
 
     python benchmarks/gpu/run.py              # all entries, in order
     python benchmarks/gpu/run.py 1 4          # these
+    python benchmarks/gpu/run.py --prepare    # run the benchmarks once, all at the same time, to fill caches
     python benchmarks/gpu/run.py --list
 
 Each entry runs in processes of its own under a time limit; a failure does not stop the next one. Writes N.json (what
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,7 +52,7 @@ def _gpu_tests():
     return " ".join(f"tests/{path.name}" for path in paths if "mark.gpu" in path.read_text())
 
 
-ATTENTION = "-m benchmarks.attention --device cuda --output {output}"
+ATTENTION = "-m benchmarks.attention --device cuda --output {output} --no_auto --seconds 3"
 ONCE = "--rounds 1 --seconds 0"
 # The model stays in runs/; the mask goes to the results, with its live tiles, and is timed.
 SEARCH = (
@@ -71,10 +73,13 @@ def _search(length, arguments):
 
 
 ENTRIES = {
-    1: Entry("are the kernels right", (f"-m pytest -q -m gpu {_gpu_tests()}",)),
+    1: Entry("are the kernels right", (f"-m pytest -q -n 6 -m 'gpu and not slow' {_gpu_tests()}",)),
     2: Entry(
         "forward under block-Toeplitz and window masks",
-        (f"{ATTENTION} --phases forward --masks toeplitz64 window --lengths 128 512 1024 2048 4096",),
+        (
+            f"{ATTENTION} --phases forward --masks toeplitz64 --lengths 128 512 1024 2048 4096",
+            f"{ATTENTION} --phases forward --masks window --lengths 512 1024 2048 4096",
+        ),
     ),
     3: Entry(
         "forward and backward, and dropout, under block-Toeplitz masks",
@@ -85,13 +90,16 @@ ENTRIES = {
     ),
     4: Entry(
         "scattered masks against SDPA with a mask and FlexAttention",
-        (f"{ATTENTION} --masks dam_s dam_u --lengths 128 512 1024 2048",),
+        (
+            f"{ATTENTION} --masks dam_s --lengths 128 512 1024 2048",
+            f"{ATTENTION} --phases forward training --masks dam_u --lengths 512 2048",
+        ),
     ),
     5: Entry(
-        "layer and BERT-base, tokens per second",
+        "BERT-base, tokens per second",
         (
-            "-m benchmarks.layer --device cuda --output {output} --masks toeplitz64 --lengths 128 512 1024 2048 4096",
-            "-m benchmarks.model --device cuda --output {output} --masks toeplitz64 --lengths 128 512 1024 2048",
+            "-m benchmarks.model --device cuda --output {output} --masks toeplitz64 --lengths 128 512",
+            "-m benchmarks.model --device cuda --output {output} --masks toeplitz64 --lengths 1024 2048",
         ),
     ),
     6: Entry(
@@ -113,13 +121,22 @@ ENTRIES = {
     ),
     10: Entry(
         "a step of pre-training: stock, dense, searches, frozen",
-        ("-m benchmarks.pretrain --device cuda --output {output} --sizes mini base",),
+        (
+            "-m benchmarks.pretrain --device cuda --output {output} --sizes mini --tokens 16384",
+            # All systems are in memory at the same time; at 2048 tokens those that search need 25 GB each.
+            "-m benchmarks.pretrain --device cuda --output {output} --sizes base --tokens 8192 --lengths 128 512",
+        ),
     ),
     11: Entry(
         "what bf16, torch.compile, ... do for that step",
         ("-m benchmarks.pretrain --device cuda --output {output} --options --sizes base --lengths 128 2048",),
     ),
     12: Entry("the predictions of the model against entries 2 to 4", ("-m benchmarks.gpu.model --compare {folder}",)),
+    13: Entry(
+        "an encoder layer, tokens per second",
+        ("-m benchmarks.layer --device cuda --output {output} --masks toeplitz64 --lengths 128 512 1024 2048 4096",),
+    ),
+    14: Entry("the whole grid of tests", (f"-m pytest -q -n 6 -m 'gpu and slow' {_gpu_tests()}",)),
 }
 
 
@@ -141,6 +158,44 @@ def _run(command, log, seconds, environment):
             process.wait()
 
 
+def _environment(entry):
+    """Variables of the processes of an entry."""
+    fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return os.environ | fixed | entry.environment
+
+
+def prepare(numbers, folder, limit=LIMIT):
+    """
+    Run the benchmarks of entries once, all at the same time: the compilers, which take most of the time, then find
+    their results in their caches. Times of such a run mean nothing.
+
+    Args:
+        numbers (`Iterable` of `int`): Keys of `ENTRIES`.
+        folder (`Path`): Folder of the results.
+        limit (`float`): Seconds for each command.
+
+    Returns:
+        `dict`: Exit status by number of the entry and of the command.
+    """
+    folder = folder.resolve() / "prepare"
+    folder.mkdir(parents=True, exist_ok=True)
+    commands = {
+        (number, part): command
+        for number in numbers
+        for part, command in enumerate(ENTRIES[number].commands, 1)
+        if command.startswith("-m benchmarks.") and "{output}" in command
+    }
+
+    def run(key):
+        output = folder / "_".join(map(str, key))
+        command = f"{commands[key].replace('{output}', str(output))} {ONCE}"
+        with open(output.with_suffix(".log"), "w") as log:
+            return _run(command, log, limit, _environment(ENTRIES[key[0]]))
+
+    with ThreadPoolExecutor(max(len(commands), 1)) as pool:
+        return dict(zip(commands, pool.map(run, commands), strict=True))
+
+
 def run_entry(number, entry, folder, limit=LIMIT):
     """
     Run one entry and write its results.
@@ -156,8 +211,7 @@ def run_entry(number, entry, folder, limit=LIMIT):
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment |= entry.environment
+    environment = _environment(entry)
     start, statuses, reports = time.monotonic(), [], {}
     with open(folder / f"{number}.log", "w") as log:
         for part, command in enumerate(entry.commands, 1):
@@ -201,12 +255,18 @@ def main(arguments=None):
     parser.add_argument("entries", nargs="*", type=int, metavar="N", help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for an entry")
+    parser.add_argument("--prepare", action="store_true", help="run the benchmarks once, all at the same time")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args(arguments)
     if unknown := set(options.entries) - set(ENTRIES):
         parser.error(f"entries must be from 1 to {max(ENTRIES)}, got {min(unknown)}")
     if not options.list and not (where := machine()).get("gpu"):
         parser.error(f"there is no GPU that PyTorch can use here. {where.get('error', '')}")
+    if options.prepare:
+        statuses = prepare(options.entries or ENTRIES, options.output, options.limit)
+        for (number, part), status in statuses.items():
+            print(f"{number}, command {part}: {'ok' if status == 0 else f'failed: {status}'}", flush=True)
+        return int(any(statuses.values()))
     results = []
     for number in options.entries or ENTRIES:
         entry = ENTRIES[number]

@@ -186,8 +186,10 @@ def row_kernel(
         padding += batch * length
         first_real, behind_real, holes, words = load_span(spans, batch, tile_columns)
         begin, end = first_real // BLOCK_K, tl.cdiv(behind_real, BLOCK_K)
-    first = token_position(first, batch, first_b, length)
-    last = token_position(last, batch, last_b, length)
+    if first is not None:
+        first = token_position(first, batch, first_b, length)
+    if last is not None:
+        last = token_position(last, batch, last_b, length)
     specials, valid = special_tokens(first, last, SPECIALS)
 
     if SHORT:
@@ -325,8 +327,10 @@ def column_kernel(
         padding += batch * length
         first_real, behind_real, _, _ = load_span(spans, batch, tile_columns)
         begin, end = first_real // BLOCK_Q, tl.cdiv(behind_real, BLOCK_Q)
-    first = token_position(first, batch, first_b, length)
-    last = token_position(last, batch, last_b, length)
+    if first is not None:
+        first = token_position(first, batch, first_b, length)
+    if last is not None:
+        last = token_position(last, batch, last_b, length)
     specials, valid = special_tokens(first, last, SPECIALS)
 
     if SPECIAL:
@@ -376,8 +380,10 @@ def short_backward_kernel(
     if padding is not None:
         padding += batch * length
         first_real, behind_real, holes, words = load_span(spans, batch, tile_columns)
-    first = token_position(first, batch, first_b, length)
-    last = token_position(last, batch, last_b, length)
+    if first is not None:
+        first = token_position(first, batch, first_b, length)
+    if last is not None:
+        last = token_position(last, batch, last_b, length)
     d, lane, rows = tl.arange(0, HEAD), tl.arange(0, STEP), tl.arange(0, ROWS)
     store = rows < length
     q, do, row_lse, row_delta, real = start_rows(

@@ -56,11 +56,8 @@ def bit_at(words, position):
 
 @triton.jit
 def token_position(positions, batch, stride, length):
-    """Position of a special token of a sequence, clamped to the sequence; `None` if there is no such token."""
-    position = None
-    if positions is not None:
-        position = tl.minimum(tl.maximum(tl.load(positions + batch * stride), 0), length - 1)
-    return position
+    """Position of a special token of a sequence, clamped to the sequence."""
+    return tl.minimum(tl.maximum(tl.load(positions + batch * stride), 0), length - 1)
 
 
 @triton.jit
@@ -267,7 +264,8 @@ def start_rows(
     if padding is not None:
         real &= tl.load(padding + rows, mask=store, other=0) != 0
     q = tl.load(query + rows[:, None] * q_n + d[None, :], mask=store[:, None], other=0.0)
-    do, normaliser, row_delta = None, None, None
+    # Never read without GRADIENT; Triton 3.6 cannot return None.
+    do, normaliser, row_delta = q, real, real
     if GRADIENT:
         at = rows[:, None] * o_n + d[None, :]
         o = tl.load(output + at, mask=store[:, None], other=0.0)
