@@ -13,6 +13,7 @@ import torch
 from transformers import BertConfig
 
 from sparsebert import SparseBertConfig
+from sparsebert.attention.backends import ATTENTION_NAMES
 
 from ._masks import HELP, build_mask, kept
 from ._measure import check_close, cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary
@@ -85,7 +86,9 @@ def make_models(stock_class, sparse_class, mask_name, length, options, **fields)
     sparse.set_mask(mask)
     sparse.load_state_dict(stock.state_dict())
     stock.to(options.device)
-    models = {OURS: sparse.to(options.device)}
+    if options.backend != OURS:
+        sparse.set_attn_implementation(options.backend)
+    models = {options.backend: sparse.to(options.device)}
     for name in SYSTEMS:
         if name != OURS:
             shared = {id(parameter): parameter for parameter in stock.parameters()}
@@ -151,10 +154,10 @@ def measured(subject, label, options, **fields):
         for entry in systems.values():
             entry["tokens_per_second"] = fields["batch"] * fields["n"] / entry["median_ms"] * 1e3
         best = min(set(UNMASKED) & set(systems), key=lambda name: systems[name]["median_ms"], default=None)
-        baselines = {name: times[name] for name in options.systems if name != OURS}
+        baselines = {name: times[name] for name in options.systems if name != options.backend}
         if best:
             baselines[BEST_DENSE] = times[best]
-        ratios = {name: speed_up(values, times[OURS]) for name, values in baselines.items()}
+        ratios = {name: speed_up(values, times[options.backend]) for name, values in baselines.items()}
         print(f"{label}, {phase}: done", flush=True)
         records.append(
             {
@@ -175,6 +178,7 @@ def make_parser(name, description, systems=SYSTEMS):
     parser = argument_parser(name, description, (FORWARD, DROPOUT))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
     parser.add_argument("--masks", nargs="+", default=["dam_s"], help=HELP)
+    parser.add_argument("--backend", choices=ATTENTION_NAMES, default=OURS, help="what runs the sparse mask")
     parser.add_argument("--heads", type=int, default=12, help="number of heads of size 64; BERT-base has 12")
     return parser
 
@@ -195,7 +199,7 @@ def main(arguments, parser, make_subject, what, tokens=4096):
         options.lengths, options.tokens, options.heads = options.lengths or (64,), options.tokens or 128, 2
     options.lengths = options.lengths or (128, 512, 1024)
     options.tokens = options.tokens or (16384 if options.device == "cuda" else tokens)
-    options.systems = tuple(dict.fromkeys((*options.systems, OURS)))
+    options.systems = (*(name for name in options.systems if name != OURS), options.backend)
     cells = []
     for mask_name in options.masks:
         for length in options.lengths:
@@ -219,12 +223,12 @@ def main(arguments, parser, make_subject, what, tokens=4096):
     print_table("Tokens per second", (*head, *options.systems), rows)
     rows = [row(cell, [*map(ratio_text, cell["speed_up"].values()), cell["auto"]]) for cell in cells]
     header = (*head, *(f"vs {name}" for name in cells[0]["speed_up"]), "it runs")
-    print_table(f"Speed-up of {OURS}, ratio of medians [95 % interval]", header, rows)
+    print_table(f"Speed-up of {options.backend}, ratio of medians [95 % interval]", header, rows)
     panels = {}
     for cell in cells:
         panel = panels.setdefault(f"{cell['mask']}, {cell['phase']}", {})
         for name, entry in cell["speed_up"].items():
             if name != BEST_DENSE:  # one of the others
                 panel.setdefault(f"against {name}", []).append((cell["n"], entry, True))
-    title = f"{what}: speed-up of {OURS}, {options.tokens} tokens"
+    title = f"{what}: speed-up of {options.backend}, {options.tokens} tokens"
     plot_ratios(options, report, title, panels, "n, tokens of a sequence", "speed-up")

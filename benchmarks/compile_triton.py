@@ -63,7 +63,10 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel to compile. `step`: keys (columns: queries) at a time; `rows`: n of the one-kernel backward."""
+    """
+    A kernel to compile. `step`: keys (columns: queries) at a time; `rows`: n of the one-kernel backward; `limit`: the
+    most registers of a thread.
+    """
 
     kernel: str
     arch: int
@@ -76,6 +79,7 @@ class Variant:
     block_q: int = 64
     padding: bool = True
     rows: int = 0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def signature_of(function, absent, constants, dtype):
     return signature, values, attributes
 
 
-def build(function, absent, constants, dtype, arch, warps, stages):
+def build(function, absent, constants, dtype, arch, warps, stages, limit=None):
     """
     Compile a kernel.
 
@@ -141,6 +145,7 @@ def build(function, absent, constants, dtype, arch, warps, stages):
         dtype (`torch.dtype`): Dtype of queries, keys and values.
         arch (`int`): Compute capability of the GPU times 10.
         warps, stages (`int`): Its launch configuration.
+        limit (`int`, *optional*): The most registers of a thread.
 
     Returns:
         [`Compiled`]
@@ -150,7 +155,8 @@ def build(function, absent, constants, dtype, arch, warps, stages):
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        kernel = triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": warps, "num_stages": stages})
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": limit}
+        kernel = triton.compile(source, GPUTarget("cuda", arch, 32), options)
     ptx = kernel.asm["ptx"]
     return Compiled(
         int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
@@ -173,7 +179,8 @@ def compiled(variant):
     if constants.get("GRADIENT") is False:
         absent += ["output_grad", "delta", "query_grad"]
     function = getattr(triton_kernels, name)
-    return build(function, absent, constants, variant.dtype, variant.arch, variant.warps, variant.stages)
+    configuration = variant.warps, variant.stages, variant.limit
+    return build(function, absent, constants, variant.dtype, variant.arch, *configuration)
 
 
 def variants(archs, dtypes, head_sizes):
@@ -185,8 +192,9 @@ def variants(archs, dtypes, head_sizes):
         if kernel == "short_backward":
             rows = [rows for rows in (64, 128) if rows <= short_backward_limit(head_size, dtype, arch)]
         for num_rows, dropout in itertools.product(rows, (False, True)):
-            for warps, stages, step in configurations(kernel, head_size, dtype, arch, dropout):
-                yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, rows=num_rows)
+            for warps, stages, step, *limit in configurations(kernel, head_size, dtype, arch, dropout):
+                fields = {"rows": num_rows, "limit": limit[0] if limit else None}
+                yield Variant(kernel, arch, dtype, head_size, dropout, warps, stages, step, **fields)
 
 
 def line(variant, found):

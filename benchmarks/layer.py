@@ -12,7 +12,7 @@ from transformers import BertModel
 
 from sparsebert import SparseBertModel
 
-from ._models import OURS, Subject, main, make_models, make_parser
+from ._models import Subject, main, make_models, make_parser
 from ._report import DROPOUT, FORWARD
 
 
@@ -26,8 +26,8 @@ def make_subject(mask_name, length, batch, options):
     prepared = {}
     for training in (False, True):
         with torch.set_grad_enabled(training):
-            prepared[training] = models[OURS].sparse_attention(
-                OURS,
+            prepared[training] = models[options.backend].sparse_attention(
+                options.backend,
                 batch,
                 length,
                 length,
@@ -38,7 +38,7 @@ def make_subject(mask_name, length, batch, options):
 
     def forward(model, name, keep):
         states = hidden.to(next(model.parameters()).dtype)
-        kwargs = {"mask_inputs": prepared[torch.is_grad_enabled()]} if name == OURS else {}
+        kwargs = {"mask_inputs": prepared[torch.is_grad_enabled()]} if name == options.backend else {}
         return model.encoder.layer[0](states, keep, **kwargs), states
 
     def step(model, name, keep):

@@ -32,7 +32,7 @@ def make_subject(mask_name, length, batch, options):
     tokens = torch.randint(VOCABULARY, (batch, length), device=options.device)
     labels = torch.randint(2, (batch,), device=options.device)
     # Stock models share their parameters.
-    stock, ours = (torch.optim.AdamW(models[name].parameters(), lr=2e-5) for name in ("sdpa", OURS))
+    stock, ours = (torch.optim.AdamW(models[name].parameters(), lr=2e-5) for name in ("sdpa", options.backend))
 
     def sample(model, name, keep):
         states = model.base_model(tokens[:1], attention_mask=keep).last_hidden_state
@@ -43,7 +43,7 @@ def make_subject(mask_name, length, batch, options):
         return model(tokens, attention_mask=mask, labels=labels).loss
 
     def step(model, name, keep):
-        optimizer = ours if name == OURS else stock
+        optimizer = ours if name == options.backend else stock
         forward(model, name, keep).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,9 +51,9 @@ def make_subject(mask_name, length, batch, options):
     auto = {}
     for phase, dropout in ((FORWARD, 0.0), (DROPOUT, options.dropout)):
         with torch.set_grad_enabled(phase != FORWARD):
-            attention = models[OURS].base_model.sparse_attention
+            attention = models[options.backend].base_model.sparse_attention
             shape = (batch, length, length)
-            inputs = attention(OURS, *shape, dropout=dropout, device=tokens.device, dtype=options.dtype)
+            inputs = attention(options.backend, *shape, dropout=dropout, device=tokens.device, dtype=options.dtype)
             auto[phase] = inputs.backend
     return Subject(models, keep, sample, forward, step, auto)
 

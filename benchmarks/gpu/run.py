@@ -98,8 +98,8 @@ ENTRIES = {
     5: Entry(
         "BERT-base, tokens per second",
         (
-            "-m benchmarks.model --device cuda --output {output} --masks toeplitz64 --lengths 128 512",
-            "-m benchmarks.model --device cuda --output {output} --masks toeplitz64 --lengths 1024 2048",
+            "-m benchmarks.model --device cuda --output {output} --backend sparse_triton --masks toeplitz64 "
+            "--lengths 128 512 1024 2048 4096",
         ),
     ),
     6: Entry(
@@ -134,7 +134,10 @@ ENTRIES = {
     12: Entry("the predictions of the model against entries 2 to 4", ("-m benchmarks.gpu.model --compare {folder}",)),
     13: Entry(
         "an encoder layer, tokens per second",
-        ("-m benchmarks.layer --device cuda --output {output} --masks toeplitz64 --lengths 128 512 1024 2048 4096",),
+        (
+            "-m benchmarks.layer --device cuda --output {output} --backend sparse_triton --masks toeplitz64 "
+            "--lengths 128 512 1024 2048 4096",
+        ),
     ),
     14: Entry("the whole grid of tests", (f"-m pytest -q -n 6 -m 'gpu and slow' {_gpu_tests()}",)),
 }

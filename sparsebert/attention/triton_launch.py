@@ -9,25 +9,43 @@ from typing import Any
 import torch
 
 
-Configurations = list[tuple[int, int, int]]
+Configuration = tuple[int, ...]
+Configurations = list[Configuration]
 
-# Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, and keys per step
-# (queries per step in the column kernel). If there are two, the faster is chosen. None spills registers, and kernels
-# that follow tile lists have stages enough to load the next step while they compute one:
-# `benchmarks/compile_triton.py` checks both, and lists the resources that each takes.
+# Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, keys per step
+# (queries per step in the column kernel), and, where fewer let more programs run at a time, the most registers of a
+# thread. If there are several, the fastest is chosen. None spills registers, and kernels that follow tile lists have
+# stages enough to load the next step while they compute one: `benchmarks/compile_triton.py` checks both, and lists the
+# resources that each takes.
 HOPPER: dict[str, dict[int, Configurations]] = {
-    "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (8, 3, 64)], 128: [(8, 3, 64), (4, 3, 32)]},
-    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 64)], 128: [(8, 2, 64), (4, 2, 32)]},
-    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 64), (8, 3, 64)], 128: [(4, 3, 32), (8, 3, 32)]},
-    "column": {32: [(4, 3, 64), (4, 3, 32)], 64: [(4, 3, 32), (8, 3, 32)], 128: [(4, 3, 16), (8, 3, 16)]},
-    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 32)], 128: [(8, 2, 32)]},
+    "forward": {
+        32: [(4, 3, 64)],
+        64: [(4, 3, 64), (4, 3, 64, 168), (4, 2, 64, 168), (4, 3, 64, 128), (4, 3, 32)],
+        128: [(8, 3, 64), (4, 3, 32)],
+    },
+    "short_forward": {
+        32: [(4, 2, 64)],
+        64: [(4, 2, 64), (4, 2, 32), (4, 2, 32, 128), (4, 2, 64, 168)],
+        128: [(8, 2, 64), (4, 2, 32)],
+    },
+    "query_grad": {
+        32: [(4, 3, 64)],
+        64: [(4, 3, 64), (4, 3, 64, 168), (4, 3, 32)],
+        128: [(4, 3, 32), (8, 3, 32)],
+    },
+    "column": {
+        32: [(4, 3, 64), (4, 3, 32)],
+        64: [(4, 3, 32), (4, 3, 32, 168)],
+        128: [(4, 3, 16), (8, 3, 16)],
+    },
+    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 64, 128), (8, 2, 32, 128)], 128: [(8, 2, 32)]},
 }
 # Where dropout, whose random numbers need registers, asks for others.
 HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
-    "forward": {64: [(8, 3, 64), (4, 3, 32)], 128: [(4, 3, 32), (8, 3, 32)]},
+    "forward": {64: [(8, 3, 64), (4, 3, 32), (4, 3, 32, 168), (4, 3, 32, 128)], 128: [(4, 3, 32), (8, 3, 32)]},
     "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
-    "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
-    "column": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16)]},
+    "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32), (4, 3, 32, 168)], 128: [(8, 3, 16), (4, 3, 16)]},
+    "column": {32: [(4, 3, 32)], 64: [(4, 3, 32), (4, 3, 32, 168)], 128: [(8, 3, 16)]},
     "short_backward": {32: [(8, 2, 32)], 64: [(8, 2, 32)], 128: [(8, 2, 16)]},
 }
 # On Blackwell, the single backward kernel has registers for half a tile of keys only.
@@ -48,7 +66,7 @@ AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {
 FLOAT32: Configurations = [(8, 2, 16)]
 
 # What was chosen, by all that the time of a kernel depends on.
-_CHOSEN: dict[Hashable, tuple[int, int, int]] = {}
+_CHOSEN: dict[Hashable, Configuration] = {}
 # One lock per device: kernels that are timed at the same time would disturb each other.
 _LOCKS: dict[torch.device, threading.Lock] = {}
 
@@ -81,7 +99,8 @@ def configurations(
         dropout (`bool`, *optional*, defaults to `False`): Whether there is dropout.
 
     Returns:
-        `list` of `tuple`: Warps, pipeline stages, and keys per step (queries per step in the column kernel).
+        `list` of `tuple`: Warps, pipeline stages, keys per step (queries per step in the column kernel), and, if there
+        is a limit, the most registers of a thread.
     """
     if dtype == torch.float32:
         return FLOAT32
@@ -97,7 +116,7 @@ def launch(
     grid: int,
     arguments: Sequence[Any],
     constants: dict[str, Any],
-    choices: Sequence[tuple[int, int, int]],
+    choices: Sequence[Configuration],
     bucket: int,
 ) -> None:
     """
@@ -119,8 +138,9 @@ def launch(
         return
 
     def run(choice):
-        warps, stages, step = choice
-        function[(grid,)](*arguments, **constants, STEP=step, num_warps=warps, num_stages=stages)
+        warps, stages, step, *registers = choice
+        limit = {"maxnreg": registers[0]} if registers else {}
+        function[(grid,)](*arguments, **constants, STEP=step, num_warps=warps, num_stages=stages, **limit)
 
     dtypes = tuple(getattr(argument, "dtype", None) for argument in arguments)
     key = (device, kernel, bucket, dtypes, *constants.items(), *choices)
@@ -131,9 +151,9 @@ def launch(
 def chosen(
     key: Hashable,
     device: torch.device,
-    choices: Sequence[tuple[int, int, int]],
-    run: Callable[[tuple[int, int, int]], None],
-) -> tuple[int, int, int]:
+    choices: Sequence[Configuration],
+    run: Callable[[Configuration], None],
+) -> Configuration:
     """
     The fastest configuration, timed at the first call. While a CUDA graph is captured or a graph is compiled nothing
     is timed, and under `torch.use_deterministic_algorithms` neither, since results depend on the configuration in
@@ -168,7 +188,7 @@ def _fastest(key, choices, run):
         return choices[0]
     best = min(choices, key=times.__getitem__)
     if knobs.autotuning.print:
-        print(f"{key}: {best} of {times} (warps, stages, step; ms)")
+        print(f"{key}: {best} of {times} (warps, stages, step, registers; ms)")
     return best
 
 
