@@ -73,7 +73,7 @@ def _search(length, arguments):
 
 
 ENTRIES = {
-    1: Entry("are the kernels right", (f"-m pytest -q -n 6 -m 'gpu and not slow' {_gpu_tests()}",)),
+    1: Entry("are the kernels right", (f"-m pytest -q -n 8 -m 'gpu and not slow' {_gpu_tests()}",)),
     2: Entry(
         "forward under block-Toeplitz and window masks",
         (
@@ -139,7 +139,7 @@ ENTRIES = {
             "--lengths 128 512 1024 2048 4096",
         ),
     ),
-    14: Entry("the whole grid of tests", (f"-m pytest -q -n 6 -m 'gpu and slow' {_gpu_tests()}",)),
+    14: Entry("the whole grid of tests", (f"-m pytest -q -n 8 -m 'gpu and slow' {_gpu_tests()}",)),
 }
 
 
