@@ -307,18 +307,18 @@ def check(case):
     shape = (*query.shape[:3], *key.shape[2:])
     flags = {"gradients": True, "padded": padding is not None, "causal": case.causal}
     reason = refusal(BACKENDS, case.name, Request(case.device, case.dtype, *shape, case.dropout, **flags))
+    on_device = None if padding is None else padding.to(case.device)
     if reason is not None:
         with pytest.raises(ValueError, match=re.escape(f"{case.name} cannot run here: {reason}. Use ")):
-            attend(case, mask, padding, query.requires_grad_(), key, value)
+            attend(case, mask, on_device, query.requires_grad_(), key, value)
         return
     keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query)).to(case.device)
-    padding = None if padding is None else padding.to(case.device)
-    results = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
+    results = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
     factors = 1.0
     if case.dropout:
         with torch.no_grad():
-            factors = dropout_factors(case, mask, padding, keep)
-        again = with_gradients(lambda *inputs: attend(case, mask, padding, *inputs), query, key, value, grad)
+            factors = dropout_factors(case, mask, on_device, keep)
+        again = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
         # With the same numbers dropped the same to rounding, with others nothing like it.
         bound = 4 * torch.finfo(case.dtype).eps * max(values.double().norm() for values in results)
         assert all((got - other).double().norm() <= bound for got, other in zip(results, again, strict=True)), case

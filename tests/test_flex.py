@@ -13,7 +13,7 @@ from sparsebert.attention.flex import BLOCK_SIZES, block_attention, block_map, f
 
 
 HEADS = 2
-FLOOR = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+FLOOR = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def dense(query, key, value, keep):

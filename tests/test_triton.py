@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sparsebert.attention import triton as backend
 from sparsebert.attention.triton import real_spans, tile_attention
@@ -381,6 +383,39 @@ def test_compiles_around():
     results = [output.detach() / 2, *(grad / 2 for grad in torch.autograd.grad(output, leaves, case.grad))]
     for got, want in zip(results, plain, strict=True):
         torch.testing.assert_close(got, want)
+
+
+class Recorded(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@runs_kernels
+def test_what_is_recorded_is_an_operator():
+    """Other calls do not pass PyTorch's dispatcher, and give the same."""
+    case = Case(20, padding="ragged", dropout=0.1, heads=1)
+    plain = case.run()
+    with Recorded() as recorded:
+        results = case.run()
+    assert all(torch.equal(got, want) for got, want in zip(results, plain, strict=True))
+    names = [name for name in recorded.names if "tile_attention" in name]
+    assert names == ["sparsebert.tile_attention.default", "sparsebert.tile_attention_backward.default"]
+
+
+@runs_kernels
+def test_activation_checkpointing():
+    case = Case(20, padding="ragged", heads=1)
+    leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
+    output = checkpoint(case.attention, *leaves, (5, 7), use_reentrant=False)
+    results = [output.detach(), *torch.autograd.grad(output, leaves, case.grad)]
+    assert all(torch.equal(got, want) for got, want in zip(results, case.run(), strict=True))
 
 
 @runs_kernels

@@ -227,8 +227,9 @@ def predicted(kernel, full, partial, special, pairs, gpu, read_bytes):
 def _ours(name, arch):
     from .. import compile_triton
 
-    warps, stages, step = configurations(name, HEAD_SIZE, torch.bfloat16, arch)[0]
-    variant = compile_triton.Variant(name, arch, torch.bfloat16, HEAD_SIZE, False, warps, stages, step, padding=False)
+    warps, stages, step, *limit = configurations(name, HEAD_SIZE, torch.bfloat16, arch)[0]
+    fields = {"padding": False, "limit": limit[0] if limit else None}
+    variant = compile_triton.Variant(name, arch, torch.bfloat16, HEAD_SIZE, False, warps, stages, step, **fields)
     return compile_triton.compiled(variant), warps, step
 
 

@@ -52,9 +52,19 @@ def sdpa_attention(
             # Kept finite, since a query without a key would otherwise give NaN.
             bias = bias.clamp(min=torch.finfo(dtype).min)
         bias = bias.to(dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if query.device.type == "cuda":
+        query, key, value = map(_aligned, (query, key, value))
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )
     if live is not None:
         output = output * live
     return output.transpose(1, 2).contiguous(), None
+
+
+def _aligned(tensor):
+    """
+    The same tensor. A dimension of one token may have any stride; a kernel on CUDA reads it all the same, and refuses
+    odd ones.
+    """
+    return tensor.squeeze(2).unsqueeze(2) if tensor.shape[2] == 1 else tensor

@@ -79,10 +79,28 @@ def tile_attention(
         padding = padding.contiguous().view(torch.int8)
     seed = None if threshold == 65536 else seed
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
-    output, _ = torch.ops.sparsebert.tile_attention(
-        *tensors, list(tiles), padding, spans, first, last, seed, diagonal is False, causal, threshold, scaling
-    )
+    options = (diagonal is False, causal, threshold, scaling)
+    arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *options)
+    if _observed(query):
+        output, _ = torch.ops.sparsebert.tile_attention(*arguments)
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        output, _ = _TileAttention.apply(*arguments)
+    else:
+        output, _ = _forward(*arguments)
     return output
+
+
+def _observed(query):
+    """
+    Whether the call is traced, transformed or recorded and must be an operator. Other calls are not, since the
+    autograd of an operator in Python takes the host longer than the GPU needs for the kernels of 512 tokens.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or type(query) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def real_spans(padding: torch.Tensor) -> torch.Tensor:
@@ -139,7 +157,7 @@ def _kernel_arguments(
     arguments, whether there are special tokens, and the configurations of a kernel by its name.
     """
     tiles = TileForm(*tiles)
-    strides = [tensor.stride(dim) for tensor in (query, key, value) for dim in range(3)]
+    strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
     # 0 where a position is the same in all sequences.
     token_strides = [int(positions is not None and len(positions) > 1) for positions in (first, last)]
     sizes = [query.shape[1], query.shape[2], *tiles.tiles.shape[1:]]
@@ -155,12 +173,7 @@ def _kernel_arguments(
     return tiles, arguments, constants, special, choices
 
 
-@torch.library.custom_op(
-    "sparsebert::tile_attention",
-    mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor)",
-)
-def _attention(query, key, value, *mask):
+def _forward(query, key, value, *mask):
     """Output `(B, n, H, d)` and base-2 logarithm of the normaliser `(B, H, n)`."""
     output, lse = _attention_shapes(query, key, value)
     tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
@@ -178,22 +191,13 @@ def _attention(query, key, value, *mask):
     return output, lse
 
 
-@_attention.register_fake
 def _attention_shapes(query, key, value, *mask):
     batch, num_heads, length, head_size = query.shape
     output = query.new_empty(batch, length, num_heads, head_size)
     return output, query.new_empty(batch, num_heads, length, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "sparsebert::tile_attention_backward",
-    mutates_args=(),
-    schema=(
-        f"(Tensor output_grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, {_MASK}) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-)
-def _attention_backward(output_grad, query, key, value, output, lse, *mask):
+def _backward(output_grad, query, key, value, output, lse, *mask):
     """Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`."""
     gradients = [torch.empty_like(output) for _ in range(3)]
     tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
@@ -230,8 +234,7 @@ def _attention_backward(output_grad, query, key, value, output, lse, *mask):
     return query_grad, key_grad, value_grad
 
 
-@_attention_backward.register_fake
-def _attention_backward_shapes(output_grad, query, key, value, output, lse, *mask):
+def _backward_shapes(output_grad, query, key, value, output, lse, *mask):
     query_grad, key_grad, value_grad = (torch.empty_like(output).transpose(1, 2) for _ in range(3))
     return query_grad, key_grad, value_grad
 
@@ -240,36 +243,57 @@ def _no_second_derivatives(ctx, *grads):
     raise RuntimeError("sparse_triton has no second derivatives: use sparse_eager")
 
 
-_attention_backward.register_autograd(_no_second_derivatives)
-
-
 def _remember(ctx, inputs, output):
     query, key, value, tiles, padding, spans, first, last, seed, *ctx.options = inputs
     ctx.num_tiles = len(tiles)
     ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *tiles)
 
 
-def _differentiate(ctx, output_grad, lse_grad):
+def _saved(ctx, output_grad):
+    """The arguments of the backward."""
+    # Activation checkpointing lets them be read once only.
     query, key, value, output, lse, padding, spans, first, last, seed, *tiles = ctx.saved_tensors
-    gradients = torch.ops.sparsebert.tile_attention_backward(
-        output_grad.contiguous(),
-        query,
-        key,
-        value,
-        output,
-        lse,
-        tiles,
-        padding,
-        spans,
-        first,
-        last,
-        seed,
-        *ctx.options,
-    )
+    tensors = (output_grad.contiguous(), query, key, value, output, lse)
+    return *tensors, tiles, padding, spans, first, last, seed, *ctx.options
+
+
+def _differentiate(ctx, output_grad, lse_grad):
+    gradients = torch.ops.sparsebert.tile_attention_backward(*_saved(ctx, output_grad))
     return *gradients, [None] * ctx.num_tiles, *[None] * (5 + len(ctx.options))
 
 
+_TENSORS = "Tensor query, Tensor key, Tensor value"
+_attention = torch.library.custom_op(
+    "sparsebert::tile_attention", _forward, mutates_args=(), schema=f"({_TENSORS}, {_MASK}) -> (Tensor, Tensor)"
+)
+_attention.register_fake(_attention_shapes)
 _attention.register_autograd(_differentiate, setup_context=_remember)
+_attention_backward = torch.library.custom_op(
+    "sparsebert::tile_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor output_grad, {_TENSORS}, Tensor output, Tensor lse, {_MASK}) -> (Tensor, Tensor, Tensor)",
+)
+_attention_backward.register_fake(_backward_shapes)
+_attention_backward.register_autograd(_no_second_derivatives)
+
+
+class _TileAttention(torch.autograd.Function):
+    """The operator `sparsebert::tile_attention` and its gradients, without PyTorch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        output, lse = _forward(*arguments)
+        _remember(ctx, arguments, (output, lse))
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx, output_grad, _):
+        # With a graph of the backward, the operator says that it has no second derivatives.
+        function = torch.ops.sparsebert.tile_attention_backward if torch.is_grad_enabled() else _backward
+        return *function(*_saved(ctx, output_grad)), *[None] * (6 + len(ctx.options))
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:

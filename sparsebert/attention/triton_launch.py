@@ -14,42 +14,32 @@ Configurations = list[Configuration]
 
 # Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, keys per step
 # (queries per step in the column kernel), and, where fewer let more programs run at a time, the most registers of a
-# thread. If there are several, the fastest is chosen. None spills registers, and kernels that follow tile lists have
-# stages enough to load the next step while they compute one: `benchmarks/compile_triton.py` checks both, and lists the
-# resources that each takes.
+# thread. If there are two, the faster is chosen. Only those with a limit spill registers, and kernels that follow
+# tile lists have stages enough to load the next step while they compute one: `benchmarks/compile_triton.py` checks
+# both, and lists the resources that each takes.
 HOPPER: dict[str, dict[int, Configurations]] = {
-    "forward": {
-        32: [(4, 3, 64)],
-        64: [(4, 3, 64), (4, 3, 64, 168), (4, 2, 64, 168), (4, 3, 64, 128), (4, 3, 32)],
-        128: [(8, 3, 64), (4, 3, 32)],
-    },
-    "short_forward": {
-        32: [(4, 2, 64)],
-        64: [(4, 2, 64), (4, 2, 32), (4, 2, 32, 128), (4, 2, 64, 168)],
-        128: [(8, 2, 64), (4, 2, 32)],
-    },
-    "query_grad": {
-        32: [(4, 3, 64)],
-        64: [(4, 3, 64), (4, 3, 64, 168), (4, 3, 32)],
-        128: [(4, 3, 32), (8, 3, 32)],
-    },
-    "column": {
-        32: [(4, 3, 64), (4, 3, 32)],
-        64: [(4, 3, 32), (4, 3, 32, 168)],
-        128: [(4, 3, 16), (8, 3, 16)],
-    },
-    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 64), (8, 2, 64, 128), (8, 2, 32, 128)], 128: [(8, 2, 32)]},
+    "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64, 168), (4, 3, 32)], 128: [(8, 3, 64), (4, 3, 32)]},
+    "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 32, 128)], 128: [(8, 2, 64), (4, 2, 32)]},
+    "query_grad": {32: [(4, 3, 64)], 64: [(4, 3, 64, 168), (4, 3, 32)], 128: [(4, 3, 32), (8, 3, 32)]},
+    "column": {32: [(4, 3, 64), (4, 3, 32)], 64: [(4, 3, 32, 168)], 128: [(4, 3, 16), (8, 3, 16)]},
+    "short_backward": {32: [(8, 2, 64)], 64: [(8, 2, 32, 128)], 128: [(8, 2, 32)]},
 }
 # Where dropout, whose random numbers need registers, asks for others.
 HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
-    "forward": {64: [(8, 3, 64), (4, 3, 32), (4, 3, 32, 168), (4, 3, 32, 128)], 128: [(4, 3, 32), (8, 3, 32)]},
-    "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
-    "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32), (4, 3, 32, 168)], 128: [(8, 3, 16), (4, 3, 16)]},
-    "column": {32: [(4, 3, 32)], 64: [(4, 3, 32), (4, 3, 32, 168)], 128: [(8, 3, 16)]},
+    "forward": {64: [(4, 3, 32)], 128: [(4, 3, 32), (8, 3, 32)]},
+    "short_forward": {64: [(4, 2, 32)], 128: [(4, 2, 32)]},
+    "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
+    "column": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16)]},
     "short_backward": {32: [(8, 2, 32)], 64: [(8, 2, 32)], 128: [(8, 2, 16)]},
 }
-# On Blackwell, the single backward kernel has registers for half a tile of keys only.
-BLACKWELL = HOPPER | {"short_backward": {**HOPPER["short_backward"], 32: [(8, 2, 32)], 64: [(8, 2, 32)]}}
+# No limit was measured on Blackwell, where the single backward kernel has registers for half a tile of keys only.
+BLACKWELL = HOPPER | {
+    "forward": {**HOPPER["forward"], 64: [(4, 3, 64), (8, 3, 64)]},
+    "short_forward": {**HOPPER["short_forward"], 64: [(4, 2, 64)]},
+    "query_grad": {**HOPPER["query_grad"], 64: [(4, 3, 64), (8, 3, 64)]},
+    "column": {**HOPPER["column"], 64: [(4, 3, 32), (8, 3, 32)]},
+    "short_backward": {**HOPPER["short_backward"], 32: [(8, 2, 32)], 64: [(8, 2, 32)]},
+}
 # Head size 128 is missing, since every configuration tried spills kilobytes of registers.
 AMPERE: dict[str, dict[int, Configurations]] = {
     "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64), (4, 3, 32)]},
@@ -142,8 +132,10 @@ def launch(
         limit = {"maxnreg": registers[0]} if registers else {}
         function[(grid,)](*arguments, **constants, STEP=step, num_warps=warps, num_stages=stages, **limit)
 
-    dtypes = tuple(getattr(argument, "dtype", None) for argument in arguments)
-    key = (device, kernel, bucket, dtypes, *constants.items(), *choices)
+    key = ()
+    if len(choices) > 1:
+        dtypes = tuple(getattr(argument, "dtype", None) for argument in arguments)
+        key = (device, kernel, bucket, dtypes, *constants.items(), *choices)
     with torch.cuda.device(device):
         run(chosen(key, device, choices, run))
 
