@@ -19,6 +19,7 @@ from sparsebert.experiments.result_tables import experiment_tables
 
 from . import (
     _cpu_tables,
+    _gpu_tables,
     claims,
     cost_model,
     cramming,
@@ -33,7 +34,7 @@ from . import (
     pretrain,
     separators,
 )
-from ._report import REPRODUCED, RESULTS, ROOT
+from ._report import PHASES, REPRODUCED, RESULTS, ROOT
 from .gpu import model as gpu_model
 
 
@@ -108,6 +109,14 @@ TABLES = {
         f"gpu.{kind}": lambda kind=kind: [gpu_model.tables(_read("gpu_model"))[kind]]
         for kind in ("check", "forward", "training")
     },
+    **{
+        f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [
+            _gpu_tables.attention(_gpu_tables.read(), phase)
+        ]
+        for phase in PHASES
+    },
+    "gpu.configurations": lambda: [_gpu_tables.configurations(_gpu_tables.read())],
+    "gpu.compared": lambda: [gpu_model.comparison(_gpu_tables.FOLDER, _read("gpu_model"))],
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
     **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},
     **{

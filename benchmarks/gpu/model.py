@@ -31,7 +31,7 @@ from sparsebert.masks.compiled import base_table
 from sparsebert.masks.tiles import tile_form
 
 from .._masks import build_mask
-from .._report import FORWARD, RESULTS, TRAINING, make_table, print_table
+from .._report import FORWARD, RESULTS, TRAINING, make_table
 
 
 PATH = RESULTS / "gpu_model.json"
@@ -446,6 +446,12 @@ def compared(folder, report):
     return rows
 
 
+def comparison(folder, report):
+    """The table of [`compared`]."""
+    header = ("GPU", "system", "mask", "n", "phase", "predicted, us", "measured, us", "ratio")
+    return make_table("Prediction against truth", header, compared(folder, report))
+
+
 def command_line():
     """The parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -467,10 +473,9 @@ def main(arguments=None):
         for table in tables(report).values():
             print(f"\n{table.markdown()}", end="")
         return 0
-    rows = compared(options.compare, report)
-    header = ("GPU", "system", "mask", "n", "phase", "predicted, us", "measured, us", "ratio")
-    print_table("Prediction against truth", header, rows)
-    return int(not rows)
+    table = comparison(options.compare, report)
+    print(f"\n{table.markdown()}", end="")
+    return int(not table.rows)
 
 
 if __name__ == "__main__":
