@@ -16,17 +16,22 @@ BASELINES = {
 }
 
 
-def read(folder=FOLDER):
-    """The results of the queue, by the number of the entry."""
-    return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+# The entries that time attention alone under masks of tiles.
+ENTRIES = (2, 3)
 
 
-def attention(results, phase):
+def read(name, folder=FOLDER):
+    """The results of an entry of the queue, or another file beside them."""
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def attention(phase):
     """Times of `sparse_triton` and how much faster it is than other attention, by mask and length."""
+    results = [read(number) for number in ENTRIES]
     cells = [
         cell
-        for number in sorted(results)
-        for report in results[number].get("reports", {}).values()
+        for result in results
+        for report in result["reports"].values()
         for cell in report["cells"]
         if cell["phase"] == phase
     ]
@@ -36,14 +41,14 @@ def attention(results, phase):
         texts = [ratio_text(ratios[name]) if name in ratios else "-" for name in BASELINES]
         rows.append([f"`{cell['mask']}`", f"{cell['density']:.0%}", cell["n"], f"{time['median_ms']:.3f}", *texts])
     header = ("mask", "live", "n", "ms", *(f"against {text}" for text in BASELINES.values()))
-    machine = next(iter(results.values()))["machine"]
-    return make_table(f"{phase.capitalize()}, {machine['gpu']}", header, rows)
+    gpus = {result["machine"]["gpu"] for result in results}
+    return make_table(f"{phase.capitalize()}, {', '.join(sorted(gpus))}", header, rows)
 
 
-def configurations(results):
+def configurations():
     """Median microseconds of each kernel without dropout, by its launch configuration."""
     rows = {}
-    for choice in results[7]["choices"]:
+    for choice in read("launch_configurations")["choices"]:
         if not choice["dropout"]:
             for configuration, time in choice["microseconds"].items():
                 # Of the entries, the first that timed it.

@@ -13,7 +13,7 @@ import torch
 
 RESAMPLES = 2000
 # As long as the longest chain of launches takes a host, in cycles of the device.
-HEAD_START = 4_000_000
+HEAD_START = 10_000_000
 FLUSHED_BYTES = 2**28
 
 

@@ -88,7 +88,7 @@ def checked(cases, names, options):
     errors = {}
     for index, case in enumerate(cases):
         gate = Gate(case)
-        choices = [chosen(case, phase, options)[0] for phase in options.phases]
+        choices = [choose(case, phase, options)[0] for phase in options.phases]
         for name in dict.fromkeys((*names, *choices)):
             if index and name in DENSE:
                 continue  # timed on the first case only
@@ -98,8 +98,8 @@ def checked(cases, names, options):
     return errors
 
 
-def chosen(case, phase, options):
-    """What `sparse_auto` chooses and why; without `--auto` our kernel, and no reason."""
+def choose(case, phase, options):
+    """What `sparse_auto` chooses and why; with `--no_auto` our kernel, and no reason."""
     if options.auto:
         return auto_choice(case, *of_phase(phase, options))
     return OURS[options.device], None
@@ -148,7 +148,7 @@ def measured(cases, phase, names, options, errors):
         `list` of `dict`: One per case.
     """
     _, dropout = of_phase(phase, options)
-    choices = [chosen(case, phase, options) for case in cases]
+    choices = [choose(case, phase, options) for case in cases]
     functions, forms, refused = {}, {}, {}
     for index, (case, (choice, _)) in enumerate(zip(cases, choices, strict=True)):
         for name in dict.fromkeys((*names, choice)):
@@ -362,7 +362,7 @@ def command_line():
         "--no_auto",
         dest="auto",
         action="store_false",
-        help="do not ask sparse_auto, which on a GPU checks itself first",
+        help="without what sparse_auto chooses, which on a GPU takes a self-check",
     )
     parser.add_argument("--memory", action="store_true", help="print the memory of masks and calls too")
     return parser

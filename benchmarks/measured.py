@@ -110,12 +110,10 @@ TABLES = {
         for kind in ("check", "forward", "training")
     },
     **{
-        f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [
-            _gpu_tables.attention(_gpu_tables.read(), phase)
-        ]
+        f"gpu.measured.{phase.replace(' ', '_')}": lambda phase=phase: [_gpu_tables.attention(phase)]
         for phase in PHASES
     },
-    "gpu.configurations": lambda: [_gpu_tables.configurations(_gpu_tables.read())],
+    "gpu.configurations": lambda: [_gpu_tables.configurations()],
     "gpu.compared": lambda: [gpu_model.comparison(_gpu_tables.FOLDER, _read("gpu_model"))],
     **{f"cost.{kind}": lambda kind=kind: [cost_model.tables()[kind]] for kind in ("measured", "work", "sent", "plan")},
     **{f"reproduce.{name}": lambda name=name: reproduced(name) for name in EXPERIMENTS},

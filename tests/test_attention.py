@@ -37,6 +37,7 @@ from sparsebert import (
     build_pattern,
     sparse_dot_product_attention,
 )
+from sparsebert.attention import sdpa
 from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, CHOICES
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choice import refusal
@@ -880,3 +881,12 @@ def test_shapes_on_the_meta_device(backend):
     with torch.device("meta"):
         model, ids = SparseBertModel(config), torch.zeros(2, 20, dtype=torch.long)
     assert model(ids).last_hidden_state.shape == (2, 20, config.hidden_size)
+
+
+def test_a_single_token_has_a_stride_that_kernels_take():
+    """In a tensor of one token the stride of the tokens is unused, but PyTorch's kernels on CUDA refuse odd ones."""
+    tensor = torch.randn(2, 3, 64, 1).mT
+    assert tensor.stride() == (192, 64, 1, 1)
+    assert sdpa._aligned(tensor).stride() == (192, 64, 64, 1) and torch.equal(sdpa._aligned(tensor), tensor)
+    several = torch.randn(2, 3, 64, 5).mT
+    assert sdpa._aligned(several) is several

@@ -95,14 +95,15 @@ def test_sweep_times_dense_attention_once_for_all_densities(tmp_path, capsys):
 
 def test_padded_inputs_pass_the_gate(tmp_path):
     pytest.importorskip("matplotlib")
-    cells = cells_of(attention.main, tmp_path, "--padded", "--masks", "window:8", "--lengths", "40")
-    assert cells and all(cell["padded"] for cell in cells)
+    cells = cells_of(attention.main, tmp_path, "--padded", "--masks", "window:8", "--lengths", "40", "--no_auto")
+    assert cells and all(cell["padded"] and cell["auto"] is None for cell in cells)
 
 
-@pytest.mark.parametrize("benchmark", [layer.run, model.run], ids=["layer", "model"])
-def test_models_report_tokens_per_second(benchmark, tmp_path):
+@pytest.mark.parametrize("benchmark, backend", [(layer.run, "sparse_eager"), (model.run, "sparse_auto")])
+def test_models_report_tokens_per_second(benchmark, backend, tmp_path):
     pytest.importorskip("matplotlib")
-    cells = cells_of(benchmark, tmp_path)
+    cells = cells_of(benchmark, tmp_path, "--backend", backend)
+    assert all(list(cell["systems"])[-1] == backend for cell in cells)
     assert [cell["phase"] for cell in cells] == ["forward", "training with dropout"]
     for cell in cells:
         for entry in cell["systems"].values():
@@ -668,6 +669,20 @@ def test_queue_goes_on_after_failures_and_keeps_reports(tmp_path):
     assert written["reports"] == {"1": [1]} and written["machine"]["torch"] == torch.__version__
     assert "broken" in (tmp_path / "7.log").read_text()
     assert queue.row(result).startswith("| 7 | failed: 0, 3, timed out, ")
+
+
+@pytest.mark.slow
+def test_queue_prepares(tmp_path, monkeypatch, capsys):
+    """At the same time, with one round each; only what fails shows its log."""
+    quick = f"-m benchmarks.attention --device cpu --quick --no_auto --systems sdpa --output {tmp_path / 'none'}"
+    monkeypatch.setattr(queue, "ENTRIES", {2: queue.Entry("", (quick, "-c 'print(7); exit(3)'"))})
+    monkeypatch.setattr(queue, "machine", lambda: {"gpu": "some"})
+    assert queue.main(["--prepare", "2"]) == 1
+    assert capsys.readouterr().out.startswith("2, command 1: ok\n2, command 2: failed: 3\n$ python -c ")
+    monkeypatch.setattr(queue, "ENTRIES", dict.fromkeys(range(1, 15)))
+    with pytest.raises(SystemExit):
+        queue.main(["--prepare", "10"])
+    assert "--prepare is for entries 2, 3, 4, 5, 13, got 10" in capsys.readouterr().err
 
 
 def test_queue_lists_and_refuses(capsys):

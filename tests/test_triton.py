@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -400,13 +401,49 @@ class Recorded(TorchDispatchMode):
 @runs_kernels
 def test_what_is_recorded_is_an_operator():
     """Other calls do not pass PyTorch's dispatcher, and give the same."""
+    forward, backward = "sparsebert.tile_attention.default", "sparsebert.tile_attention_backward.default"
     case = Case(20, padding="ragged", dropout=0.1, heads=1)
     plain = case.run()
     with Recorded() as recorded:
         results = case.run()
     assert all(torch.equal(got, want) for got, want in zip(results, plain, strict=True))
-    names = [name for name in recorded.names if "tile_attention" in name]
-    assert names == ["sparsebert.tile_attention.default", "sparsebert.tile_attention_backward.default"]
+    assert [name for name in recorded.names if "tile_attention" in name] == [forward, backward]
+    leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
+    output = case.attention(*leaves)
+    assert "_TileAttention" in output.grad_fn.name()
+    with Recorded() as recorded:
+        results = torch.autograd.grad(output, leaves, case.grad, retain_graph=True)
+    assert backward in recorded.names
+    assert all(torch.equal(got, want) for got, want in zip(results, plain[1:], strict=True))
+    graph = make_fx(lambda grad: torch.autograd.grad(output, leaves, grad, retain_graph=True))(case.grad)
+    assert "tile_attention_backward" in graph.code
+    tiles = move(tile_form(case.base))
+
+    def unmasked(*tensors):
+        return tile_attention(*tensors, tiles, None, None, None, None, False, None, 0.0, 1.0)
+
+    traced = torch.jit.trace(unmasked, tuple(case.tensors[:3]), check_trace=False)
+    assert "sparsebert::tile_attention" in str(traced.graph)
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@runs_kernels
+def test_an_output_without_a_gradient():
+    case = Case(20, heads=1)
+    leaves = [tensor.detach().requires_grad_() for tensor in case.tensors[:3]]
+    NoGradient.apply(case.attention(*leaves)).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves)
 
 
 @runs_kernels

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no configurations"),
 ]
-CHOICES = [(4, 3, 64), (8, 2, 32), (4, 2, 16)]
+CHOICES = [(4, 3, 64), (8, 2, 32, 168), (4, 2, 16)]
 FASTEST = CHOICES[1]
 CONSTANTS = {"HEAD": 64, "GRADIENT": False}
 
@@ -38,9 +38,10 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(triton_launch, "_CHOSEN", {})
 
-    def run(self, *arguments, grid, warmup, num_warps, num_stages, STEP, **constants):
-        assert constants == CONSTANTS and grid == (6,) and not warmup
-        self.launched.append((num_warps, num_stages, STEP))
+    def run(self, *arguments, grid, warmup, num_warps, num_stages, STEP, maxnreg=None, **constants):
+        assert constants == CONSTANTS and not warmup
+        self.grid = grid
+        self.launched.append((num_warps, num_stages, STEP, *([] if maxnreg is None else [maxnreg])))
 
     def do_bench(self, function, **options):
         for _ in range(20):
@@ -54,8 +55,8 @@ def gpu(monkeypatch):
     return Gpu(monkeypatch)
 
 
-def run(length=512, dtype=torch.bfloat16, choices=CHOICES, seed=None):
-    launch("row_kernel", 6, [torch.empty(1, dtype=dtype), seed], CONSTANTS, choices, length)
+def run(length=512, dtype=torch.bfloat16, choices=CHOICES, seed=None, programs=6):
+    launch("row_kernel", programs, [torch.empty(1, dtype=dtype), seed], CONSTANTS, choices, length)
 
 
 def test_the_fastest_is_timed_once_and_launched(gpu):
@@ -158,6 +159,12 @@ def test_kernels_on_lists_have_stages_to_load_ahead():
             for kernel in ("forward", "query_grad", "column"):
                 found = triton_launch.configurations(kernel, head_size, torch.bfloat16, capability, dropout)
                 assert 1 <= len(found) <= 2 and all(stages >= 3 for _, stages, *_ in found)
+
+
+def test_a_full_gpu_may_have_another_configuration(gpu):
+    for programs in (6, 200, 300, 600, 5000, 50000):
+        run(programs=programs)
+    assert gpu.timed == 3 * CHOICES and gpu.grid == (50000,)
 
 
 def test_one_configuration_is_not_timed(gpu):

@@ -3,7 +3,7 @@ Run the queue of GPU measurements (see README.md beside this file).
 
     python benchmarks/gpu/run.py              # all entries, in order
     python benchmarks/gpu/run.py 1 4          # these
-    python benchmarks/gpu/run.py --prepare    # run the benchmarks once, all at the same time, to fill caches
+    python benchmarks/gpu/run.py --prepare    # run entries 2 to 5 and 13 once, at the same time, to fill caches
     python benchmarks/gpu/run.py --list
 
 Each entry runs in processes of its own under a time limit; a failure does not stop the next one. Writes N.json (what
@@ -18,6 +18,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -143,6 +144,10 @@ ENTRIES = {
 }
 
 
+# Entries that compile much, fit into one GPU together, and leave nothing but compiled kernels.
+PREPARED = (2, 3, 4, 5, 13)
+
+
 def _run(command, log, seconds, environment):
     """Exit status of `python COMMAND`, or "timed out"; ends all processes that it started."""
     words = [sys.executable, *shlex.split(command)]
@@ -167,35 +172,31 @@ def _environment(entry):
     return os.environ | fixed | entry.environment
 
 
-def prepare(numbers, folder, limit=LIMIT):
+def prepare(numbers, limit=LIMIT):
     """
     Run the benchmarks of entries once, all at the same time: the compilers, which take most of the time, then find
-    their results in their caches. Times of such a run mean nothing.
+    their results in their caches. The times of such a run mean nothing and are not kept.
 
     Args:
-        numbers (`Iterable` of `int`): Keys of `ENTRIES`.
-        folder (`Path`): Folder of the results.
+        numbers (`Iterable` of `int`): Some of `PREPARED`.
         limit (`float`): Seconds for each command.
 
     Returns:
-        `dict`: Exit status by number of the entry and of the command.
+        `dict`: Exit status and log by number of the entry and of the command.
     """
-    folder = folder.resolve() / "prepare"
-    folder.mkdir(parents=True, exist_ok=True)
     commands = {
-        (number, part): command
-        for number in numbers
-        for part, command in enumerate(ENTRIES[number].commands, 1)
-        if command.startswith("-m benchmarks.") and "{output}" in command
+        (number, part): command for number in numbers for part, command in enumerate(ENTRIES[number].commands, 1)
     }
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(commands)) as pool:
 
-    def run(key):
-        output = folder / "_".join(map(str, key))
-        command = f"{commands[key].replace('{output}', str(output))} {ONCE}"
-        with open(output.with_suffix(".log"), "w") as log:
-            return _run(command, log, limit, _environment(ENTRIES[key[0]]))
+        def run(key):
+            output = Path(folder) / "_".join(map(str, key))
+            command = f"{commands[key].replace('{output}', str(output))} {ONCE}"
+            with open(output.with_suffix(".log"), "w+") as log:
+                status = _run(command, log, limit, _environment(ENTRIES[key[0]]))
+                log.seek(0)
+                return status, log.read()
 
-    with ThreadPoolExecutor(max(len(commands), 1)) as pool:
         return dict(zip(commands, pool.map(run, commands), strict=True))
 
 
@@ -258,7 +259,9 @@ def main(arguments=None):
     parser.add_argument("entries", nargs="*", type=int, metavar="N", help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for an entry")
-    parser.add_argument("--prepare", action="store_true", help="run the benchmarks once, all at the same time")
+    parser.add_argument(
+        "--prepare", action="store_true", help="run the entries once, at the same time, and keep nothing"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args(arguments)
     if unknown := set(options.entries) - set(ENTRIES):
@@ -266,10 +269,13 @@ def main(arguments=None):
     if not options.list and not (where := machine()).get("gpu"):
         parser.error(f"there is no GPU that PyTorch can use here. {where.get('error', '')}")
     if options.prepare:
-        statuses = prepare(options.entries or ENTRIES, options.output, options.limit)
-        for (number, part), status in statuses.items():
-            print(f"{number}, command {part}: {'ok' if status == 0 else f'failed: {status}'}", flush=True)
-        return int(any(statuses.values()))
+        if unfit := set(options.entries) - set(PREPARED):
+            parser.error(f"--prepare is for entries {', '.join(map(str, PREPARED))}, got {min(unfit)}")
+        found = prepare(options.entries or PREPARED, options.limit)
+        for (number, part), (status, log) in found.items():
+            print(f"{number}, command {part}: {'ok' if status == 0 else f'failed: {status}'}")
+            print(log[-3000:] if status else "", end="", flush=True)
+        return int(any(status for status, _ in found.values()))
     results = []
     for number in options.entries or ENTRIES:
         entry = ENTRIES[number]

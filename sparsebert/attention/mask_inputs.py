@@ -215,8 +215,8 @@ def per_sequence(positions: torch.Tensor | None, batch: int) -> torch.Tensor | N
 
 def autocast_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     """
-    The dtype in which attention computes: that of autocast on a type of device, or `dtype` if autocast is off or, as
-    on the meta device, does not exist. Like PyTorch's autocast, it leaves float64 alone.
+    The dtype in which attention computes: that of autocast on a type of device, or `dtype` if autocast is off. Like
+    PyTorch's autocast, it leaves float64 alone. The meta device has none.
     """
-    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if on and dtype != torch.float64 else dtype

@@ -63,8 +63,5 @@ def sdpa_attention(
 
 
 def _aligned(tensor):
-    """
-    The same tensor. A dimension of one token may have any stride; a kernel on CUDA reads it all the same, and refuses
-    odd ones.
-    """
+    """The same values. PyTorch's kernels on CUDA refuse odd strides, even the unused one of a single token."""
     return tensor.squeeze(2).unsqueeze(2) if tensor.shape[2] == 1 else tensor

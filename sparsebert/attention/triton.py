@@ -81,7 +81,7 @@ def tile_attention(
     tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
     options = (diagonal is False, causal, threshold, scaling)
     arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *options)
-    if _observed(query):
+    if _observed(*tensors):
         output, _ = torch.ops.sparsebert.tile_attention(*arguments)
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         output, _ = _TileAttention.apply(*arguments)
@@ -90,16 +90,18 @@ def tile_attention(
     return output
 
 
-def _observed(query):
+def _observed(*tensors):
     """
-    Whether the call is traced, transformed or recorded and must be an operator. Other calls are not, since the
-    autograd of an operator in Python takes the host longer than the GPU needs for the kernels of 512 tokens.
+    Whether a call is traced, transformed or recorded, and must be that of an operator. Other calls skip the operator,
+    because the autograd of an operator in Python takes the host longer than the kernels of 512 tokens take the GPU.
     """
     return (
         torch.compiler.is_compiling()
-        or type(query) not in (torch.Tensor, torch.nn.Parameter)
+        or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
         or torch._C._are_functorch_transforms_active()
+        or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
     )
 
 
@@ -251,7 +253,7 @@ def _remember(ctx, inputs, output):
 
 def _saved(ctx, output_grad):
     """The arguments of the backward."""
-    # Activation checkpointing lets them be read once only.
+    # Activation checkpointing lets `ctx.saved_tensors` be read once only.
     query, key, value, output, lse, padding, spans, first, last, seed, *tiles = ctx.saved_tensors
     tensors = (output_grad.contiguous(), query, key, value, output, lse)
     return *tensors, tiles, padding, spans, first, last, seed, *ctx.options
@@ -291,9 +293,13 @@ class _TileAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad, _):
+        nothing = [None] * (6 + len(ctx.options))
+        if output_grad is None:
+            return None, None, None, *nothing
         # With a graph of the backward, the operator says that it has no second derivatives.
-        function = torch.ops.sparsebert.tile_attention_backward if torch.is_grad_enabled() else _backward
-        return *function(*_saved(ctx, output_grad)), *[None] * (6 + len(ctx.options))
+        operator = torch.is_grad_enabled() or _observed(output_grad)
+        function = torch.ops.sparsebert.tile_attention_backward if operator else _backward
+        return *function(*_saved(ctx, output_grad)), *nothing
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:

@@ -26,8 +26,8 @@ HOPPER: dict[str, dict[int, Configurations]] = {
 }
 # Where dropout, whose random numbers need registers, asks for others.
 HOPPER_DROPOUT: dict[str, dict[int, Configurations]] = {
-    "forward": {64: [(4, 3, 32)], 128: [(4, 3, 32), (8, 3, 32)]},
-    "short_forward": {64: [(4, 2, 32)], 128: [(4, 2, 32)]},
+    "forward": {64: [(4, 3, 32), (8, 3, 64)], 128: [(4, 3, 32), (8, 3, 32)]},
+    "short_forward": {64: [(4, 2, 32), (8, 2, 64)], 128: [(4, 2, 32)]},
     "query_grad": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16), (4, 3, 16)]},
     "column": {32: [(4, 3, 32)], 64: [(4, 3, 32)], 128: [(8, 3, 16)]},
     "short_backward": {32: [(8, 2, 32)], 64: [(8, 2, 32)], 128: [(8, 2, 16)]},
@@ -54,6 +54,9 @@ AMPERE_DROPOUT: dict[str, dict[int, Configurations]] = {
 }
 # Configurations for float32, for which no matrix unit keeps the precision.
 FLOAT32: Configurations = [(8, 2, 16)]
+
+# Numbers of programs below and above which the choice no longer depends on them.
+FEW_PROGRAMS, MANY_PROGRAMS = 256, 4096
 
 # What was chosen, by all that the time of a kernel depends on.
 _CHOSEN: dict[Hashable, Configuration] = {}
@@ -135,7 +138,9 @@ def launch(
     key = ()
     if len(choices) > 1:
         dtypes = tuple(getattr(argument, "dtype", None) for argument in arguments)
-        key = (device, kernel, bucket, dtypes, *constants.items(), *choices)
+        # A few programs leave most of the GPU idle, where another configuration may be the fastest.
+        programs = min(max(grid, FEW_PROGRAMS), MANY_PROGRAMS).bit_length()
+        key = (device, kernel, bucket, programs, dtypes, *constants.items(), *choices)
     with torch.cuda.device(device):
         run(chosen(key, device, choices, run))
 

@@ -56,7 +56,7 @@ def bit_at(words, position):
 
 @triton.jit
 def token_position(positions, batch, stride, length):
-    """Position of a special token of a sequence, clamped to the sequence."""
+    """Position of a special token of a sequence, clamped to the sequence. Triton 3.6 cannot return `None` for none."""
     return tl.minimum(tl.maximum(tl.load(positions + batch * stride), 0), length - 1)
 
 

@@ -16,7 +16,8 @@ def exporting() -> bool:
     Whether a graph is being made that runs without this package: by `torch.export`, `torch.onnx.export` or
     `torch.jit.trace`. The sizes in it may be symbols, and its tensors may have no values.
     """
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    # What `torch.compiler.is_exporting` returns, except in a graph of `torch.compile`, where torch 2.11 says True.
+    return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 
 def exported_structure(mask: SparseMask, length: int, device: torch.device) -> torch.Tensor:
