@@ -110,7 +110,7 @@ def compiled(
     Raises:
         ValueError: See [`SparseMask.structure`].
     """
-    return _by_layer(_tensors(mask.handle, make, length, causal, special, str(device)), mask.num_layers)
+    return _by_layer(_tensors(mask.handle, make, length, causal, special, str(device)), mask.handle)
 
 
 @torch.compiler.assume_constant_result
@@ -144,11 +144,17 @@ def compiled_parameters(
     Raises:
         ValueError: See [`SparseMask.check_length`].
     """
-    return _by_layer(_tensors_of_parameters(mask.handle, make, length, str(device)), mask.num_layers)
+    return _by_layer(_tensors_of_parameters(mask.handle, make, length, str(device)), mask.handle)
 
 
-def _by_layer(tensors, num_layers):
-    size = len(tensors) // num_layers
+# A property of a mask that the graph itself makes cannot be read in a graph of torch 2.11.
+@torch.compiler.assume_constant_result
+def _num_layers(handle):
+    return SparseMask.instances[handle].num_layers
+
+
+def _by_layer(tensors, handle):
+    size = len(tensors) // _num_layers(handle)
     return tuple(tensors[start : start + size] for start in range(0, len(tensors), size))
 
 
