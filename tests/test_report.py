@@ -118,6 +118,9 @@ def test_searches_in_trained_models_are_compared(tmp_path):
     }  # fmt: skip
     other = {name: value for name, value in cells(table, 1).items() if value}
     assert other == {"run": "given", "mask": "window", "removed": "92.0 %", "cosine": "0.900", "seconds": "9"}
+    assert [text.split(":")[0] for text in table.notes[0].split("; ")] == ["cosine", "score", "speed-up"]
+    (alone,) = report_tables({path: run for path, run in found.items() if path.name == "given"})
+    assert alone.notes[0].startswith("cosine: ") and ";" not in alone.notes[0]
     charted = scores({path.name: run for path, run in found.items()})["cosine with m, dense"]
     assert [score.value for score in charted] == [0.98, 0.9]
 

@@ -117,11 +117,14 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
         )
         result.append(Table.of("Pre-training", pretraining, [note]))
     if searches:
-        note = (
-            "cosine: with the dense model's mean last hidden states, on held-out text; score: of the task, times 100; "
-            "speed-up: time of the dense model over that through the mask, for a batch"
-        )
-        result.append(Table.of("Masks for trained models", searches, [note]))
+        meanings = {
+            "cosine": "with the dense model's mean last hidden states, on held-out text",
+            "score": "of the task, times 100",
+            "speed-up": "time of the dense model over that through the mask, for a batch",
+        }
+        filled = {column.split(",")[0] for row in searches for column, text in row.items() if text}
+        shown = [f"{name}: {text}" for name, text in meanings.items() if name in filled]
+        result.append(Table.of("Masks for trained models", searches, ["; ".join(shown)]))
     if finetuning:
         note = (
             "removed: share of the mask's entries at its own length; on inputs: the same over the evaluated inputs. "
