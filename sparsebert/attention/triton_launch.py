@@ -14,9 +14,9 @@ Configurations = list[Configuration]
 
 # Launch configurations of 16-bit kernels on 64 x 64 tiles, by head size: warps, pipeline stages, keys per step
 # (queries per step in the column kernel), and, where fewer let more programs run at a time, the most registers of a
-# thread. If there are two, the faster is chosen. Only those with a limit spill registers, and kernels that follow
-# tile lists have stages enough to load the next step while they compute one: `benchmarks/compile_triton.py` checks
-# both, and lists the resources that each takes.
+# thread, as measured on an H100. If there are two, the faster is chosen. Only those with a limit spill registers, and
+# kernels that follow tile lists have stages enough to load the next step while they compute one:
+# `benchmarks/compile_triton.py` checks both, and lists the resources that each takes.
 HOPPER: dict[str, dict[int, Configurations]] = {
     "forward": {32: [(4, 3, 64)], 64: [(4, 3, 64, 168), (4, 3, 32)], 128: [(8, 3, 64), (4, 3, 32)]},
     "short_forward": {32: [(4, 2, 64)], 64: [(4, 2, 32, 128)], 128: [(8, 2, 64), (4, 2, 32)]},
