@@ -426,6 +426,22 @@ def test_what_is_recorded_is_an_operator():
     assert "sparsebert::tile_attention" in str(traced.graph)
 
 
+@runs_kernels
+@pytest.mark.parametrize("longest", [None, 0])
+@pytest.mark.parametrize("where", range(3), ids=("query", "key", "value"))
+def test_what_is_not_a_number_stays_one(where, longest, monkeypatch):
+    """By the kernel of short inputs, and that of lists."""
+    if longest is not None:
+        monkeypatch.setattr(backend, "SHORT_LENGTH", longest)
+    case = Case(20, heads=1)
+    case.tensors[where][0, 0, 3] = torch.nan
+    seen = case.attention(*case.tensors[:3]).isnan().any(-1).squeeze(-1)
+    wanted = torch.zeros_like(seen)
+    wanted[0] = case.keep()[0, 0, :, 3] if where else torch.arange(20, device=DEVICE) == 3
+    assert seen[wanted].all() and not seen[1].any()
+    assert where == 2 or torch.equal(seen, wanted)  # a removed value is multiplied by 0, which gives NaN
+
+
 class NoGradient(torch.autograd.Function):
     """The identity, without a gradient."""
 

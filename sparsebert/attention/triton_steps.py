@@ -286,7 +286,7 @@ def finish_rows(
         tl.store(query_grad + at, (acc * scaling).to(query_grad.dtype.element_ty), mask=store[:, None])
         tl.store(delta + rows, row_delta, mask=store)
     else:
-        live = real & (total > 0)
+        live = real & (total != 0)  # NaN is live: it must not be hidden
         result = tl.where(live[:, None], acc * (keep_scale / tl.where(live, total, 1.0))[:, None], 0.0)
         tl.store(output + at, result.to(output.dtype.element_ty), mask=store[:, None])
         tl.store(lse + rows, tl.where(live, top + tl.log2(tl.where(live, total, 1.0)), float("inf")), mask=store)
