@@ -73,10 +73,12 @@ class HubTrainer(Trainer):
         **kwargs: Any,
     ) -> Any:
         token = self.args.hub_token if token is None else token
+        # Transformers 5.17 does not know the argument.
+        given = {} if private is None else {"private": private}
         if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
+            self.init_hf_repo(token=token, **given)
         self._delete_contradicting(token, revision)
-        return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        return super().push_to_hub(commit_message, blocking, token, revision, **given, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
