@@ -93,6 +93,17 @@ def test_fields_of_pretraining(refused, pretraining_flags, tmp_path, flags, said
 
 
 @pytest.mark.parametrize(
+    "mask, said", [("winodw", "unknown mask 'winodw'; did you mean 'window'?"), ("dam_s", "'dam_s' is a search")]
+)
+def test_names_of_masks(refused, checkpoints, glue_folder, pretraining_flags, tmp_path, mask, said):
+    output = ("--output_dir", str(tmp_path / "run"))
+    assert said in refused(pretraining_flags(tmp_path / "run", "--mask", mask))
+    assert said in refused(finetuning_words(checkpoints["window"], glue_folder, "--mask", mask, *output))
+    search = ["search", "--model", checkpoints["stock"], "--data", "builtin", "--recover", "1", *output]
+    assert said in refused([*search, "--mask", mask])
+
+
+@pytest.mark.parametrize(
     "flags, said",
     [
         ("--gradient_accumulation_steps 0", "gradient_accumulation_steps must be an integer of at least 1, got 0"),

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from sparsebert import SparseBertForMaskedLM, SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention import compilation, cpu
-from sparsebert.attention.compilation import LEVELS, library_name
+from sparsebert.attention.compilation import LEVELS, find_compiler, library_name
 from sparsebert.attention.cpu import compressed_rows, find_level, unavailable
 
 
@@ -156,6 +156,12 @@ def test_without_library_or_compiler_the_reason_is_named(loaded, monkeypatch, tm
     unavailable.cache_clear()
     assert "cannot be loaded" in unavailable()
     unavailable.cache_clear()
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_name_of_a_compiler_is_none(monkeypatch, value):
+    monkeypatch.setenv("CXX", value)
+    assert find_compiler() == ["c++"]
 
 
 def test_a_library_is_of_its_sources(monkeypatch, tmp_path):

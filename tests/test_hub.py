@@ -9,6 +9,7 @@ import pytest
 from hub_client import Client
 from hub_server import HubServer
 
+from sparsebert import build_pattern
 from sparsebert.hub import check_path
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME
 
@@ -375,6 +376,27 @@ def test_without_a_connection(without_connection, state):
     assert len(models) == 3
     for message in models:
         assert "user/absent: config.json" in message and message.endswith("hf download user/absent")
+
+
+READ_RUN = """
+from sparsebert.analysis.runs import read_run
+print(read_run("user/cached").quantity)
+"""
+
+
+def test_a_run_of_which_only_the_mask_is_cached(tmp_path):
+    """Its P is not replaced by its mask without a word, unless the Hub is known to have no P."""
+    repository = tmp_path / "hub" / "models--user--cached"
+    build_pattern("window", 16, 2).save_pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    unknown = run_without_connection(READ_RUN, "1", tmp_path)
+    (repository / ".no_exist" / "abc").mkdir(parents=True)
+    (repository / ".no_exist" / "abc" / "mask_probs.safetensors").touch()
+    known = run_without_connection(READ_RUN, "1", tmp_path)
+    for result, said in ((unknown, True), (known, False)):
+        assert result.stdout == "M, 1 where the position is kept, else 0\n", result.stderr
+        assert ("user/cached: mask_probs.safetensors is not in the cache" in result.stderr) is said
 
 
 def test_a_name_with_a_slash_at_its_end_is_a_path():

@@ -3,8 +3,6 @@
 import os
 import platform
 import re
-import shlex
-import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +19,7 @@ from ..attention import cpu
 from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
 from ..attention.choice import GPU_BACKENDS, TILE_SIZE, refusal
+from ..attention.compilation import CompilationError, find_compiler
 from ..attention.self_check_process import TIMEOUT, keep_outcome, self_check
 from ..attention.self_check_results import TRUSTED, Order, Outcome, Setting, driver, installed, setting_for
 from ..checks import check_choice, check_range
@@ -252,10 +251,7 @@ def _machine():
 
 def _compiler():
     """The first line that the C++ compiler says about itself, `None` if there is none."""
-    command = shlex.split(os.environ.get("CXX", "c++"))
-    if not command or shutil.which(command[0]) is None:
-        return None
-    with suppress(OSError, subprocess.SubprocessError, IndexError):
-        found = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20)
+    with suppress(CompilationError, OSError, subprocess.SubprocessError, IndexError):
+        found = subprocess.run([*find_compiler(), "--version"], capture_output=True, text=True, timeout=20)
         return found.stdout.splitlines()[0]
     return None

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .reports import METRICS_NAME, read_metrics
-from .runs import NoMaskError, SavedMask, read_mask
+from .runs import NoMaskError, SavedMask, read_saved_mask
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
     Read runs and masks.
 
     Args:
-        names (`list` of `str` or `os.PathLike`): Output folders of runs, and what [`read_mask`] understands. One that
-            is given twice counts once.
+        names (`list` of `str` or `os.PathLike`): Output folders of runs, and what [`read_saved_mask`] understands. One
+            that is given twice counts once.
         with_masks (`bool`, *optional*, defaults to `True`): Whether to read the masks of finished runs, too.
 
     Returns:
@@ -71,7 +71,7 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
 def _masks(name: str, metrics: dict[str, Any]) -> Iterator[SavedMask]:
     """The mask of a source, or those of the seeds of a run that differ."""
     try:
-        yield read_mask(name)
+        yield read_saved_mask(name)
         return
     except NoMaskError:
         seeds = metrics.get("seeds")
@@ -83,7 +83,7 @@ def _masks(name: str, metrics: dict[str, Any]) -> Iterator[SavedMask]:
             continue
         folder = Path(name) / inner
         try:
-            saved = read_mask(folder) if folder.is_dir() else None
+            saved = read_saved_mask(folder) if folder.is_dir() else None
         except NoMaskError:
             continue
         if saved is not None and all(saved.mask != other.mask for other in found):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel
@@ -33,6 +33,8 @@ from ..models.modeling_sparsebert import SparseBertModel
 from ..search.learned_mask import expand_probs, is_of_mask
 from .pictures import KEPT
 
+
+logger = logging.get_logger(__name__)
 
 MASK_ONLY = "M, 1 where the position is kept, else 0"
 # What must agree for runs to be seeds of one search.
@@ -105,13 +107,19 @@ class Run(SavedMask):
         return expand_probs(self.found_probs, self.mask)
 
 
-def _find(source, name, hub_arguments):
-    """Path of a file in a folder or Hub repository, or `None` if there is none."""
+def _find(source, name, hub_arguments, warn=False):
+    """Path of a file in a folder or Hub repository, or `None` if there is none or, maybe with a warning, no answer."""
     if Path(source).is_dir():
         return path if (path := Path(source, hub_arguments.get("subfolder") or "", name)).is_file() else None
     try:
         return Path(hf_hub_download(source, name, **hub_arguments))
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
+        return None
+    except LocalEntryNotFoundError:
+        folder = f"{subfolder}/" if (subfolder := hub_arguments.get("subfolder")) else ""
+        known = try_to_load_from_cache(source, folder + name, revision=hub_arguments.get("revision"))
+        if warn and known is not _CACHED_NO_EXIST:
+            logger.warning(f"{source}: {name} is not in the cache, and without the Hub it is left out.")
         return None
     except HFValidationError as error:
         raise ValueError(f"{source}: no such folder, and not a Hub id") from error
@@ -206,7 +214,7 @@ def _read_frozen(source, hub_arguments):
     return SparseMask.from_pretrained(source, **hub_arguments)
 
 
-def read_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
+def read_saved_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
     """
     Read the mask of a pre-training run, a searching checkpoint, a mask, or a model with a mask or a search.
 
@@ -230,7 +238,7 @@ def read_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
 
 def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     """
-    Read P as well, where it was saved. Sources and errors are those of [`read_mask`].
+    Read P as well, where it was saved. Sources and errors are those of [`read_saved_mask`].
 
     Args:
         source (`str` or `os.PathLike`): Folder or Hub id.
@@ -247,7 +255,8 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     else:
         mask = _read_frozen(source, hub_arguments)
         # A run with a given mask may lie where a search ended before, whose P is not this mask's.
-        path = _find(source, MASK_PROBS_NAME, hub_arguments) if config is None or config.search else None
+        has_probs = config is None or config.search
+        path = _find(source, MASK_PROBS_NAME, hub_arguments, warn=True) if has_probs else None
         quantity = MASK_ONLY if path is None else KEPT
         probs, log_odds = (mask.to_table().float(), None) if path is None else _read_probs(path, mask)
     setup = {key: mask.metadata.get(key) for key in ("search", "pattern", "pattern_parameters", "sparsity_scope")}
@@ -325,7 +334,7 @@ def find_mask(
     The mask that a name stands for.
 
     Args:
-        source (`str`): Name of a pattern, or a folder or Hub id that [`read_mask`] understands.
+        source (`str`): Name of a pattern, or a folder or Hub id that [`read_saved_mask`] understands.
         length (`int`, *optional*, defaults to 128): Number of tokens of a pattern, n.
         num_heads (`int`, *optional*, defaults to 12): Number of heads of a pattern, H.
         hub_arguments (`dict`, *optional*): `revision`, `subfolder` and `token` of a folder or Hub id.
@@ -339,4 +348,4 @@ def find_mask(
     """
     if is_pattern(source):
         return build_pattern(source, length, num_heads, **pattern_arguments)
-    return read_mask(source, **(hub_arguments or {})).mask
+    return read_saved_mask(source, **(hub_arguments or {})).mask

@@ -45,7 +45,7 @@ def find_compiler() -> list[str]:
     Raises:
         CompilationError: If there is no such program.
     """
-    command = shlex.split(os.environ.get("CXX") or "c++")
+    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if shutil.which(command[0]) is None:
         raise CompilationError(
             f"there is no C++ compiler {command[0]!r}; install one (Debian, Ubuntu: apt install g++)"

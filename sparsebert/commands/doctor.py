@@ -12,7 +12,7 @@ or a package is missing without which the kernels of this device do not run; 2 i
 from dataclasses import dataclass, field
 
 from ..analysis.diagnosis import DTYPES, diagnose
-from ..analysis.runs import read_mask
+from ..analysis.runs import read_saved_mask
 from ..hub import HubArguments
 from ._command import Command, Printing, Results
 
@@ -53,7 +53,7 @@ def command(words):
 def run(values):
     options = DoctorArguments(**values["doctor"])
     hub_arguments = options.hub_arguments(options.mask)
-    mask = None if options.mask is None else read_mask(options.mask, **hub_arguments).mask
+    mask = None if options.mask is None else read_saved_mask(options.mask, **hub_arguments).mask
     found = diagnose(options.device, options.dtypes, options.head_sizes, options.length, mask, timeout=options.timeout)
     notes = [f"problem: {problem}" for problem in found.problems] or ["no problem found"]
     return Results(found.as_json(), found.tables(), notes, exit_code=int(bool(found.problems)))

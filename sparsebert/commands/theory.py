@@ -8,7 +8,7 @@ hardmax.
 
 from dataclasses import dataclass
 
-from ..analysis.runs import is_pattern, read_mask
+from ..analysis.runs import is_pattern, read_saved_mask
 from ..hub import HubArguments
 from ..theory.contextual_mappings import mappings_table, plot_shifts, standard_checks
 from ..theory.hardmax_scales import scales_table, standard_scales
@@ -128,6 +128,6 @@ def _cases(options):
         cases += pattern_cases(length, options.num_heads, **common)
     for source in options.sources or ():
         if not is_pattern(source):
-            saved = read_mask(source, **hub_arguments)
+            saved = read_saved_mask(source, **hub_arguments)
             cases.append(saved_case(source, saved.mask, options.length, saved.is_decoder, saved.token_mixers))
     return cases

@@ -99,12 +99,14 @@ def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
         ValueError: If there is none.
     """
     name = str(name)
+    if name in SEARCHES:
+        raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask it found")
     # A Hub id has a slash.
     if "/" not in name and not Path(name).is_dir():
         raise nearest("mask", name, (*PATTERNS, *SEARCHES))
     try:
         return SparseMask.from_pretrained(name, **hub_arguments)
-    except OSError as error:
+    except (OSError, HTTPError) as error:
         reason = explained(error) if isinstance(error, HTTPError) else error
         raise ValueError(f"mask {name!r} cannot be read as a folder or Hub id: {reason}") from error
 

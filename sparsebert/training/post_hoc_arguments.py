@@ -13,13 +13,13 @@ from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.matched import VARIED, matched_pattern
 from ..masks.patterns import PATTERNS, build_pattern
 from ..models.architectures import attention_modules, check_architecture, num_positions
-from ..models.attaching import MASK_FIELDS, allowed_fields, attach
+from ..models.attaching import MASK_FIELDS, allowed_fields, attach, read_mask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
-from .sources import check_source, check_text_files, read_given_mask
+from .sources import check_source, check_text_files
 from .task_data import MissingSplitError, choose_splits
 from .task_models import model_and_mask_arguments
 
@@ -154,7 +154,7 @@ def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTr
         return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
     if options.mask in PATTERNS:
         return build_pattern(options.mask, *sizes, seed=options.seed)
-    return read_given_mask(options.mask, **mask_arguments(options))
+    return read_mask(options.mask, **mask_arguments(options))
 
 
 def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":

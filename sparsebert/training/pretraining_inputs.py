@@ -13,6 +13,7 @@ from ..data.packing import PackedCollator
 from ..data.streams import RowStream, open_documents, stream_documents
 from ..data.tokenization import check_tokenizer, train_tokenizer
 from ..hub import HubArguments, mask_arguments, read_tokenizer
+from ..models.attaching import read_mask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertLMHeadModel
 from ..models.token_mixers import fixed_length
@@ -20,7 +21,6 @@ from .divergence import check_weights
 from .pretraining_arguments import PretrainingArguments
 from .resuming import rows_record
 from .run_checks import check_not_searched, check_served
-from .sources import read_given_mask
 
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
     else:
         model = model_class(SparseBertConfig(**fields))
     if data.mask:
-        model.set_mask(read_given_mask(data.mask, **mask_arguments(data)))
+        model.set_mask(read_mask(data.mask, **mask_arguments(data)))
     check_backend(data.attn_implementation, model.config.probability_map)
     model.set_attn_implementation(data.attn_implementation)
     if fixed_length(model.config) not in (None, data.max_length):

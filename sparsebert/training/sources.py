@@ -4,7 +4,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HTTPError
 from transformers.utils import (
     CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -19,7 +18,6 @@ from ..files import check_undamaged
 from ..hub import check_available
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.patterns import PATTERNS
-from ..masks.sparse_mask import SparseMask
 from ..models.loading import check_folder
 
 
@@ -94,16 +92,3 @@ def check_text_files(field: str, source: Any, streaming: bool = False) -> None:
         find_shards(source) if streaming else load_documents(source, "all")
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise type(error)(f"{field}: {error}") from error
-
-
-def read_given_mask(name: str, **hub_arguments: Any) -> SparseMask:
-    """
-    The mask of a folder or Hub id. `hub_arguments` are those of [`SparseMask.from_pretrained`].
-
-    Raises:
-        ValueError, OSError: If it cannot be read. The message names it.
-    """
-    try:
-        return SparseMask.from_pretrained(name, **hub_arguments)
-    except HTTPError as error:
-        raise ValueError(f"mask {name!r} could not be downloaded ({type(error).__name__}: {error})") from error

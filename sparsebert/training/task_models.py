@@ -25,7 +25,6 @@ from ..models.attaching import (
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.described_masks import with_changes
 from ..models.loading import carries_mask, load
-from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .run_checks import check_sizes_of
 from .task_data import TaskData
@@ -74,8 +73,6 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         check_architecture(model.model_type)
         probability_map = str(config.get("probability_map") or getattr(model, "probability_map", "softmax"))
         check_backend(options.attn_implementation or "sparse_auto", probability_map)
-        if options.mask in SEARCHES:
-            raise ValueError(f"mask {options.mask!r} is a search: give the folder or Hub id of a mask it found")
         meaningful = allowed_fields(options.mask)
         if model.model_type == SparseBertConfig.model_type:
             meaningful += PROBABILITY_FIELDS
