@@ -99,8 +99,8 @@ def test_names_of_masks(refused, checkpoints, glue_folder, pretraining_flags, tm
     output = ("--output_dir", str(tmp_path / "run"))
     assert said in refused(pretraining_flags(tmp_path / "run", "--mask", mask))
     assert said in refused(finetuning_words(checkpoints["window"], glue_folder, "--mask", mask, *output))
-    search = ["search", "--model", checkpoints["stock"], "--data", "builtin", "--recover", "1", *output]
-    assert said in refused([*search, "--mask", mask])
+    search = ["search", "--model", checkpoints["stock"], "--data", "builtin", "--max_length", "32", "--recover", "1"]
+    assert said in refused([*search, "--mask", mask, *output])
 
 
 @pytest.mark.parametrize(
