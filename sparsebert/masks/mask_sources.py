@@ -1,6 +1,7 @@
 """Finding the files of masks in folders and Hub repositories."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -15,6 +16,11 @@ from .mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, SEARCH_CONFIG_NAME,
 # Arguments of `from_pretrained` that select a file on the Hub.
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+
+def hub_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments of `from_pretrained` that select a file on the Hub, and are given."""
+    return {name: arguments[name] for name in HUB_ARGUMENTS if arguments.get(name) is not None}
 
 
 def check_subfolder(subfolder: str | None) -> str | None:

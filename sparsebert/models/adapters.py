@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_peft_available, logging
 
 from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
-from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
+from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .architectures import check_architecture
 from .configuration_sparsebert import STATE_FIELDS, read_search
@@ -122,8 +122,7 @@ def _read_logits(source, hub_arguments):
 
 
 def _hub_arguments(arguments):
-    found = {**(arguments.get("adapter_kwargs") or {}), **arguments}
-    return {name: found[name] for name in HUB_ARGUMENTS if found.get(name) is not None}
+    return hub_arguments_in({**(arguments.get("adapter_kwargs") or {}), **arguments})
 
 
 def _extended_load_adapter(stock):

@@ -21,12 +21,12 @@ from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
 from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, sliding_window
-from .configuration_sparsebert import REQUESTS, STATE_FIELDS, SparseBertConfig
+from .configuration_sparsebert import OWN_FIELDS, REQUESTS, STATE_FIELDS, SparseBertConfig
 from .derived import derived_class
 from .forwards import MaskedBase
 from .masked_configs import AttachedConfig, MaskedConfigMixin
 from .remote_code import forget_saved_fields
-from .saving import OWN_FIELDS, AttachedModel, get_sparse_attention, without_adapters
+from .saving import AttachedModel, get_sparse_attention, without_adapters
 from .sparse_attention import SparseAttention
 
 

@@ -16,7 +16,7 @@ from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
 from ..masks.expansion import LENGTH_POLICIES
 from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError, read_description
-from ..masks.mask_sources import HUB_ARGUMENTS, find_descriptions
+from ..masks.mask_sources import find_descriptions, hub_arguments_in
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS
 from ..search.searches import SEARCHES
@@ -221,10 +221,9 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
                 self.pattern = "dense"
         if self.mask_length is None:
             self.mask_length = min(self.max_position_embeddings, 512)
-        own = [name for name in self.__dataclass_fields__ if name not in BertConfig.__dataclass_fields__]
         for name in kwargs:
             # Transformers keeps unknown fields, which would let a search run without the one that was meant.
-            if match := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+            if match := difflib.get_close_matches(name, OWN_FIELDS, n=1, cutoff=0.8):
                 raise ValueError(f"unknown field {name!r}; did you mean {match[0]!r}?")
         super().__post_init__(**kwargs)
         forget_saved_fields(self)
@@ -249,7 +248,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         unless another search or pattern is given.
         """
         source = pretrained_model_name_or_path
-        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        hub_arguments = hub_arguments_in(kwargs)
         replaced = kwargs.get("search") or kwargs.get("pattern")
         found, unused = super().get_config_dict(source, **kwargs)
         if found.get("model_type") == BertConfig.model_type:
@@ -263,7 +262,7 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         # Transformers sets keyword arguments after construction, when defaults that depend on them are already chosen.
         own = {field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs}
-        of_mask = SparseBertConfig.__dataclass_fields__.keys() - BertConfig.__dataclass_fields__.keys()
+        of_mask = set(OWN_FIELDS)
         if own.get("search") or own.get("pattern"):
             # A new search or pattern replaces all that the checkpoint says about its mask.
             config_dict = {name: value for name, value in config_dict.items() if name not in of_mask - _KEPT}
@@ -327,6 +326,12 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             )
 
 
+# Fields that the configuration of BERT does not have.
+OWN_FIELDS = tuple(
+    name for name in SparseBertConfig.__dataclass_fields__ if name not in BertConfig.__dataclass_fields__
+)
+
+
 def read_search(path: Path) -> dict[str, Any]:
     """
     Fields of a [`SparseBertConfig`] from the description of a search.
@@ -336,7 +341,7 @@ def read_search(path: Path) -> dict[str, Any]:
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        known = fields.keys() <= SparseBertConfig.__dataclass_fields__.keys() - BertConfig.__dataclass_fields__.keys()
+        known = fields.keys() <= set(OWN_FIELDS)
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise MaskFileError(f"{path}: not a search ({error!r})") from error
     if not known or "search" not in fields:

@@ -12,7 +12,7 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 from ..files import check_undamaged
 from ..hub import check_available, check_path, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
-from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
+from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from . import modeling_sparsebert
 from .architectures import check_architecture
 from .configuration_sparsebert import SparseBertConfig
@@ -108,7 +108,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         raise ValueError(f"model_class must be a class of transformers, got {model_class!r}")
     # The code beside a model is for environments without this package.
     kwargs.pop("trust_remote_code", None)
-    hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    hub_arguments = hub_arguments_in(kwargs)
     check_subfolder(hub_arguments.get("subfolder"))
     check_available(source, CONFIG_NAME, **hub_arguments)
     if not find_file(source, CONFIG_NAME, **hub_arguments):

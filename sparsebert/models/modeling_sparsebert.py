@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME
 
 from ..hub import check_available
-from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_mask_files
+from ..masks.mask_sources import check_subfolder, find_mask_files, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .attaching import make_sparse_attention, register, warn_of_changed_weights
 from .configuration_sparsebert import NEW_SEARCH, SparseBertConfig
@@ -79,7 +79,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         Load a model as transformers does. A frozen mask is read from the same folder or repository, and used as
         `length_policy`, `last_token` and `diagonal` ask if they are given.
         """
-        hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        hub_arguments = hub_arguments_in(kwargs)
         check_subfolder(hub_arguments.get("subfolder"))
         if pretrained_model_name_or_path is not None:
             check_available(pretrained_model_name_or_path, CONFIG_NAME, **hub_arguments)

@@ -1,7 +1,6 @@
 """What all models with a mask have in common, and what they save: one state of the mask per folder and repository."""
 
 import json
-from dataclasses import fields as dataclass_fields
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from torch import nn
-from transformers import BertConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..files import replace_files
 from ..masks.mask_cards import CARD_NAME
@@ -23,7 +22,7 @@ from ..masks.mask_files import (
 )
 from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
-from .configuration_sparsebert import SparseBertConfig
+from .configuration_sparsebert import OWN_FIELDS
 from .derived import Derived
 from .forwards import MaskedForward
 from .model_cards import save_model_card
@@ -36,13 +35,6 @@ else:
     _ModelBase = object
 
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
-
-# Fields that BERT's configuration does not have.
-OWN_FIELDS = tuple(
-    field.name
-    for field in dataclass_fields(SparseBertConfig)
-    if field.name not in {field.name for field in dataclass_fields(BertConfig)}
-)
 
 
 def without_adapters(model: Any) -> Any:

@@ -17,7 +17,7 @@ from transformers.utils import hub, logging
 
 from ..attention.backends import ATTENTION_NAMES, sparse_name
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
-from ..masks.mask_sources import HUB_ARGUMENTS, check_subfolder, find_descriptions
+from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .architectures import ARCHITECTURES, describe
 from .attaching import (
@@ -129,7 +129,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     source = pretrained_model_name_or_path
     if source is None or not _may_carry(cls):
         return _stock_from_pretrained(cls, source, *args, **kwargs)
-    hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    hub_arguments = hub_arguments_in(kwargs)
     if _resolve_revision is not None and not Path(source).exists():
         pinning = ("revision", "token", "local_files_only", "cache_dir")
         known = {name: hub_arguments[name] for name in pinning if name in hub_arguments}

@@ -19,8 +19,8 @@ from ..checks import LARGEST_SEED, check_range, nearest
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import num_positions
-from ..models.attaching import MODEL_FIELDS, OWN_FIELDS, allowed_fields
-from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.attaching import MODEL_FIELDS, allowed_fields
+from ..models.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
 from ..search.searches import SEARCHES
 from .sources import check_source, check_text_files
 

@@ -14,7 +14,6 @@ from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
 from ..models.attaching import (
     MODEL_FIELDS,
-    OWN_FIELDS,
     AttachedModel,
     allowed_fields,
     attach,
@@ -22,7 +21,7 @@ from ..models.attaching import (
     get_sparse_attention,
     read_mask,
 )
-from ..models.configuration_sparsebert import SparseBertConfig
+from ..models.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
 from ..models.described_masks import with_changes
 from ..models.loading import carries_mask, load
 from .finetuning_arguments import FinetuningArguments
