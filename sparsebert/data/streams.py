@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from packaging.version import Version
 from torch.utils.data import IterableDataset, get_worker_info
+from transformers.utils.versions import require_version
 
 from .documents import FORMATS, Documents, document_of, file_documents, hub_source, in_split
 from .row_cache import key_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Endings of compressed files, and what fsspec calls them.
 _COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 # Earlier versions forget their place when they resume for the second time.
-_DATASETS = "5.2"
+_DATASETS = "datasets>=5.2"
 # Documents that are tokenized at once.
 _AT_ONCE = 16
 # Rows of a Parquet file that are read at once.
@@ -48,11 +48,7 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
     """
     import datasets
 
-    if Version(datasets.__version__) < Version(_DATASETS):
-        raise ImportError(
-            f"streaming needs datasets {_DATASETS} or newer, found {datasets.__version__}: "
-            f"pip install 'datasets>={_DATASETS}'"
-        )
+    require_version(_DATASETS, f"Streaming needs it: pip install '{_DATASETS}'")
     if isinstance(source, str) and source.startswith("hub:"):
         name, config = hub_source(source)
         return datasets.load_dataset(name, *config, split="train", streaming=True)
