@@ -258,6 +258,8 @@ class Gate:
 
     def check(self, name, gradients=True, dropout=0.0):
         """
+        Compare what a system computes with an exact result.
+
         Args:
             name (`str`): Key of `SYSTEMS`.
             gradients (`bool`): Whether to check them too.

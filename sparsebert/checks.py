@@ -33,6 +33,8 @@ def shortened(text: str, most: int = 300) -> str:
 
 def check_choice(field: str, value: object, allowed: Collection[Any]) -> None:
     """
+    Check that a value is one of the allowed ones.
+
     Raises:
         ValueError: If `value` is not one of `allowed`.
     """
@@ -48,6 +50,8 @@ def check_range(
     kinds: type[int] | tuple[type[int | float], ...] = int,
 ) -> None:
     """
+    Check that a number is within its bounds.
+
     Raises:
         ValueError: If `value` is not a number of one of the `kinds` from `low` to `high`, both included.
     """

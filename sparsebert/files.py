@@ -46,6 +46,8 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
     """
+    Check that a folder can take the output of a run.
+
     Raises:
         FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
         NotADirectoryError: If it is a file, or below one.

@@ -59,6 +59,8 @@ class PageMask:
 
 def check_page(path: str | os.PathLike, overwrite: bool = False) -> None:
     """
+    Check that a page can be written to a file, before what takes long.
+
     Raises:
         ValueError: If the name of the file does not end in `.html`.
         FileExistsError: If the file exists and `overwrite` is not set, or it is not a file.

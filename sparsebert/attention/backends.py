@@ -78,6 +78,8 @@ def sparse_name(name: str | None) -> str:
 
 def check_weights(name: str | None) -> None:
     """
+    Check that a backend can return attention probabilities.
+
     Raises:
         ValueError: If a backend is named that does not return attention probabilities.
     """
@@ -88,6 +90,8 @@ def check_weights(name: str | None) -> None:
 
 def check_backend(name: str, probability_map: str = "softmax") -> None:
     """
+    Check that there is a backend of this name that applies the probability map.
+
     Raises:
         ValueError: If `name` is none that [`sparse_name`] knows, or cannot apply the probability map.
     """

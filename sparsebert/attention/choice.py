@@ -42,6 +42,8 @@ def refusal(backends: Mapping[str, Backend], name: str, request: Request) -> str
 
 def check(backends: Mapping[str, Backend], name: str, request: Request) -> None:
     """
+    Check that a backend serves a request.
+
     Raises:
         ValueError: If backend `name` cannot serve `request`.
     """

@@ -37,6 +37,8 @@ def check(
     scaling: float,
 ) -> None:
     """
+    Check that the kernels serve these arguments.
+
     Raises:
         ValueError: If the kernels cannot serve these arguments of [`tile_attention`].
     """

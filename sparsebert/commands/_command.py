@@ -93,6 +93,8 @@ def _finite(content):
 
 def needed(values: dict, *names: str) -> None:
     """
+    Check that fields were given that have no default.
+
     Args:
         values (`dict`): What was set, by section and field.
         names (`str`): `"section.field"` of what must be there.

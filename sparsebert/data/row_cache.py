@@ -88,6 +88,8 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 def cache_folder(cache_dir: str | os.PathLike | None, kept: bool = True) -> Path:
     """
+    The folder that rows are kept in.
+
     Args:
         cache_dir (`str` or `os.PathLike`, *optional*): Folder that a user named; by default that of `datasets`.
         kept (`bool`, *optional*, defaults to `True`): Whether the files are for other processes too; otherwise it is a

@@ -37,6 +37,8 @@ _SPECIAL_TOKENS = {
 
 def make_card(data: ModelCardData, sections: Mapping[str, str]) -> ModelCard:
     """
+    A model card with these sections, in the order of `SECTIONS`.
+
     Args:
         data (`ModelCardData`): The metadata.
         sections (`dict[str, str]`): Markdown by heading, of `SECTIONS`. Empty ones are left out.

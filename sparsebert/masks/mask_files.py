@@ -63,6 +63,8 @@ class MaskFileError(ValueError):
 
 def check_sizes(description: dict[str, Any]) -> None:
     """
+    Check the sizes of a mask, before its weights are read or written.
+
     Args:
         description (`dict`): What [`SparseMask.description`] returns.
 
@@ -123,6 +125,8 @@ def write_mask_files(
 
 def check_takes_mask(folder: Path) -> None:
     """
+    Check that a mask file can stand beside what a folder holds.
+
     Raises:
         ValueError: If a folder holds a SparseBERT with a search or a pattern, which would not read a mask beside it.
     """

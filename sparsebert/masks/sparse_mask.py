@@ -240,6 +240,8 @@ class SparseMask:
 
     def check_length(self, length: int) -> None:
         """
+        Check that the mask says what is kept in inputs of a length.
+
         Raises:
             ValueError: If inputs of `length` tokens are longer than the mask and `length_policy` is `"error"`.
         """
@@ -308,6 +310,8 @@ class SparseMask:
 
     def check_fits(self, num_layers: int, num_heads: int) -> None:
         """
+        Check that a model can carry the mask.
+
         Args:
             num_layers (`int`): Layers with attention of a model.
             num_heads (`int`): Its heads.
@@ -326,6 +330,8 @@ class SparseMask:
 
     def check_rows(self, window: int | None = None) -> None:
         """
+        Check that every query keeps a key.
+
         Args:
             window (`int`, *optional*): Keys farther than this from the query do not count.
 

@@ -36,6 +36,8 @@ MIXES_NEIGHBOURS = ("mobilebert",)
 
 def check_architecture(model_type: str) -> None:
     """
+    Check that a model type is one of the `ARCHITECTURES`.
+
     Raises:
         ValueError: If models of this type cannot carry a mask.
     """

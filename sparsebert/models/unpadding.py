@@ -46,6 +46,8 @@ def find_documents(given: Mapping[str, Any], batch: int, length: int, device: to
 
 def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
     """
+    Check that a model with its head can take packed rows, if the arguments are such.
+
     Raises:
         ValueError: If a head that knows no documents is given packed rows.
     """
@@ -74,6 +76,8 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 def check_documents(model: Any) -> None:
     """
+    Check that a base model keeps the documents of a row apart.
+
     Raises:
         ValueError: If a part of a base model other than attention mixes the tokens of a row.
     """

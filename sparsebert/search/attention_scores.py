@@ -52,6 +52,8 @@ class AttentionScores:
 
     def mean(self) -> torch.Tensor:
         """
+        Attention probabilities, averaged over the examples that have both tokens.
+
         Returns:
             `torch.Tensor` of shape `(L, H, n, n)`, float32: 0 for entries that no example had.
         """

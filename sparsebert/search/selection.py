@@ -16,6 +16,8 @@ SCOPES = ("head", "global")
 
 def check_selection(threshold: float | None, sparsity: float | None) -> None:
     """
+    Check the threshold or the sparsity that a mask is selected by.
+
     Raises:
         ValueError: If `threshold` or `sparsity` is not a number in [0, 1), or both are given.
     """

@@ -78,6 +78,8 @@ class BatchRamp(TrainerCallback):
 
 def check_batch_ramp(end: float, gradient_accumulation_steps: int) -> None:
     """
+    Check the fraction of the training at which the batch is whole, and that there is a batch to ramp.
+
     Raises:
         ValueError: If `end` is out of its range, or the batch is not accumulated.
     """

@@ -28,6 +28,8 @@ def first_bad_gradient(model: nn.Module) -> str | None:
 
 def check_weights(model: nn.Module, what: str) -> None:
     """
+    Check that all weights of a model are finite.
+
     Args:
         model (`nn.Module`): Any model.
         what (`str`): Begin of the message: where the weights come from.

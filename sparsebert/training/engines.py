@@ -155,6 +155,8 @@ def stored_state_type(plugin: Any, checkpoint: str | os.PathLike) -> Iterator[No
 
 def check_weights_are_gathered(config: Any) -> None:
     """
+    Check that DeepSpeed saves models with their weights.
+
     Args:
         config (`HfDeepSpeedConfig`): The configuration of DeepSpeed.
 
