@@ -76,7 +76,12 @@ def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None
 
 
 def is_empty(path: str | os.PathLike) -> bool:
-    """Whether there is no such folder, or nothing in it but what [`locked_output`] leaves."""
+    """
+    Whether there is no such folder, or nothing in it but what [`locked_output`] leaves.
+
+    Raises:
+        NotADirectoryError: If it is a file.
+    """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir {path} is a file, expected a folder")

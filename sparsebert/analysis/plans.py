@@ -113,7 +113,13 @@ def make_plan(
     dtype: torch.dtype | None = None,
     head_size: int = 64,
 ) -> Plan:
-    """Like [`plan`], without printing."""
+    """
+    Like [`plan`], without printing.
+
+    Raises:
+        ValueError: If the model carries no mask or one that is still being searched, the mask is undefined at this
+            length, or `length`, `device` or `dtype` is not one.
+    """
     causal, probability_map = False, "softmax"
     if isinstance(model_or_mask, SparseMask):
         mask = model_or_mask

@@ -261,6 +261,9 @@ def flex_backend(
     """
     PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout. See [`Backend`] for the
     shapes; returns no probabilities.
+
+    Raises:
+        ValueError: If `dropout` is not 0.
     """
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")

@@ -316,7 +316,12 @@ def _hub_documents(source: str) -> tuple[Iterator[list[str]], Callable[[], str |
 
 
 def hub_source(source: str) -> tuple[str, list[str]]:
-    """Id and configuration, if there is one, of a source `hub:owner/name` or `hub:owner/name:config`."""
+    """
+    Id and configuration, if there is one, of a source `hub:owner/name` or `hub:owner/name:config`.
+
+    Raises:
+        ValueError: If the source names no dataset, or more than a dataset and its configuration.
+    """
     _, name, *config = source.split(":")
     if not name or len(config) > 1:
         raise ValueError(f"source must be 'hub:owner/name' or 'hub:owner/name:config', got {source!r}")
@@ -324,7 +329,12 @@ def hub_source(source: str) -> tuple[str, list[str]]:
 
 
 def document_of(row: Mapping[str, Any], place: str) -> list[str]:
-    """The document of a row of a dataset; its place is for the message if it has none."""
+    """
+    The document of a row of a dataset; its place is for the message if it has none.
+
+    Raises:
+        ValueError: If the row has no column `text`, or something other than text in it.
+    """
     if "text" not in row:
         raise ValueError(f"{place} has no column 'text'; its columns are {sorted(row)}")
     if not isinstance(row["text"], str):

@@ -63,7 +63,14 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
 
 
 def find_shards(source: str | Iterable[str]) -> list[str]:
-    """The files that a source of [`open_documents`] names, sorted within a pattern."""
+    """
+    The files that a source of [`open_documents`] names, sorted within a pattern.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or none that fits a pattern.
+        ImportError: If another package is needed to decompress one of them.
+        ValueError: If no file is named, one of them is of another kind, or only some of them are Parquet.
+    """
     from fsspec.core import url_to_fs
 
     shards: list[str] = []
@@ -126,6 +133,13 @@ def stream_documents(source: str | Iterable[str], split: str = "train", holdout_
     """
     [`load_documents`] for the sources of [`open_documents`]. Its `fingerprint` is made of the names, sizes and dates
     of the files, whose content is not read for it; for a URL, of what its server says about the version, if it does.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ImportError: If the installed version of `datasets` is too old, or another package is needed to decompress a
+            file.
+        ValueError: If a file is of another kind. Raised by the iterator: if a file is malformed, a row has no text, or
+            the split is empty.
     """
     rows = open_documents(source)
 

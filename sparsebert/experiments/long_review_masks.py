@@ -112,6 +112,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Returns:
         `dict`: Metrics: accuracy and CPU time per text of every system, truncated and split.
+    Raises:
+        ValueError: If the mask is to be found with other texts than those of the training, and none are left.
     """
     number = cell["train_examples"]
     rows = write_rows(cell, folder, cell["unlabeled_examples"])

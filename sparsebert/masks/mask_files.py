@@ -166,7 +166,12 @@ def sample_weights(folder: Path) -> str | None:
 
 
 def weights_changed(config_path: Path, folder: Path) -> bool:
-    """Whether the weights in a folder are not those beside which a mask was saved, as far as its description says."""
+    """
+    Whether the weights in a folder are not those beside which a mask was saved, as far as its description says.
+
+    Raises:
+        MaskFileError: If the description is missing, cannot be read or is none.
+    """
     try:
         saved = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8")).get(_SAMPLE_FIELD)
     except (ValueError, RecursionError, AttributeError) as error:

@@ -63,6 +63,10 @@ def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
     Args:
         model (`PreTrainedModel`): The model, whose heads, layers, sizes and name are taken over.
         fields: Fields of [`SparseBertConfig`] about the mask.
+
+    Raises:
+        ValueError: If `skip_padding` is set for a model that mixes neighboring tokens outside attention.
+        StrictDataclassError: If a field is out of its range, or fields exclude each other.
     """
     config = model.config
     if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBOURS:

@@ -222,6 +222,9 @@ def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation:
         mask ([`SparseMask`], *optional*): `None` if `fields` name a search or a pattern.
         attn_implementation (`str`): Backend.
         fields: Fields of [`SparseBertConfig`].
+
+    Raises:
+        ValueError: If the mask does not fit the model, or a field is wrong or has no meaning here.
     """
     if mask is not None:
         fields |= {"frozen": True, "mask_length": mask.length}

@@ -286,7 +286,13 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
         return {name: value for name, value in super().to_dict().items() if name != NEW_SEARCH}
 
     def validate_sparse_attention(self) -> None:
-        """Check fields that exclude each other. Transformers calls this after construction and before saving."""
+        """
+        Check fields that exclude each other. Transformers calls this after construction and before saving.
+
+        Raises:
+            ValueError: If they do, or `mask_length`, the parameters of the probability map or the token mixers are out
+                of their range.
+        """
         if self.pattern is not None and self.search is not None:
             raise ValueError(
                 f"pattern {self.pattern!r} and search {self.search!r} exclude each other: set only one of them"

@@ -245,6 +245,10 @@ class SparseAttention(Float32Module):
 
         Returns:
             `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.freeze`].
+        Raises:
+            ValueError: As [`~SparseAttention.freeze`], or if the logits of the mask are offloaded. The search goes on
+                then.
+            FloatingPointError: If a probability is NaN.
         """
         learned, config, progress = self._learned_mask(), self.config, self.progress.clone()
         check_metadata(metadata or {})

@@ -37,6 +37,7 @@ def real_positions(
         `torch.Tensor` of shape `(B or 1, n, 1)`, with the dtype of `hidden_states`: 1 for a real token, 0 for padding.
     Raises:
         ValueError: If `attention_mask` is a 4-D mask, which only attention can apply.
+        RuntimeError: If `mask_inputs` is `None`: the mixer was called without its base model.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         raise ValueError(

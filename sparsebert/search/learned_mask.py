@@ -145,7 +145,12 @@ class LearnedMask:
         return self.logits.detach() > -torch.inf
 
     def current_sparsity(self) -> torch.Tensor:
-        """The sparsity that is due at this point on the way to the target, a 0-dimensional tensor on the CPU."""
+        """
+        The sparsity that is due at this point on the way to the target, a 0-dimensional tensor on the CPU.
+
+        Raises:
+            ValueError: If the search has no target.
+        """
         search, target = self.search, self.search.target_sparsity
         if target is None:
             raise ValueError(f"search {search.name!r} has no target_sparsity")

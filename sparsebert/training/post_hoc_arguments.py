@@ -297,7 +297,12 @@ def _check_task(options: PostHocArguments) -> None:
 def attach_mask(
     model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any], given: "SparseMask | None"
 ) -> "PreTrainedModel":
-    """Attach the search of a checked recipe to a model, or the given mask."""
+    """
+    Attach the search of a checked recipe to a model, or the given mask.
+
+    Raises:
+        ValueError: If the mask does not fit the model, or [`attach`] refuses the search.
+    """
     if given is not None:
         others = {name: value for name, value in fields.items() if name in MASK_FIELDS}
         try:

@@ -171,6 +171,7 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
     Raises:
         ValueError: If a field is out of its range, or fields exclude each other.
         FileNotFoundError: If a file or folder does not exist.
+        NotADirectoryError: If `cache_dir` is a file, or below one.
     """
     _check_streaming(data, max_steps)
     for name in ("text", "validation"):

@@ -97,7 +97,9 @@ def run_folder(
     Raises:
         FileExistsError: If the run would replace something without `overwrite`.
         FileNotFoundError: If the checkpoint does not exist.
-        ValueError: If it is not complete.
+        NotADirectoryError: If `output` is a file.
+        OSError: If the block could not write the weights of the model.
+        ValueError: If the checkpoint is not complete.
     """
     output, state = Path(output), PartialState()
     if state.is_main_process:
@@ -134,7 +136,15 @@ def run_folder(
 def choose_folder(
     output: Path, overwrite: bool, resume: bool | str | None, allow_partial: bool, unfinished: bool
 ) -> tuple[Path, str | None]:
-    """What [`run_folder`] would give, with the same arguments and errors; nothing is changed."""
+    """
+    What [`run_folder`] would give, with the same arguments and errors; nothing is changed.
+
+    Raises:
+        FileExistsError: If the run would replace something without `overwrite`.
+        FileNotFoundError: If the checkpoint does not exist.
+        NotADirectoryError: If `output` is a file.
+        ValueError: If the checkpoint is not complete.
+    """
     aside, finished = _aside(output), (output / RESULTS_NAME).is_file()
     if resume is True:
         home = aside if aside.is_dir() else output
