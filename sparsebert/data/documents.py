@@ -77,7 +77,7 @@ def load_documents(
             Hold out one document in this many; at least 2.
 
     Returns:
-        `Iterator[list[str]]`: Documents as lists of one-line paragraphs. Its `fingerprint` is a hash of the text.
+        [`Documents`]: The documents as lists of one-line paragraphs. Its `fingerprint` is a hash of the text.
 
     Raises:
         FileNotFoundError: If a file does not exist.

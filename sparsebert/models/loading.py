@@ -83,6 +83,7 @@ def warn_of_modules(source: str | PathLike, **hub_arguments: Any) -> None:
 def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
     """
     Load a model with its mask, frozen or still being searched: a SparseBERT, or a model that [`attach`] gave a mask.
+    If the weights changed since the mask was saved next to them, there is a warning.
 
     Args:
         pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.
@@ -90,8 +91,6 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal` and
             `allow_empty_rows` change how the mask is used. Code in the folder or repository is never run, whatever
             `trust_remote_code` says.
-
-    If the weights changed since the mask was saved next to them, there is a warning.
 
     Returns:
         `PreTrainedModel`: The model, in evaluation mode.

@@ -26,6 +26,9 @@ class SearchSchedule(TrainerCallback):
     the same optimizer. The processes of a distributed training compare their frozen masks when the training begins and
     when the search ends.
 
+    When the mask is frozen during the training, P and the outcome are saved to the output folder, see [`save_probs`],
+    since a run that resumes after that point cannot find them again.
+
     Args:
         end (`float`, *optional*, defaults to 1.0): Fraction of the training after which the mask is frozen, in (0, 1].
             With 1 the mask is not frozen: call `model.freeze()` after the training.
@@ -34,9 +37,6 @@ class SearchSchedule(TrainerCallback):
         metadata (`dict`, *optional*): Provenance to store with the frozen mask.
         position (`Callable`, *optional*): Function of the `TrainerState` that returns how far the training is and
             where it ends. Defaults to the steps; [`TimeBudget`] has one that follows the clock.
-
-    When the mask is frozen during the training, P and the outcome are saved to the output folder, see [`save_probs`],
-    since a run that resumes after that point cannot find them again.
 
     Attributes:
         probs (`torch.Tensor`): P when the mask was frozen, see [`LearnedMask.found_probs`]; `None` before.

@@ -24,7 +24,7 @@ from ..search.progressive_pruning import stored_settings
 
 if TYPE_CHECKING:
     import datasets
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..search.progressive_pruning import ProgressivePruning
 
@@ -152,13 +152,13 @@ class RecipeRecord(TrainerCallback, ExportableState):
         callbacks.setdefault(type(self).__name__, self.state())
 
 
-def recipe_record(data: Any, config: "PretrainedConfig", training: TrainingArguments) -> dict[str, dict[str, Any]]:
+def recipe_record(data: Any, config: "PreTrainedConfig", training: TrainingArguments) -> dict[str, dict[str, Any]]:
     """
     What defines a run, by section and field: all that may not change when it is resumed.
 
     Args:
         data (dataclass): Section `data` of the recipe.
-        config ([`~transformers.PretrainedConfig`]): Configuration of the model at the start of the run.
+        config ([`~transformers.PreTrainedConfig`]): Configuration of the model at the start of the run.
         training ([`~transformers.TrainingArguments`]): Section `training`.
     """
     sections = {"data": without_secrets(asdict(data)), "model": config.to_dict(), "training": training.to_dict()}

@@ -136,8 +136,9 @@ def _read_table(path: str) -> list[tuple[str, str]]:
         for number, line in enumerate(file, start=1):
             columns = line.rstrip("\r\n").split("\t")
             if len(columns) != 2:
-                raise ValueError(f"{path}:{number}: expected source and target separated by one tab, got "
-                                 f"{len(columns)} columns")  # fmt: skip
+                raise ValueError(
+                    f"{path}:{number}: expected source and target separated by one tab, got {len(columns)} columns"
+                )
             source, target = (" ".join(column.split()) for column in columns)
             pairs.append((source, target))
     return pairs
