@@ -51,7 +51,7 @@ def configurations():
     for choice in read("launch_configurations")["choices"]:
         if not choice["dropout"]:
             for configuration, time in choice["microseconds"].items():
-                # Of the entries, the first that timed it.
+                # The time of the first entry that has it.
                 rows.setdefault((choice["kernel"], f"({configuration})"), {}).setdefault(choice["bucket"], time)
     lengths = sorted({length for row in rows.values() for length in row})
     body = [[*key, *(f"{row[n]:.0f}" if n in row else "" for n in lengths)] for key, row in rows.items()]

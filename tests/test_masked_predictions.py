@@ -68,7 +68,7 @@ def test_a_batch_without_a_token_to_predict_gives_every_weight_a_gradient(model_
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-# Of two processes the second has nothing to predict.
+# The second of two processes has nothing to predict.
 CHILD = """
 import os, sys
 import torch

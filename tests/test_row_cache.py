@@ -74,7 +74,7 @@ def anonymous_memory():
 @pytest.mark.slow
 @pytest.mark.parametrize("nsp", [False, True], ids=["packed", "pairs"])
 def test_memory_does_not_grow_with_the_corpus(word_tokenizer, nsp):
-    """Of 10 million tokens, which as ids and columns would take 100 MB."""
+    """The corpus has 10 million tokens, which as ids and columns would take 100 MB."""
     measured = []
 
     def documents():

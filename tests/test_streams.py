@@ -157,7 +157,7 @@ def test_readers_are_disjoint_and_complete(text_shards, tokenizer, workers, proc
 
 
 def test_epochs_have_other_orders(text_shards, tokenizer):
-    """Of shards, rows and masked tokens; nothing is masked anew by resuming."""
+    """Shards, rows and masked tokens have one of their own in each; nothing is masked anew by resuming."""
     settings = {"batch_size": 10_000, "shuffle_buffer": 40, "split": "all"}
     collator = pretraining_collator(tokenizer, seed=0)
     stream = RowStream(open_documents(text_shards), tokenizer, 16, collator=collator, **settings)

@@ -77,7 +77,7 @@ def _masks(name: str, metrics: dict[str, Any]) -> Iterator[SavedMask]:
         seeds = metrics.get("seeds")
     found: list[SavedMask] = []
     for seed in seeds.values() if isinstance(seeds, dict) else ():
-        # Of metrics that a stranger may have written: nothing outside the folder.
+        # A stranger may have written the metrics: read nothing outside the folder.
         inner = PurePosixPath(str(seed.get("folder", "")) if isinstance(seed, dict) else "")
         if inner.is_absolute() or ".." in inner.parts:
             continue

@@ -98,7 +98,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
 
     Returns:
         `dict[str, float]`: `"difference"` (ours minus theirs, mean over seeds), `"low"` and `"high"` of its interval,
-        and `"p"` of the two-sided test. Of pairs that are all equal: 0, 0, 0 and 1. If all differences are equal but
+        and `"p"` of the two-sided test. For pairs that are all equal: 0, 0, 0 and 1. If all differences are equal but
         not 0, as can happen with a small test set, nothing is known about their spread: the interval is infinite, and
         p is 1.
     Raises:

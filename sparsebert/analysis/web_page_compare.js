@@ -146,7 +146,7 @@ async function start() {
   onMask();
   sides.forEach(onSide);
   if (masks.length === 1) {
-    // Of one mask, two heads that differ.
+    // Two heads of the one mask that differ.
     const [mask] = masks;
     const places = mask.heads.flatMap((heads, layer) => heads.map((which, head) => [which, layer, head]));
     const [, layer, head] = places.find(([which]) => which !== places[0][0]) ?? places[places.length > 1 ? 1 : 0];

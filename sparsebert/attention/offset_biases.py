@@ -54,7 +54,7 @@ class OffsetBias:
 
 
 def _distances(num_tiles, num_rows, tile, device):
-    """Of every entry of the table, the distance in tiles and `j - i`: `(R, W)`."""
+    """Distance in tiles and `j - i` of every entry of the table: `(R, W)`."""
     ahead = num_tiles - num_rows // tile
     row = torch.arange(num_rows, device=device)[:, None]
     column = torch.arange((num_tiles + ahead) * tile, device=device)

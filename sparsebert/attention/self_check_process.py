@@ -187,7 +187,7 @@ def _remember(device, outcome):
 
 @contextmanager
 def _turn(device: str, setting: Setting, timeout: float) -> Iterator[None]:
-    """Of several processes that want the same check one does it, while the others wait."""
+    """Let one of several processes do a check while the others wait for it."""
     path = result_file(device, setting)
     lock = None if path is None else FileLock(path.with_suffix(".lock"))
     if lock is not None:

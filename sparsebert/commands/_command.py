@@ -72,7 +72,7 @@ class Results:
     exit_code: int = 0
 
     def show(self, as_json: bool) -> None:
-        """Print them; of several processes the main one does. Numbers that JSON does not know become `null`."""
+        """Print them, in the main process alone. Numbers that JSON does not know become `null`."""
         if not PartialState().is_main_process:
             return
         if as_json:

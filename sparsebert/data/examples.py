@@ -46,8 +46,8 @@ def pretraining_dataset(
     the others it comes from another document.
 
     The text is read and tokenized one part at a time, and the rows are written to files that are mapped into memory:
-    the corpus can be larger than the memory. Of documents from [`load_documents`] the rows are kept, and the next call
-    with the same text, tokenizer and arguments finds them; of others they are deleted when the process ends.
+    the corpus can be larger than the memory. Rows made from [`load_documents`] are kept, and the next call with the
+    same text, tokenizer and arguments finds them; other rows are deleted when the process ends.
 
     Args:
         documents (`Iterable[list[str]]`):

@@ -29,7 +29,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fingerprint_of(documents: object) -> str | None:
-    """What identifies the text of documents from [`load_documents`]; `None` of others, whose text is not kept."""
+    """What identifies the text of documents from [`load_documents`]; `None` for others, whose text is not kept."""
     find: Callable[[], str | None] | None = getattr(documents, "fingerprint", None)
     return None if find is None else find()
 

@@ -163,7 +163,7 @@ def stream_documents(source: str | Iterable[str], split: str = "train", holdout_
 
 
 def _version(shard: str) -> str | None:
-    """What changes with a file; `None` of a URL whose server does not say."""
+    """What changes with a file; `None` for a URL whose server does not say."""
     from fsspec.core import url_to_fs
 
     filesystem, path = url_to_fs(shard)

@@ -58,7 +58,7 @@ class StagesStudy(ContinuedSettings):
     variant: str = "mask"
 
 
-# Settings of the search of the one stage, and all that the soft search of a seed has nothing to do with.
+# The settings of the search of the one stage, and all those that the soft search of a seed does not depend on.
 _OF_ONE_STAGE = (
     *("search_end", "target_logit_scale", "start_from_attention"),
     *("initial_decay", "initial_sparsity", "variant"),

@@ -90,14 +90,14 @@ def without_positions(seed: int, draws: int) -> dict[str, dict[str, Any]]:
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
-    Continue the pre-training, and of a search read P by group of positions.
+    Continue the pre-training, and read P by group of positions if there is a search.
 
     Args:
         cell (`dict`): Settings of the cell.
         folder (`Path`): Output folder of the run.
 
     Returns:
-        `dict`: Metrics; of a search with the interval of each group over the heads.
+        `dict`: Metrics; those of a search have the interval of each group over the heads.
     """
     if cell["system"] != "soft":
         return continue_training(cell, folder, model=cell["model"])

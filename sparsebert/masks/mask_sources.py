@@ -114,7 +114,7 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
 
 
 class Descriptions(NamedTuple):
-    """The descriptions beside a model: of its mask, or else of its search. `None` for what is not there."""
+    """What describes the mask beside a model, or else its search. `None` for what is not there."""
 
     mask: Path | None
     search: Path | None

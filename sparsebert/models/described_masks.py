@@ -11,8 +11,8 @@ from ..search.searches import SEARCHES
 from .configuration_sparsebert import REQUESTS, SparseBertConfig
 
 
-# Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries, and the
-# decay of its initial odds with the distance. Of one with hard samples: c.
+# Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries; c, if its
+# samples are hard; and the decay of its initial odds with the distance.
 ANNEALED_TEMPERATURE = 0.1
 HARD_CONSTANT = 7.0
 LOCAL_DECAY = 3.0

@@ -74,13 +74,13 @@ def save_model_card(model: Any, folder: Path) -> None:
 
 
 def _base(config):
-    """Metadata about the model that this one was loaded from: of the Hub, or what the card of its folder says."""
+    """Metadata about the model that this one was loaded from: its Hub id, or what the card of its folder says."""
     source = config.name_or_path or ""
     found, path = {}, None
     if source and Path(source).is_dir():
         path = Path(source, CARD_NAME)
     elif commits := _cached_commits(source, getattr(config, "_commit_hash", None)):
-        # Transformers does not say which commit it has loaded. Of several it could be any.
+        # Transformers does not say which commit it has loaded. If several are cached, it could be any.
         commit = commits[0] if len(commits) == 1 else None
         found = {"base_model": source, "base_model_revision": commit}
         path = try_to_load_from_cache(source, CARD_NAME, revision=commit)

@@ -19,7 +19,7 @@ _LEAST_HAZARD = 1e-26
 
 
 def _exact(values):
-    """Values to sum over entries: of bool ones the sum is exact."""
+    """Values to sum over entries, in float64 if they are bool, whose sum is then exact."""
     return values.double() if values.dtype == torch.bool else values
 
 

@@ -91,8 +91,8 @@ def gumbel_noise(shape: tuple[int, ...], device: torch.device | str, shared: boo
     autocast dtype, since half precision would give inf.
 
     The processes of a distributed training usually begin with the same state of the generator. By default process r
-    of R therefore shifts its uniform draws by r / R around the circle, which makes them stratified: of R samples of
-    an entry with the keep probability P, between floor(R P) and ceil(R P) keep it.
+    of R therefore shifts its uniform draws by r / R around the circle, which makes them stratified: an entry
+    with the keep probability P is kept by floor(R P) to ceil(R P) of the R samples.
 
     Args:
         shape (`tuple`): Shape of the noise.

@@ -42,7 +42,7 @@ FIELDS: dict[str, Any] = {
     "noise_scale": 0.0,
     "mask_logit_scale": 1.0,
 }
-# Of a search that is not hard: it trains P itself, ever steeper.
+# For a search that is not hard, which trains P itself, ever steeper.
 SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 
 

@@ -85,7 +85,7 @@ def _cost(metrics):
 
 
 def _evaluation(task_type: str, dataset: tuple, split: str, metric: tuple[str, str], value: Any) -> EvalResult:
-    """One result; of several seeds with the deviation, in the form that the Hub knows."""
+    """One result in the form that the Hub knows, with the deviation if it is the mean of several seeds."""
     dataset_type, dataset_name, config = dataset
     if isinstance(value, Mapping):
         value = f"{value['mean']:.4g} ± {value['std']:.2g}" if "std" in value else float(f"{value['mean']:.4g}")

@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
     *("sentencepiece.bpe.model", "spm.model"),
 )
 _MODEL_FILES = ((CONFIG_NAME,), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
-# Fields that name a folder or Hub id, and what is read of it: of each group one file.
+# Fields that name a folder or Hub id, and what is read of it: one file of each group.
 SOURCES = {
     "base_model": _MODEL_FILES,
     "model": (*_MODEL_FILES, _TOKENIZER_FILES),

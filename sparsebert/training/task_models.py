@@ -75,7 +75,7 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         meaningful = allowed_fields(options.mask)
         if model.model_type == SparseBertConfig.model_type:
             meaningful += PROBABILITY_FIELDS
-        why = f"of a frozen mask only {', '.join(meaningful)} can be changed"
+        why = f"only {', '.join(meaningful)} of a frozen mask can be changed"
     if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
         raise ValueError(f"model.{refused[0]} has no meaning here: {why}; choose another mask with --mask")
     if unknown := sorted(name for name in config.keys() - set(OWN_FIELDS) if not hasattr(model, name)):
