@@ -56,7 +56,7 @@ def toeplitz64(length, num_heads, generator, live=None):
     live = live or (0.35 if length <= 512 else 0.2)
     keep = [
         _fill(_offset_sizes(num_tiles), live * num_tiles**2, generator, first=(0,)) for _ in range(num_heads)
-    ]  # the diagonal, since a token without its neighbours learns nothing
+    ]  # the diagonal, since a token without its neighbors learns nothing
     return SparseMask(torch.stack(keep), length, form="blocks", block_size=TILE_SIZE, special_tokens="first_last")
 
 

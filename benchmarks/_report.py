@@ -36,7 +36,7 @@ _SETTINGS = (
     *("quick", "batches"),
 )
 FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
-# Colour-blind safe (Okabe and Ito), with a marker each, so that print without colour works too.
+# Color-blind safe (Okabe and Ito), with a marker each, so that print without color works too.
 STYLES = list(
     zip(("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), "osD^vPX", strict=True)
 )

@@ -280,7 +280,7 @@ CLAIMS = (
         lambda cells: _importance(cells, None, ["diagonal"]),
     ),
     Claim(
-        "[S] Figure 2", "Neighbours and special tokens are more important than the rest", "sparsebert_table1",
+        "[S] Figure 2", "Neighbors and special tokens are more important than the rest", "sparsebert_table1",
         lambda cells: _importance(cells, ["offset_1", "special_tokens"], ["offsets_4_8", "beyond_8"]),
     ),
     Claim(
@@ -313,15 +313,15 @@ CLAIMS = (
         "copying", _copying, 1,
     ),
     Claim(
-        "[O] Figure 1a", "Language modelling: random patterns are the worst", "language_modelling",
+        "[O] Figure 1a", "Language modeling: random patterns are the worst", "language_modelling",
         lambda cells: _as_sparse(cells, "perplexity", [("random", name) for name in (*_PATTERNS, "star")]), 1,
     ),
     Claim(
-        "[O] Figure 1a", "Language modelling: strided and star are better than fixed", "language_modelling",
+        "[O] Figure 1a", "Language modeling: strided and star are better than fixed", "language_modelling",
         _strided_and_star, 1,
     ),
     Claim(
-        "[O] Figure 1a", "Language modelling: union is the best head configuration", "language_modelling", _union, 1,
+        "[O] Figure 1a", "Language modeling: union is the best head configuration", "language_modelling", _union, 1,
     ),
     Claim(
         "[O] Figure 1b", "Translation: strided and fixed patterns in union are as good as dense attention",

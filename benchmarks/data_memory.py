@@ -190,13 +190,13 @@ def plot(results, path):
     figure = new_figure(9, 3.8, "constrained")
     memory, seconds = figure.subplots(1, 2)
     styles = {"packed": (BLUE, "o", "packed rows"), "pairs": (VERMILION, "s", "sentence pairs")}
-    for kind, (colour, marker, label) in styles.items():
+    for kind, (color, marker, label) in styles.items():
         cells = sorted(results[kind].values(), key=lambda cell: cell["text_bytes"])
         sizes = [cell["text_bytes"] / MEGABYTE for cell in cells]
-        memory.plot(sizes, [cell["first"]["peak_bytes"] / MEGABYTE for cell in cells], color=colour, marker=marker,
+        memory.plot(sizes, [cell["first"]["peak_bytes"] / MEGABYTE for cell in cells], color=color, marker=marker,
                     label=label)  # fmt: skip
         for start, style in (("first", "-"), ("second", ":")):
-            seconds.plot(sizes, [cell[start]["seconds"] for cell in cells], style, color=colour, marker=marker,
+            seconds.plot(sizes, [cell[start]["seconds"] for cell in cells], style, color=color, marker=marker,
                          label=f"{label}, {start} start")  # fmt: skip
     stream = results["stream"]
     size = stream["text_bytes"] / MEGABYTE

@@ -23,7 +23,7 @@ from sparsebert.analysis.tables import Table
 from ._report import RESULTS, ROOT, commit, explained
 
 
-# Distances from which on neighbourhood plays no part.
+# Distances from which on neighborhood plays no part.
 FAR = 40
 # Pixels of the picture of the heads.
 WIDTH = 1500
@@ -39,8 +39,8 @@ def similarity(embeddings):
     Returns:
         `torch.Tensor` of shape `(n,)`: By distance, the mean cosine of two embeddings without their common mean.
     """
-    centred = torch.nn.functional.normalize(embeddings - embeddings.mean(0), dim=-1)
-    cosines = centred @ centred.T
+    centered = torch.nn.functional.normalize(embeddings - embeddings.mean(0), dim=-1)
+    cosines = centered @ centered.T
     return torch.stack([cosines.diagonal(distance).mean() for distance in range(len(cosines))])
 
 

@@ -5,7 +5,7 @@ Write attention under a frozen mask as a kernel for the kernel hub of Transforme
 
 DIR becomes a kernel repository in the universal layout of the library `kernels`: the parts `masks` and `attention` of
 this package, and the compiled libraries of the CPU operator that lie beside its sources. It is uploaded as it is, on a
-branch `v1`. Try it before: `LOCAL_KERNELS=organisation/sparsebert-attention=DIR`.
+branch `v1`. Try it before: `LOCAL_KERNELS=organization/sparsebert-attention=DIR`.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def write(folder: Path, repository: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR", help="the repository to write; it must not exist yet")
-    parser.add_argument("--repository", default=f"organisation/{NAME}", help="its name on the Hub")
+    parser.add_argument("--repository", default=f"organization/{NAME}", help="its name on the Hub")
     options = parser.parse_args()
     if options.folder.exists():
         parser.error(f"{options.folder} exists already: name a folder that does not")

@@ -124,7 +124,7 @@ def test_own_architecture_and_remote_code(tmp_path, tiny_config):
     assert 'AutoModelForMaskedLM.from_pretrained("mine", trust_remote_code=True)' in card.text
 
 
-def test_base_and_licence_come_from_the_card_of_the_base(tmp_path):
+def test_base_and_license_come_from_the_card_of_the_base(tmp_path):
     """A base model that is a folder has no name that others could use."""
     base = tmp_path / "base"
     distilbert().save_pretrained(base)

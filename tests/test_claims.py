@@ -142,8 +142,8 @@ def test_results_fill_the_table_in(tmp_path):
         (row,) = [row for row in rows if row["paper"] == "[S] Table 1"]
         assert (row["status"], row["seeds"], row["from"]) == (found, "3", "`sparsebert_table1_tiny.json`")
         assert row["found"].startswith("loss: dense + 0.02 - no_diag = ")
-    (diagonal, neighbours) = [row["status"] for row in rows if row["paper"] == "[S] Figure 2"]
-    assert (diagonal, neighbours) == ("confirmed", "open")
+    (diagonal, neighbors) = [row["status"] for row in rows if row["paper"] == "[S] Figure 2"]
+    assert (diagonal, neighbors) == ("confirmed", "open")
 
 
 def test_results_of_several_folders_are_read_together(tmp_path):

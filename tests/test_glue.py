@@ -112,12 +112,12 @@ def test_plain_header_and_missing_test_labels(write, name):
     pairs = len(GLUE[name].texts) == 2
     header, texts = ("sentence1\tsentence2", "A\tB") if pairs else ("sentence", "A")
     label = GLUE[name].names[1] if GLUE[name].named else "1"
-    for stem in ("part7", "test_labelled"):
+    for stem in ("part7", "test_labeled"):
         write(f"{stem}.tsv", f"{header}\tlabel\n{texts}\t{label}\n")
     write("test_blank.tsv", f"{header}\tlabel\n{texts}\t-1\n")
     data = write("test.tsv", f"index\t{header}\n12\t{texts}\n9\t{texts}\n")
-    loaded = glue.load(name, data, ["test", "part7", "test_labelled", "test_blank"])
-    assert loaded["part7"]["label"][:] == loaded["test_labelled"]["label"][:] == [1]
+    loaded = glue.load(name, data, ["test", "part7", "test_labeled", "test_blank"])
+    assert loaded["part7"]["label"][:] == loaded["test_labeled"]["label"][:] == [1]
     assert "label" not in loaded["test"].column_names and "label" not in loaded["test_blank"].column_names
     assert loaded["test"]["id"][:] == ["12", "9"] and loaded["test"]["text"][:] == ["A", "A"]
 
@@ -277,7 +277,7 @@ class TestNormalize:
         assert result.features["label"].names == list(GLUE["mnli"].names)
 
     @pytest.mark.parametrize(("name", "label"), [("sst2", -1), ("stsb", -1.0)])
-    def test_unlabelled(self, name, label):
+    def test_unlabeled(self, name, label):
         texts = {"sentence": ["A"]} if name == "sst2" else {"sentence1": ["A"], "sentence2": ["B"]}
         result = normalize(name, datasets.Dataset.from_dict(texts | {"label": [label], "idx": [0]}))
         assert "label" not in result.column_names

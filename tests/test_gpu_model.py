@@ -58,8 +58,8 @@ def test_the_file_holds_what_the_program_assumes():
     wanted = {(gpu, name, n) for gpu in GPUS for name, lengths in model.MASKS.items() for n in lengths}
     assert {(cell["gpu"], cell["mask"], cell["n"]) for cell in report["cells"]} == wanted
     # Where the factor is set the model is right by definition; elsewhere it must be near.
-    for n, (published, modelled) in report["check"].items():
-        assert modelled == pytest.approx(published, rel=1e-6 if int(n) == model.FITTED else 0.15)
+    for n, (published, modeled) in report["check"].items():
+        assert modeled == pytest.approx(published, rel=1e-6 if int(n) == model.FITTED else 0.15)
 
 
 def test_prediction_against_truth(tmp_path, capsys):

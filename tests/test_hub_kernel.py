@@ -20,7 +20,7 @@ from sparsebert import SparseMask, attach, build_pattern
 from sparsebert.attention.hub_kernel import flash_attn_forward, set_mask
 
 
-REPOSITORY = f"organisation/{NAME}"
+REPOSITORY = f"organization/{NAME}"
 # A process that does not import this package. The last lines are what the library `kernels` and
 # `transformers.integrations.hub_kernels` do with a folder that holds a kernel.
 LOADS = """

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from sparsebert.analysis.importance import (
-    analysed_special_tokens,
+    analyzed_special_tokens,
     as_runs,
     estimate,
     head_groups,
@@ -107,7 +107,7 @@ def test_sketch_of_its_own_length_is_the_same(special_tokens):
 
 
 @pytest.mark.parametrize("length", [17, 40, 128])
-def test_sketch_keeps_diagonal_neighbours_and_special_tokens(length):
+def test_sketch_keeps_diagonal_neighbors_and_special_tokens(length):
     probs = toeplitz_index(length).float()
     probs[[0, -1]] = probs[:, [0, -1]] = -1.0
     cells = sketch(probs)
@@ -139,6 +139,6 @@ def test_sketch_refuses_short_inputs():
 def test_the_last_token_counts_as_special_unless_a_decoder_learned_it():
     keep = torch.ones(1, 1, 8, dtype=torch.bool)
     found = {
-        name: analysed_special_tokens(SparseMask(keep, 8, "offsets", special_tokens=name)) for name in SPECIAL_TOKENS
+        name: analyzed_special_tokens(SparseMask(keep, 8, "offsets", special_tokens=name)) for name in SPECIAL_TOKENS
     }
     assert found == {"none": "first_last", "first": "first", "first_last": "first_last"}

@@ -157,7 +157,7 @@ def test_a_random_mask_follows_the_seed_of_its_run(finetuning_flags, pretraining
 # Signals
 
 
-def signalled(process, number, errors):
+def signaled(process, number, errors):
     """What a process has said on its error stream after a signal."""
     os.kill(process.pid, number)
     process.join(120)
@@ -183,7 +183,7 @@ def test_a_signal_saves_and_the_run_goes_on(long_run, said, tmp_path, number, co
     words, folder = long_run()
     process = start_command([*words, "--enable_jit_checkpoint"], tmp_path / "errors")
     wait_for(process, (folder / "checkpoint-20" / MANIFEST_NAME).exists)
-    errors = signalled(process, number, tmp_path / "errors")
+    errors = signaled(process, number, tmp_path / "errors")
     assert process.exitcode == code, errors
     line = errors.strip().splitlines()[-1]
     assert signal.Signals(number).name in line and "--resume" in line
@@ -356,7 +356,7 @@ def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp
     (folder / "metrics.json").write_text("{}")
     process = start_command(post_hoc_flags(folder, "--steps", "1000000", "--overwrite"), tmp_path / "errors")
     wait_for(process, (folder / LOCK_NAME).exists)
-    errors = signalled(process, number, tmp_path / "errors")
+    errors = signaled(process, number, tmp_path / "errors")
     assert process.exitcode == code, errors
     assert errors.strip().splitlines()[-1] == (
         f"sparsebert search: {reason}: nothing was written, the same command starts from the beginning"
@@ -400,7 +400,7 @@ def test_a_signal_in_a_translation_saves_and_the_run_goes_on(tmp_path, said):
     words = ["translate", *(str(word) for name, value in fields.items() for word in (f"--{name}", value))]
     process = start_command(words, tmp_path / "errors")
     wait_for(process, (folder / "checkpoint-20" / MANIFEST_NAME).exists)
-    errors = signalled(process, signal.SIGTERM, tmp_path / "errors")
+    errors = signaled(process, signal.SIGTERM, tmp_path / "errors")
     assert process.exitcode == 143 and "--resume" in errors.strip().splitlines()[-1], errors
     checkpoint = newest_whole(folder)
     assert 20 < int(checkpoint.name.partition("-")[2]) < 90 and not (folder / "metrics.json").exists()

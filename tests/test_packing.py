@@ -242,7 +242,7 @@ def test_positions_of_one_row_are_those_of_all(tiny_config, name):
     assert torch.equal(one, each)
 
 
-def test_parts_that_mix_neighbours_refuse_packed_rows(tiny_config):
+def test_parts_that_mix_neighbors_refuse_packed_rows(tiny_config):
     model = SparseBertModel(tiny_config(pattern="window", token_mixers=["attention", "average"]))
     with pytest.raises(ValueError, match="token mixer 'average' mixes neighboring tokens"):
         model(IDS, **packed())

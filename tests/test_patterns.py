@@ -92,7 +92,7 @@ def test_definitions_by_loops(length):
     powers = [2**k for k in range(10)]
 
     def on_ring(i, j, relay, size):
-        """Whether two tokens are neighbours on the ring of all tokens but the relay, counted along the ring."""
+        """Whether two tokens are neighbors on the ring of all tokens but the relay, counted along the ring."""
         position = [k - (k > relay) for k in (i, j)]
         steps = (position[0] - position[1]) % last
         return min(steps, last - steps) <= size

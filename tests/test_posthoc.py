@@ -642,12 +642,12 @@ def test_tokenizers_that_do_not_fit_the_model(task_model, task_folder, text, tmp
 def test_real_weights(tmp_path, real_bert):
     """At 0.8 the mask of a real sentence encoder is nearer to it than a window."""
     text = tmp_path / "text.txt"
-    licences = [path.read_text() for d in importlib.metadata.distributions() for path in _licences(d)]
-    text.write_text("\n\n".join(" ".join(licence.split()) for licence in licences))
+    licenses = [path.read_text() for d in importlib.metadata.distributions() for path in _licenses(d)]
+    text.write_text("\n\n".join(" ".join(license.split()) for license in licenses))
     report = search(real_bert, text, tmp_path / "out", max_length=128, steps=5, target_sparsity=0.8)["agreement"]
     assert report["learned"]["cosine"] > report["window"]["cosine"]
 
 
-def _licences(distribution):
+def _licenses(distribution):
     files = distribution.files or []
     return [path for path in (Path(file.locate()) for file in files if file.name == "LICENSE") if path.is_file()]

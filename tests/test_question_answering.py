@@ -101,7 +101,7 @@ def test_labels_point_at_the_answer(tokenizer, text):
     assert found
 
 
-def test_answer_over_the_border_of_a_window_is_labelled_in_the_other(tokenizer):
+def test_answer_over_the_border_of_a_window_is_labeled_in_the_other(tokenizer):
     first = encode(examples_of("red fox"), tokenizer, options())[0]["offset_mapping"][-2]
     text = CONTEXT[first[0] : CONTEXT.index("which was") + len("which was")]
     features = encode(examples_of(text), tokenizer, options())

@@ -1,4 +1,4 @@
-"""Pre-training and fine-tuning as a user runs them: every recipe for two steps, the artefacts, bad input."""
+"""Pre-training and fine-tuning as a user runs them: every recipe for two steps, the artifacts, bad input."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def run(verb, *arguments):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A text file of 60 documents: the paragraphs of the licence, in turn."""
+    """A text file of 60 documents: the paragraphs of the license, in turn."""
     paragraphs = [" ".join(block.split()) for block in (ROOT / "LICENSE").read_text().split("\n\n") if block.split()]
     documents = ["\n".join(paragraphs[i % len(paragraphs) :] + [f"This is document number {i}."]) for i in range(60)]
     path = tmp_path_factory.mktemp("text") / "corpus.txt"

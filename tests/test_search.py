@@ -118,7 +118,7 @@ def test_bias_is_the_formula():
     torch.testing.assert_close(mask_bias(hard, noisy, "log", 10.0, True), -10.0 * (1 - hard))
 
 
-def test_log_form_is_the_renormalised_product():
+def test_log_form_is_the_renormalized_product():
     """softmax(S + log P) = P softmax(S) / sum."""
     scores, noisy = torch.randn(2, 6, 6, dtype=torch.float64).unbind(0)
     probs = torch.sigmoid(noisy)

@@ -85,7 +85,7 @@ def test_v2_without_titles(tmp_path):
     assert [len(answers) for answers in rows["answers"]] == [1, 0]
 
 
-def test_unlabelled_file_has_no_answers(tmp_path):
+def test_unlabeled_file_has_no_answers(tmp_path):
     write(tmp_path / "test-v1.1.json", squad_file(qa("1"), qa("2")))
     rows = load("squad", str(tmp_path))["test"]
     assert rows.column_names == ["id", "title", "question", "context"]
@@ -178,9 +178,9 @@ def test_layout_of_the_hub():
     columns = dict.fromkeys(("id", "title", "context", "question"), text)
     columns["answers"] = {"text": [text], "answer_start": [integer]}
     dataset = datasets.Dataset.from_list(rows, features=datasets.Features(columns))
-    normalised = from_hub("squad_v2", dataset)
-    assert normalised["answers"][:] == [[answer("red fox"), answer("fox")], []]
-    assert normalised["context"][0] == CONTEXT
+    normalized = from_hub("squad_v2", dataset)
+    assert normalized["answers"][:] == [[answer("red fox"), answer("fox")], []]
+    assert normalized["context"][0] == CONTEXT
     with pytest.raises(ValueError, match="rajpurkar/squad: row 2, field 'answers': question '2' has no answer"):
         from_hub("squad", dataset)
     assert from_hub("squad", dataset, skip_bad=True)["id"][:] == ["1"]

@@ -7,11 +7,11 @@ from sparsebert.data.tasks.squad_metrics import best_threshold, exact_match, f1,
 
 
 @pytest.mark.parametrize(
-    ("text", "normalised"),
+    ("text", "normalized"),
     [
         ("The  Red\tFox.", "red fox"),
         ("an apple a day, the end", "apple day end"),
-        ("theatre and banana", "theatre and banana"),
+        ("theater and banana", "theater and banana"),
         ("U.S.A.", "usa"),
         ("well-known", "wellknown"),
         ("$3,000", "3000"),
@@ -20,8 +20,8 @@ from sparsebert.data.tasks.squad_metrics import best_threshold, exact_match, f1,
         ("\u2018the\u2019 caf\u00e9", "\u2018 \u2019 caf\u00e9"),
     ],
 )
-def test_normalisation(text, normalised):
-    assert normalize_answer(text) == normalised
+def test_normalization(text, normalized):
+    assert normalize_answer(text) == normalized
 
 
 @pytest.mark.parametrize(

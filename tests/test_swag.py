@@ -105,11 +105,11 @@ class TestLoad:
         assert swag.load(write_lines("dev.jsonl", rows))["validation"]["id"][:] == expected
 
     @pytest.mark.parametrize("label", [{}, {"label": ""}, {"label": -1}, {"label": None}])
-    def test_unlabelled_test_file(self, write_lines, label):
+    def test_unlabeled_test_file(self, write_lines, label):
         data = write_lines("test.jsonl", [{"context": "A", "endings": ["x", "y"]} | label])
         assert "label" not in swag.load(data)["test"].column_names
 
-    def test_labelled_test_file(self, write_lines):
+    def test_labeled_test_file(self, write_lines):
         data = write_lines("test_5.jsonl", [{"context": "A", "endings": ["x", "y"], "label": 1}])
         assert swag.load(data, ["test_5"])["test_5"]["label"][:] == [1]
 
@@ -212,12 +212,12 @@ class TestNormalize:
         features["label"] = datasets.ClassLabel(names=["0", "1", "2", "3"])
         return datasets.Dataset.from_dict(rows | {"label": labels}, features=features)
 
-    def test_labelled(self):
+    def test_labeled(self):
         result = swag.normalize(self.hub([3, 0]), "train")
         assert result["id"][:] == ["17", "18"] and result["label"][:] == [3, 0]
         assert result[1]["start"] == "It" and result[1]["endings"] == ["barks.", "sings.", "sits.", "reads."]
 
-    def test_unlabelled(self):
+    def test_unlabeled(self):
         assert "label" not in swag.normalize(self.hub([-1, -1]), "test").column_names
         with pytest.raises(ValueError, match="allenai/swag train: row 2, field 'label': -1 is not one of 0 to 3"):
             swag.normalize(self.hub([1, -1]), "train")

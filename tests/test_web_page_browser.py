@@ -167,8 +167,8 @@ def test_the_browser_sees_the_mask(page, masks, place):
     page.choose("tiles", "")
     pixels = page.run(
         "const canvas = document.querySelector('#zoom-picture canvas'); const cell = canvas.width / 150;"
-        "const colours = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.width).data;"
-        "return Array.from({length: 22500}, (_, place) => colours["
+        "const colors = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.width).data;"
+        "return Array.from({length: 22500}, (_, place) => colors["
         "4 * (Math.floor((Math.floor(place / 150) + 0.5) * cell) * canvas.width"
         " + Math.floor((place % 150 + 0.5) * cell))])"
     )

@@ -319,7 +319,7 @@ def factor_of(gpu):
     The factor of all times, set on the H100, and the check of the model at other lengths.
 
     Returns:
-        `tuple`: The factor and `{n: (published, modelled)}`, TFLOP/s.
+        `tuple`: The factor and `{n: (published, modeled)}`, TFLOP/s.
     """
     kernel = rival_kernel(gpu, 128, flex=False)
     work = {length: 4.0 * TOKENS * length * 32 * HEAD_SIZE / 1e12 for length in LENGTHS}
@@ -393,11 +393,11 @@ def tables(report, gpu="H100"):
         gpu (`str`): A key of `GPUS`.
     """
     rows = [
-        [length, f"{published:.0f}", f"{modelled:.0f}", f"{modelled / published:.2f}"]
-        for length, (published, modelled) in report["check"].items()
+        [length, f"{published:.0f}", f"{modeled:.0f}", f"{modeled / published:.2f}"]
+        for length, (published, modeled) in report["check"].items()
     ]
     title = "Plain Triton attention, forward, H100, TFLOP/s"
-    found = {"check": make_table(title, ("n", "published", "modelled", "ratio"), rows)}
+    found = {"check": make_table(title, ("n", "published", "modeled", "ratio"), rows)}
     size = f"{gpu}, bf16, {TOKENS} tokens, {HEADS} heads of {HEAD_SIZE}"
     for phase in (FORWARD, TRAINING):
         rows, shown = [], set()

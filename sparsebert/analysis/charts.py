@@ -4,11 +4,11 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 
-from .figures import BLUE, COLOURS, VERMILION, new_figure, save_figure
+from .figures import BLUE, COLORS, VERMILION, new_figure, save_figure
 
 
 # One color more than there are markers, so that neighboring lines differ in both.
-_COLOURS = (*COLOURS, "#7F7F7F")
+_COLORS = (*COLORS, "#7F7F7F")
 _MARKERS = "osD^vPX"
 # How far lines are apart that would hide each other, in units of the horizontal axis.
 _DODGE = 0.04
@@ -36,9 +36,9 @@ def plot_scores(
     figure = new_figure(6.6, 4.4)
     axis = figure.subplots()
     styles = ((BLUE, "o-"), (VERMILION, "s--"))
-    for (name, (x, y, deviations)), (colour, style) in zip(curves.items(), styles, strict=False):
+    for (name, (x, y, deviations)), (color, style) in zip(curves.items(), styles, strict=False):
         bars = [deviation or 0.0 for deviation in deviations] if any(deviations) else None
-        axis.errorbar(x, y, bars, fmt=style, color=colour, ms=5, capsize=3, label=name)
+        axis.errorbar(x, y, bars, fmt=style, color=color, ms=5, capsize=3, label=name)
     if dense is not None:
         axis.axhline(dense, color="black", ls=":", label="dense")
     axis.set(title=title, xlabel="sparsity (fraction of attention entries removed)", ylabel=metric)
@@ -80,8 +80,8 @@ def plot_lines(
     for index, (name, points) in enumerate(lines.items()):
         shift = dodge * (index - (len(lines) - 1) / 2)
         points = sorted(((x + shift, y, paper) for x, y, paper in points), key=lambda point: point[0])
-        style = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)], "ms": 5}
-        dashes = "-" if index < len(_COLOURS) else ":"
+        style = {"color": _COLORS[index % len(_COLORS)], "marker": _MARKERS[index % len(_MARKERS)], "ms": 5}
+        dashes = "-" if index < len(_COLORS) else ":"
         axes[0].plot([x for x, _, _ in points], [y for _, y, _ in points], dashes, lw=1.4, label=name, **style)
         papers = [(x, paper) for x, _, paper in points if paper is not None]
         if papers:
@@ -120,11 +120,11 @@ def plot_values(
     for axis, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         names = sorted(values, key=lambda name: statistics.fmean(values[name]))
         for place, name in enumerate(names):
-            color = _COLOURS[1] if name == reference else _COLOURS[0]
+            color = _COLORS[1] if name == reference else _COLORS[0]
             axis.plot(values[name], [place] * len(values[name]), "o", ms=4, mfc="none", color=color)
             axis.plot(statistics.fmean(values[name]), place, "|", ms=11, mew=2, color=color)
         if reference in values:
-            axis.axvline(statistics.fmean(values[reference]), color=_COLOURS[1], ls="--", lw=1)
+            axis.axvline(statistics.fmean(values[reference]), color=_COLORS[1], ls="--", lw=1)
         axis.set_yticks(range(len(names)), labels=names)
         axis.set_ylim(-0.7, len(names) - 0.3)
         axis.set_xlabel(label)

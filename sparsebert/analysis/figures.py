@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DPI = 150
 # Okabe and Ito's colors, which readers with any color vision can tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLORS = (
     "#0072B2",
     "#D55E00",
     "#009E73",

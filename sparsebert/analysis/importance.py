@@ -26,7 +26,7 @@ OFFSET_GROUPS: dict[str, tuple[int, int | None]] = {
     "offsets_4_8": (4, 8),
     "beyond_8": (9, None),
 }
-# The paper's groups, with its neighbours one by one.
+# The paper's groups, with its neighbors one by one.
 IMPORTANCE_GROUPS: dict[str, tuple[int, int | None]] = {
     "diagonal": (0, 0),
     "offset_1": (1, 1),
@@ -121,7 +121,7 @@ def head_groups(
     return means
 
 
-def analysed_special_tokens(mask: SparseMask) -> str:
+def analyzed_special_tokens(mask: SparseMask) -> str:
     """Which tokens count as special: the first if a mask keeps that one alone, as in a decoder, or first and last."""
     return "first" if mask.special_tokens == "first" else "first_last"
 
@@ -169,9 +169,9 @@ def estimate(values: np.ndarray) -> dict[str, np.ndarray]:
 
 def sketch(probs: torch.Tensor, special_tokens: str = "first_last", length: int = SKETCH_LENGTH) -> torch.Tensor:
     """
-    Pool P onto a few tokens without mixing the diagonal, its neighbours and the special tokens.
+    Pool P onto a few tokens without mixing the diagonal, its neighbors and the special tokens.
 
-    Pooling square tiles would mix the diagonal with its neighbours. Here the row and column of a special token are
+    Pooling square tiles would mix the diagonal with its neighbors. Here the row and column of a special token are
     pooled on their own. The other cells at offsets 0, 1, 2 and 3 hold exactly these offsets; the cells beyond share
     the longer offsets, and along each offset its positions, in equal parts. Every entry of P counts in exactly one
     cell, and P of `length` tokens is its own sketch.

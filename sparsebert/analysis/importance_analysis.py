@@ -17,7 +17,7 @@ from .importance import (
     CONFIDENCE,
     IMPORTANCE_GROUPS,
     SKETCH_LENGTH,
-    analysed_special_tokens,
+    analyzed_special_tokens,
     estimate,
     head_groups,
     offset_profile,
@@ -63,7 +63,7 @@ def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") 
     result = {
         "runs": [{"source": run.source, "sparsity": run.mask.sparsity} for run in runs],
         **runs[0].setup,
-        "analysed_special_tokens": special_tokens,
+        "analyzed_special_tokens": special_tokens,
         "fixed_groups": _fixed_groups(runs[0], special_tokens),
         "offset_groups": IMPORTANCE_GROUPS,
         "confidence": CONFIDENCE,
@@ -141,7 +141,7 @@ def analyze(
     output = Path(output_dir)
     runs = read_runs(sources, **hub_arguments)
     if special_tokens is None:
-        special_tokens = analysed_special_tokens(runs[0].mask)
+        special_tokens = analyzed_special_tokens(runs[0].mask)
     numbers = measure_importance(runs, special_tokens)
     probs, quantity = _stacked(runs), runs[0].quantity
     make_folder(output)

@@ -167,10 +167,10 @@ def _draw_heat_maps(probs, path, title, quantity, ticks=None):
             axis.set_yticks(*ticks)
             axis.tick_params(labelsize=8)
     bar = figure.colorbar(image, ax=list(axes), label=f"mean over heads of\n{quantity}", fraction=0.06)
-    normalised = bar.ax.secondary_yaxis(
+    normalized = bar.ax.secondary_yaxis(
         "left", functions=(lambda value: (value - low) / (high - low), lambda value: low + value * (high - low))
     )
-    normalised.set_ylabel("normalized: 0 lowest, 1 highest")
+    normalized.set_ylabel("normalized: 0 lowest, 1 highest")
     figure.suptitle(title, fontsize=11)
     _label_panels(axes, "key position j", "query position i")
     save_figure(figure, path)
@@ -297,12 +297,12 @@ def plot_groups(
             across = torch.linspace(-0.3, -0.1, values.size).numpy()
             axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label=f"{prefix}one head")
             number = estimate(values.reshape(num_runs, -1))
-            for kind, shift, colour in (("over_heads", 0.05, BLUE), ("over_seeds", 0.2, VERMILION)):
+            for kind, shift, color in (("over_heads", 0.05, BLUE), ("over_seeds", 0.2, VERMILION)):
                 if kind in number:
                     error = abs(number[kind] - number["mean"])[:, None]
                     label = f"{prefix}95 % interval of the mean {kind.replace('_', ' ')}"
                     axis.errorbar(
-                        place + shift, number["mean"], error, fmt="none", color=colour, capsize=5, lw=2, label=label
+                        place + shift, number["mean"], error, fmt="none", color=color, capsize=5, lw=2, label=label
                     )
             axis.plot(place + 0.05, number["mean"], "D", color="black", ms=6, zorder=3, label=f"{prefix}mean")
         axis.set_xticks(range(len(groups)), labels=[name.replace(" (", "\n(") for name in names.values()])
@@ -310,14 +310,14 @@ def plot_groups(
     else:
         kind = "over_seeds" if num_runs > 1 else "over_heads"
         for place, (name, values) in enumerate(groups.items()):
-            colour, marker = _GROUP_STYLES[name]
+            color, marker = _GROUP_STYLES[name]
             # Side by side, so that they do not hide each other.
             layers = torch.arange(num_layers).numpy() + 0.06 * (place - 2.5)
             number = estimate(values.swapaxes(1, 2))
             error = abs(number[kind] - number["mean"]) if kind in number else None
             axis.errorbar(
                 layers, number["mean"], error,
-                color=colour, marker=marker, ms=5, lw=1.2, capsize=2, label=names[name],
+                color=color, marker=marker, ms=5, lw=1.2, capsize=2, label=names[name],
             )  # fmt: skip
         axis.set_xticks(range(num_layers))
         axis.set_xlabel(

@@ -298,7 +298,7 @@ def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> lis
             if name not in run.setup or run.setup[name] != value:
                 raise ValueError(
                     f"{run.source}: {name} is {run.setup.get(name)!r}, but {value!r} in {runs[0].source}; runs "
-                    "analysed together must be seeds of one search"
+                    "analyzed together must be seeds of one search"
                 )
         runs.append(run)
     return runs

@@ -1,16 +1,16 @@
 // Pictures: squares of cells at the pixels of the device, and a cross in them that keys and the pointer move.
-function colour(name) {
+function color(name) {
   const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   return [1, 3, 5].map((start) => parseInt(text.slice(start, start + 2), 16));
 }
 
-// For each byte of a cell the colour and how much of it shows.
+// For each byte of a cell the color and how much of it shows.
 const inkOfShare = () => {
-  const ink = colour("--kept");
+  const ink = color("--kept");
   return Array.from({ length: 256 }, (_, byte) => [...ink, byte / 255]);
 };
 const NEITHER = 0, LEFT = 1, RIGHT = 2, BOTH = 3;
-const inkOfPair = () => [[0, 0, 0, 0], ...["--left", "--right", "--shared"].map((name) => [...colour(name), 1])];
+const inkOfPair = () => [[0, 0, 0, 0], ...["--left", "--right", "--shared"].map((name) => [...color(name), 1])];
 
 // Paints cells into a canvas about `side` CSS pixels wide. Where an entry is smaller than a pixel, the pixel shows the
 // mean of its entries, strengthened, since a diagonal would hardly be seen.
@@ -21,7 +21,7 @@ function paint(canvas, cells, size, inks, side) {
   canvas.style.width = canvas.style.height = `${pixels / devicePixelRatio}px`;
   const context = canvas.getContext("2d");
   const image = context.createImageData(pixels, pixels);
-  const paper = colour("--removed");
+  const paper = color("--removed");
   const bounds = Array.from({ length: pixels + 1 }, (_, pixel) => Math.floor((pixel * size) / pixels));
   for (let y = 0, place = 0; y < pixels; y++) {
     const top = bounds[y], bottom = Math.max(bounds[y + 1], top + 1);
@@ -53,7 +53,7 @@ function paintTiles(canvas, live, side, size) {
   const context = canvas.getContext("2d");
   const scale = canvas.width / size;
   const number = Math.ceil(size / side);
-  const [red, green, blue] = colour("--tile");
+  const [red, green, blue] = color("--tile");
   const width = Math.max(Math.round(devicePixelRatio), 1) * (side * scale < 12 ? 1 : 2);
   live.forEach((isLive, index) => {
     const start = [index % number, Math.floor(index / number)].map((tile) => Math.round(tile * side * scale));

@@ -1,7 +1,7 @@
 """
 A bias per distance of query and key, without a row for each query.
 
-Neighbouring queries see the same values, shifted by one key. So a table of a few rows, wide enough for all shifts,
+Neighboring queries see the same values, shifted by one key. So a table of a few rows, wide enough for all shifts,
 holds the bias of all queries: those of a block begin in another of its columns.
 
 Letters: H heads, n tokens, B tile size, T tiles of n tokens, R rows of the table (a multiple of B), W its columns,

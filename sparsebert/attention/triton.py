@@ -176,7 +176,7 @@ def _kernel_arguments(
 
 
 def _forward(query, key, value, *mask):
-    """Output `(B, n, H, d)` and base-2 logarithm of the normaliser `(B, H, n)`."""
+    """Output `(B, n, H, d)` and base-2 logarithm of the normalizer `(B, H, n)`."""
     output, lse = _attention_shapes(query, key, value)
     tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
     batch, num_heads, length, head_size = query.shape

@@ -2,7 +2,7 @@
 The device functions that the Triton kernels are composed of.
 
 Scores are in units of log 2: `scale` is the softmax scale times log2(e), and `lse` is the base-2 logarithm of the
-normaliser, +inf for a query without a key, so that 2^(s - lse) = 0.
+normalizer, +inf for a query without a key, so that 2^(s - lse) = 0.
 
 Letters: B batch, H heads, n length, d head size.
 """
@@ -265,14 +265,14 @@ def start_rows(
         real &= tl.load(padding + rows, mask=store, other=0) != 0
     q = tl.load(query + rows[:, None] * q_n + d[None, :], mask=store[:, None], other=0.0)
     # Never read without GRADIENT; Triton 3.6 cannot return None.
-    do, normaliser, row_delta = q, real, real
+    do, normalizer, row_delta = q, real, real
     if GRADIENT:
         at = rows[:, None] * o_n + d[None, :]
         o = tl.load(output + at, mask=store[:, None], other=0.0)
         do = tl.load(output_grad + at, mask=store[:, None], other=0.0)
-        normaliser = tl.load(lse + rows, mask=store, other=float("inf"))
+        normalizer = tl.load(lse + rows, mask=store, other=float("inf"))
         row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    return q, do, normaliser, row_delta, real
+    return q, do, normalizer, row_delta, real
 
 
 @triton.jit

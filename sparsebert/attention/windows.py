@@ -1,4 +1,4 @@
-"""Sliding windows: layers of a model in which a token attends to its neighbourhood only, in addition to the mask."""
+"""Sliding windows: layers of a model in which a token attends to its neighborhood only, in addition to the mask."""
 
 from collections.abc import Collection
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Pre-training examples for masked-language modelling and next-sentence prediction, and their collators."""
+"""Pre-training examples for masked-language modeling and next-sentence prediction, and their collators."""
 
 import copy
 import os
@@ -108,7 +108,7 @@ def pretraining_dataset(
 
 class ReproducibleCollator(DataCollatorForLanguageModeling):
     """
-    The collator of transformers for masked-language modelling, with a masking that is a function of seed, epoch and
+    The collator of transformers for masked-language modeling, with a masking that is a function of seed, epoch and
     example: the same in whatever order, process or batch an example comes.
 
     Args:

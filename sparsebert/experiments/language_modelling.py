@@ -14,11 +14,11 @@ from .text_pretraining import SHARED, TextSettings, check_text, fixed_mask, run_
 
 
 @dataclass
-class LanguageModellingStudy(PatternLevels, TextSettings):
+class LanguageModelingStudy(PatternLevels, TextSettings):
     """Settings of the experiment: the levels of the patterns, and what all cells share."""
 
 
-def cells(settings: LanguageModellingStudy) -> dict[str, dict[str, Any]]:
+def cells(settings: LanguageModelingStudy) -> dict[str, dict[str, Any]]:
     """The settings of each cell, by its name."""
     # In a causal model no other token sees the paper's relay, the last token; half of them see one in the middle.
     relay = settings.max_length // 2
@@ -69,8 +69,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 EXPERIMENT = Experiment(
-    title="Language modelling ([O] Figure 1a)",
-    arguments=LanguageModellingStudy,
+    title="Language modeling ([O] Figure 1a)",
+    arguments=LanguageModelingStudy,
     scales={
         "tiny": {
             "vocab_size": 1024, "max_length": 64, "max_validation_tokens": 40_000, "hidden_size": 64,

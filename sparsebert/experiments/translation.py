@@ -133,7 +133,7 @@ EXPERIMENT = Experiment(
             "batch_size": 48, "learning_rate": 2e-3, "warmup_steps": 100, "optim": "adamw_torch_fused",
             "strides": [2, 4, 8], "windows": [1, 4, 5], "sparsities": [0.65, 0.75, 0.85],
         },
-        # The sizes of Appendix G.3; the batch is that of language modelling.
+        # The sizes of Appendix G.3; the batch is that of language modeling.
         "paper": {"bf16": True},
     },
     cells=cells,

@@ -41,8 +41,8 @@ VARIED: dict[str, Callable[[int, float], list[list[dict[str, Any]]]]] = {
     "fixed_cycle": _strides(math.isqrt),
     "star_cycle": _windows,
 }
-# How many neighbours in a series are tried too, because of the dips.
-_NEIGHBOURS = 3
+# How many neighbors in a series are tried too, because of the dips.
+_NEIGHBORS = 3
 
 
 # Note of tables that show them.
@@ -96,7 +96,7 @@ def matched_pattern(
             return build_pattern(name, length, 1, num_layers, seed=seed, **series[index]).density
 
         middle = bisect_left(range(len(series)), 1 - sparsity, key=density)
-        near = range(max(middle - _NEIGHBOURS, 0), min(middle + _NEIGHBOURS, len(series)))
+        near = range(max(middle - _NEIGHBORS, 0), min(middle + _NEIGHBORS, len(series)))
         found += [(abs(density(index) - (1 - sparsity)), series[index]) for index in near]
     nearest = min(found, key=lambda pair: pair[0])[1]
     return build_pattern(name, length, num_heads, num_layers, seed=seed, **nearest)

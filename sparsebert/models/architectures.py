@@ -31,7 +31,7 @@ ARCHITECTURES = {
 }
 
 # Model types whose layers other than attention mix neighboring tokens: the embeddings of MobileBERT are of trigrams.
-MIXES_NEIGHBOURS = ("mobilebert",)
+MIXES_NEIGHBORS = ("mobilebert",)
 
 
 def check_architecture(model_type: str) -> None:
@@ -69,7 +69,7 @@ def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
         StrictDataclassError: If a field is out of its range, or fields exclude each other.
     """
     config = model.config
-    if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBOURS:
+    if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBORS:
         raise ValueError(
             f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes neighboring "
             "tokens outside attention: set it to false"

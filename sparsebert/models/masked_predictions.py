@@ -1,5 +1,5 @@
 """
-The loss of masked-language modelling without the logits of the tokens that are not predicted.
+The loss of masked-language modeling without the logits of the tokens that are not predicted.
 
 Letters: B batch, n length, D hidden size, K predicted tokens of the batch.
 """
@@ -34,14 +34,14 @@ def with_skip_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
     signature = inspect.signature(stock)
     _, *names = signature.parameters
-    labelled = tuple(name for name in _LABELS if name in names)
+    labeled = tuple(name for name in _LABELS if name in names)
     *positional, rest = signature.parameters.values()
     extra = inspect.Parameter("skip_logits", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
 
     def forward(self, *args, skip_logits=False, **kwargs):
         if not skip_logits:
             return stock(self, *args, **kwargs)
-        return _loss_alone(self, labelled, **dict(zip(names, args, strict=False)), **kwargs)
+        return _loss_alone(self, labeled, **dict(zip(names, args, strict=False)), **kwargs)
 
     made: Any = update_wrapper(forward, stock)
     made.__signature__ = signature.replace(parameters=[*positional, extra, rest])
@@ -50,9 +50,9 @@ def with_skip_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @can_return_tuple
-def _loss_alone(self, labelled, **inputs):
-    labels, *next_sentence = (inputs.pop(name, None) for name in labelled)
-    for name, values in zip(labelled, (labels, *next_sentence), strict=True):
+def _loss_alone(self, labeled, **inputs):
+    labels, *next_sentence = (inputs.pop(name, None) for name in labeled)
+    for name, values in zip(labeled, (labels, *next_sentence), strict=True):
         if values is None:
             raise ValueError(f"skip_logits needs {name}: without logits there is only the loss")
     # Before the encoder: on a GPU the host waits here for what was launched, which is little at this point.

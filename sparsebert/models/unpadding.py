@@ -12,7 +12,7 @@ from torch import nn
 
 from ..attention.packed_batches import Documents, packed_documents, row_documents
 from ..masks.exported import exporting
-from .architectures import MIXES_NEIGHBOURS
+from .architectures import MIXES_NEIGHBORS
 from .positions import first_position
 
 
@@ -82,7 +82,7 @@ def check_documents(model: Any) -> None:
         ValueError: If a part of a base model other than attention mixes the tokens of a row.
     """
     mixers = set(getattr(model.config, "token_mixers", None) or ()) - {"attention"}
-    if mixers or model.config.model_type in MIXES_NEIGHBOURS:
+    if mixers or model.config.model_type in MIXES_NEIGHBORS:
         part = f"the token mixer {min(mixers)!r}" if mixers else f"a model of type {model.config.model_type!r}"
         raise ValueError(
             f"position_ids restart within a row, but {part} mixes neighboring tokens, also of different documents: "

@@ -205,7 +205,7 @@ def _solve(table):
 
 
 def _exhaustive(table):
-    """Held and Karp's dynamic programme over sets of tokens, each set the bits of an integer."""
+    """Held and Karp's dynamic program over sets of tokens, each set the bits of an integer."""
     length = len(table)
     bits = 1 << np.arange(length, dtype=np.int64)
     predecessors = table @ bits  # of each token, as a set

@@ -291,10 +291,10 @@ def plot_shifts(path: str | os.PathLike) -> None:
         num_global = sum(len(layer.heads) == 1 for layer in layers)
         # Markers of different sizes, because the numbers nearly coincide in the end.
         styles = ((BLUE, "o", 9), (VERMILION, "s", 6), (GREEN, "^", 4))
-        for token, (colour, marker, size) in enumerate(styles):
+        for token, (color, marker, size) in enumerate(styles):
             values = [float(as_fractions(step, 4)[0, token]) for step in steps]
             axis.plot(
-                values, color=colour, marker=marker, ms=size, fillstyle="none", drawstyle="steps-post",
+                values, color=color, marker=marker, ms=size, fillstyle="none", drawstyle="steps-post",
                 label=f"token {token}",
             )  # fmt: skip
         axis.axvspan(len(layers) - num_global + 0.5, len(layers) + 0.5, color="0.9", lw=0, label="global shifts")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_pt_utils import get_model_param_count
 
-from ..analysis.importance import analysed_special_tokens, position_groups
+from ..analysis.importance import analyzed_special_tokens, position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
 from ..files import check_other_folder, locked_output, write_metrics
 from ..masks.mask_files import MASK_PROBS_NAME
@@ -162,7 +162,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if trainer.is_world_process_zero() and data.pictures and masked and find_spec("matplotlib"):
         plot_heads(model.sparse_attention.mask, output / "heads.png")
         plot_mean_probs(probs, output / "mean_probs.png")
-        special_tokens = analysed_special_tokens(model.sparse_attention.mask)
+        special_tokens = analyzed_special_tokens(model.sparse_attention.mask)
         plot_offset_profile(probs, output / "offset_profile.png", special_tokens)
     trainer.save_state()
     if trainer.is_world_process_zero():
@@ -203,7 +203,7 @@ def _measurements(trainer: SparseBertTrainer, probs: "torch.Tensor", causal: boo
     model: Any = trainer.model
     metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
     evaluation = trainer.evaluate()
-    special_tokens = analysed_special_tokens(model.sparse_attention.mask)
+    special_tokens = analyzed_special_tokens(model.sparse_attention.mask)
     metrics |= {"sparsity": model.sparse_attention.sparsity(), "positions": position_groups(probs, special_tokens)}
     names = ("lm_loss", "perplexity") if causal else ("mlm_loss", "mlm_accuracy")
     metrics |= {name: evaluation[f"eval_{name}"] for name in names}

@@ -116,7 +116,7 @@ _MNLI_STEMS = {
 }
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
 _IDS = ("index", "idx", "id", "pairID")
-_UNLABELLED = ("", "-1", "None")
+_UNLABELED = ("", "-1", "None")
 
 
 def splits(name: str, data: str | None = None) -> list[str]:
@@ -231,7 +231,7 @@ def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Datase
     columns = find_columns(path, header, _accepted(task), optional=("label",) if may_lack_label else ())
     if may_lack_label and "label" in columns:
         first = next((row for _, row in read_rows(path, names) if not isinstance(row, BadRow)), {})
-        if str(first.get(columns["label"], "")).strip() in _UNLABELLED:
+        if str(first.get(columns["label"], "")).strip() in _UNLABELED:
             del columns["label"]
     # The server expects a line for every row of a test set.
     skip_bad = skip_bad and (name, split) not in SUBMISSIONS

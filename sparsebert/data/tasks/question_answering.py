@@ -57,9 +57,9 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
             f"{options.max_length} <= {options.max_question_length} + {special} + {options.doc_stride}"
         )
 
-    labelled = "answers" in examples.column_names
+    labeled = "answers" in examples.column_names
     tokens = {"input_ids": "int32", "token_type_ids": "int8", "attention_mask": "int8"}
-    numbers = ["example_index"] + labelled * ["start_positions", "end_positions"]
+    numbers = ["example_index"] + labeled * ["start_positions", "end_positions"]
     features = datasets.Features(
         {name: [datasets.Value(dtype)] for name, dtype in tokens.items()}
         | {name: datasets.Value("int64") for name in numbers}
@@ -93,7 +93,7 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
             offsets[[sequence != 1 for sequence in encoded.sequence_ids(window)]] = -1
             columns["example_index"].append(indices[row])
             columns["offset_mapping"].append(offsets)
-            if labelled:
+            if labeled:
                 start, end = _positions(offsets, batch["answers"][row])
                 columns["start_positions"].append(start)
                 columns["end_positions"].append(end)

@@ -141,7 +141,7 @@ def _parse(name: str, source: "Path | str", questions: list[dict], skip_bad: boo
     import datasets
 
     columns: dict[str, Any] = dict.fromkeys(("id", "title", "question", "context"), datasets.Value("string"))
-    parse = _parser(name, labelled=any(map(_has_answers, questions)))
+    parse = _parser(name, labeled=any(map(_has_answers, questions)))
     examples, skipped = parse_rows(source, enumerate(questions, start=1), parse, skip_bad)
     if len({example["id"] for example in examples}) < len(examples):
         logger.warning(f"{source}: some ids occur more than once; the questions are numbered from 0 instead.")
@@ -161,7 +161,7 @@ def _has_answers(question: dict) -> bool:
     return not (answers and all(isinstance(answer, dict) and answer.get("text") == "" for answer in answers))
 
 
-def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
+def _parser(name: str, labeled: bool) -> Callable[[dict], dict]:
     """Return a function that checks a question and returns its columns."""
 
     def parse(row: dict) -> dict:
@@ -173,7 +173,7 @@ def _parser(name: str, labelled: bool) -> Callable[[dict], dict]:
         for field in ("question", "context"):
             if not row[field].strip():
                 raise BadRow(field, f"{question} has an empty {field}")
-        if labelled:
+        if labeled:
             answers = row.get("answers")
             if not isinstance(answers, list):
                 raise BadRow("answers", f"{question} has no list of answers, unlike others in the file")

@@ -33,7 +33,7 @@ _ONE_PART = ("startphrase", "context", "ctx")
 _ENDINGS = ("endings", "choices")
 _ENDING = re.compile(r"ending\d+")
 _LABEL = ("label", "answer")
-_UNLABELLED = ("", "-1", "None")
+_UNLABELED = ("", "-1", "None")
 
 
 def splits(data: str | None = None) -> list[str]:
@@ -144,7 +144,7 @@ def _parser(
     optional = ("label",) if split.startswith("test") else ()
     columns = find_columns(path, header, accepted, optional)
     label = columns.get("label")
-    if optional and str(first.get(label or "", "")).strip() in _UNLABELLED:
+    if optional and str(first.get(label or "", "")).strip() in _UNLABELED:
         label = None
     num_endings: int | None = None
 
