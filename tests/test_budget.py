@@ -118,7 +118,7 @@ def test_hard_search_without_noise_trains_the_mask_it_freezes_to(tiny_config):
         sample, _ = attention.learned.draw()
         again, _ = attention.learned.draw()
         assert torch.equal(sample, again) and set(sample.unique().tolist()) == {0.0, 1.0}
-        mask, outcome = attention.learned.freeze()
+        mask, outcome = attention.learned.to_mask()
         assert torch.equal(attention.search.to_mask(sample.detach() > 0.5).to_table(), mask.to_table())
         assert outcome["undecided"] == 0.0
         assert mask.sparsity == pytest.approx(0.7, abs=0.04 if search == "dam_b" else 0.01)

@@ -29,10 +29,10 @@ from sparsebert.attention.self_check_results import (
     Order,
     Outcome,
     Setting,
-    read_outcome,
+    read_check,
     result_file,
     setting_for,
-    write_outcome,
+    write_check,
 )
 from sparsebert.masks.tiles import live_tiles
 
@@ -265,21 +265,21 @@ OUTCOME = Outcome(SETTING, {"sparse_cpu": Finding(True, None, ERRORS, 2.0)})
 
 
 def test_an_outcome_is_read_back(cache):
-    assert read_outcome("cpu", SETTING) is None
-    write_outcome("cpu", OUTCOME)
-    assert read_outcome("cpu", SETTING) == OUTCOME == known_outcome("cpu", SETTING)
-    assert read_outcome("cpu", replace(SETTING, head_size=32)) is None
+    assert read_check("cpu", SETTING) is None
+    write_check("cpu", OUTCOME)
+    assert read_check("cpu", SETTING) == OUTCOME == known_outcome("cpu", SETTING)
+    assert read_check("cpu", replace(SETTING, head_size=32)) is None
     assert Outcome.from_json(json.loads(json.dumps(OUTCOME.as_json()))) == OUTCOME
 
 
 def test_an_outcome_is_of_its_versions(cache, monkeypatch):
-    write_outcome("cpu", OUTCOME)
+    write_check("cpu", OUTCOME)
     path = result_file("cpu", SETTING)
     other = self_check_results.surroundings("cpu") | {"driver": "555.1"}
     monkeypatch.setattr(self_check_results, "surroundings", lambda device: other)
-    assert read_outcome("cpu", SETTING) is None and result_file("cpu", SETTING) != path
+    assert read_check("cpu", SETTING) is None and result_file("cpu", SETTING) != path
     result_file("cpu", SETTING).write_bytes(path.read_bytes())
-    assert read_outcome("cpu", SETTING) is None
+    assert read_check("cpu", SETTING) is None
 
 
 def damaged(content):
@@ -308,21 +308,21 @@ def damaged(content):
 
 
 def test_damaged_files_are_as_none(cache):
-    write_outcome("cpu", OUTCOME)
+    write_check("cpu", OUTCOME)
     path = result_file("cpu", SETTING)
     content = json.loads(path.read_text())
     for text in damaged(content):
         path.write_text(text, encoding="latin-1")
-        assert read_outcome("cpu", SETTING) is None, text
+        assert read_check("cpu", SETTING) is None, text
     path.unlink()
     path.mkdir()
-    assert read_outcome("cpu", SETTING) is None
-    write_outcome("cpu", OUTCOME)
+    assert read_check("cpu", SETTING) is None
+    write_check("cpu", OUTCOME)
     assert known_outcome("cpu", SETTING) is None
 
 
 def test_what_does_not_last_is_not_kept(cache):
-    write_outcome("cpu", replace(OUTCOME, lasting=False))
+    write_check("cpu", replace(OUTCOME, lasting=False))
     assert not result_file("cpu", SETTING).exists()
 
 

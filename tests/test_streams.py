@@ -69,7 +69,7 @@ def unmasked(rows):
     return rows
 
 
-def loader_of(source, tokenizer, workers=0, process=0, processes=1, nsp=False, **settings):
+def loader_of(source, tokenizer, workers=0, rank=0, world_size=1, nsp=False, **settings):
     settings = {
         "shuffle_buffer": 40,
         "split": "all",
@@ -78,7 +78,7 @@ def loader_of(source, tokenizer, workers=0, process=0, processes=1, nsp=False, *
         "max_length": 16,
     } | settings
     stream = RowStream(
-        open_documents(source), tokenizer, nsp=nsp, process=process, processes=processes, seed=1, **settings
+        open_documents(source), tokenizer, nsp=nsp, rank=rank, world_size=world_size, seed=1, **settings
     )
     arguments = TrainingArguments("unused", use_cpu=True, dataloader_num_workers=workers)
     return StreamLoader(stream, arguments, torch.Generator())
@@ -139,8 +139,8 @@ def test_resumed_twice_the_ledger_is_that_of_an_uninterrupted_run(
 def test_readers_are_disjoint_and_complete(text_shards, tokenizer, workers, processes, nsp):
     """In an epoch every document is read once, by one worker of one process."""
     seen = Counter()
-    for process in range(processes):
-        settings = {"nsp": nsp, "batch_size": 1, "process": process, "processes": processes, "split": "all"}
+    for rank in range(processes):
+        settings = {"nsp": nsp, "batch_size": 1, "rank": rank, "world_size": processes, "split": "all"}
         stream = RowStream(open_documents(text_shards), tokenizer, 16, collator=unmasked, **settings)
         owned = {worker: set() for worker in range(max(workers, 1))}
         unfinished = set(owned)

@@ -76,7 +76,7 @@ def sparse_name(name: str | None) -> str:
     return TWINS[name]
 
 
-def check_weights(name: str | None) -> None:
+def check_returns_attentions(name: str | None) -> None:
     """
     Check that a backend can return attention probabilities.
 

@@ -13,7 +13,7 @@ import torch
 from ..masks.sparse_mask import SparseMask
 from .bias_entries import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, token_entries
 from .offset_biases import OffsetBias
-from .packed_batches import Documents
+from .packed_batches import DocumentSpans
 
 
 # What some models of transformers ask of their attention function in addition.
@@ -57,8 +57,8 @@ class MaskInputs:
         dropout_layers (`int`): Number of layers that have dropout and run once each in this forward. 0 if there is no
             dropout or a layer may run several times.
         seeds (`tuple` of `torch.Tensor`): The seed of each layer's dropout; `None` where every call draws one.
-        documents ([`Documents`], *optional*): Where the sequences are in a batch that is packed otherwise. All other
-            fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
+        documents ([`DocumentSpans`], *optional*): Where the sequences are in a batch that is packed otherwise. All
+            other fields are about the documents as a padded batch: B is their number, n = m the length of the longest.
     """
 
     backend: str
@@ -82,7 +82,7 @@ class MaskInputs:
     probability_map: tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...] = (None,)
     dropout_layers: int = 0
     seeds: tuple[torch.Tensor | None, ...] = (None,)
-    documents: Documents | None = None
+    documents: DocumentSpans | None = None
 
     @classmethod
     def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentSpans:
     """
     Where the documents of a batch are among its B * n tokens, in the order of rows.
 
@@ -29,7 +29,7 @@ class Documents:
     uniform: bool
 
     @classmethod
-    def of_lengths(cls, starts: torch.Tensor, lengths: torch.Tensor, real: torch.Tensor) -> "Documents":
+    def of_lengths(cls, starts: torch.Tensor, lengths: torch.Tensor, real: torch.Tensor) -> "DocumentSpans":
         """
         Documents by their extent.
 
@@ -54,10 +54,10 @@ class Documents:
         """Whether no document has padding between its tokens."""
         return bool((self.padding[:, 1:] <= self.padding[:, :-1]).all())
 
-    def compact(self) -> "Documents":
+    def compact(self) -> "DocumentSpans":
         """The same documents, which must be `contiguous`, in a single row that holds their tokens alone."""
         lengths = self.padding.sum(-1)
-        return Documents.of_lengths(
+        return DocumentSpans.of_lengths(
             lengths.cumsum(0) - lengths,
             lengths,
             torch.ones(1, len(self.tokens), dtype=torch.bool, device=lengths.device),
@@ -100,7 +100,7 @@ def in_one_row(states: torch.Tensor) -> torch.Tensor:
 
 # A graph cannot hold the answer, which depends on data.
 @torch.compiler.disable
-def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Documents | None:
+def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> DocumentSpans | None:
     """
     The documents of packed rows: a document begins where the position is that of the row's first token again.
 
@@ -109,8 +109,8 @@ def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Document
         real (`torch.Tensor` of shape `(B, n)`): Bool, False for padding.
 
     Returns:
-        [`Documents`], or `None` if the rows are not packed: no position restarts, or positions do not count up by one
-        between restarts.
+        [`DocumentSpans`], or `None` if the rows are not packed: no position restarts, or positions do not count up by
+        one between restarts.
     """
     length = real.shape[1]
     column = torch.arange(length, device=real.device).expand_as(real)
@@ -126,10 +126,10 @@ def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Document
     # The last real token of a document is followed by one of another document, or by none.
     ends = flat[torch.cat([number[1:] != number[:-1], number.new_ones(1, dtype=torch.bool)])]
     begins = starts.flatten().nonzero()[:, 0]
-    return Documents.of_lengths(begins, ends - begins + 1, real)
+    return DocumentSpans.of_lengths(begins, ends - begins + 1, real)
 
 
-def row_documents(real: torch.Tensor) -> Documents | None:
+def row_documents(real: torch.Tensor) -> DocumentSpans | None:
     """
     Every row of a padded batch as a document.
 
@@ -137,9 +137,11 @@ def row_documents(real: torch.Tensor) -> Documents | None:
         real (`torch.Tensor` of shape `(B, n)`): Bool, False for padding.
 
     Returns:
-        [`Documents`], or `None` if a row begins with padding, so that its positions are not those of its tokens.
+        [`DocumentSpans`], or `None` if a row begins with padding, so that its positions are not those of its tokens.
     """
     if not bool(real[:, 0].all()):
         return None
     starts = torch.arange(len(real), device=real.device) * real.shape[1]
-    return Documents.of_lengths(starts, (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1), real)
+    return DocumentSpans.of_lengths(
+        starts, (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1), real
+    )

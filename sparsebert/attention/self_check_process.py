@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 from ..masks.sparse_mask import SparseMask
-from .self_check_results import FINISHED, Finding, Order, Outcome, Setting, read_outcome, result_file, write_outcome
+from .self_check_results import FINISHED, Finding, Order, Outcome, Setting, read_check, result_file, write_check
 
 
 logger = logging.get_logger(__name__)
@@ -171,7 +171,7 @@ def _last_line(log):
 def known_outcome(device: str, setting: Setting) -> Outcome | None:
     """What this process or an earlier one found, `None` if nothing is known."""
     key = (device, setting)
-    if key not in _KNOWN and (found := read_outcome(device, setting)) is not None:
+    if key not in _KNOWN and (found := read_check(device, setting)) is not None:
         _remember(device, found)
     return _KNOWN.get(key)
 
@@ -244,5 +244,5 @@ def _with_mask(order, mask, timeout, command):
 
 def keep_outcome(device: str, outcome: Outcome) -> None:
     """Use the outcome of a check in this process and, if it is a lasting one, in later ones."""
-    write_outcome(device, outcome)
+    write_check(device, outcome)
     _remember(device, outcome)

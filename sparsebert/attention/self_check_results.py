@@ -264,7 +264,7 @@ def result_file(device: str, setting: Setting) -> Path | None:
     return None
 
 
-def read_outcome(device: str, setting: Setting) -> Outcome | None:
+def read_check(device: str, setting: Setting) -> Outcome | None:
     """The outcome of an earlier self-check, or `None` if there is none or its file cannot be used."""
     path = result_file(device, setting)
     if path is None:
@@ -277,7 +277,7 @@ def read_outcome(device: str, setting: Setting) -> Outcome | None:
     return None
 
 
-def write_outcome(device: str, outcome: Outcome) -> None:
+def write_check(device: str, outcome: Outcome) -> None:
     """Keep the outcome of a self-check for other processes, if that is possible and it is a lasting one."""
     path = result_file(device, outcome.setting)
     if path is not None and outcome.lasting:

@@ -200,7 +200,7 @@ class RowStream(IterableDataset):
         split (`str`, *optional*, defaults to `"train"`): `"train"`, or `"all"` for the held-out documents as well.
         drop_last (`bool`, *optional*, defaults to `False`): Leave out the batch at the end of an epoch that is not
             full.
-        process, processes (`int`, *optional*): Which process this is, and of how many.
+        rank, world_size (`int`, *optional*): Which process this is, and of how many.
         short_seq_prob (`float`, *optional*, defaults to 0.1): See [`pretraining_dataset`].
         pack_documents (`bool`, *optional*, defaults to `False`): See [`pretraining_dataset`].
     """
@@ -217,8 +217,8 @@ class RowStream(IterableDataset):
         shuffle_buffer: int = 10_000,
         split: str = "train",
         drop_last: bool = False,
-        process: int = 0,
-        processes: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
         short_seq_prob: float = 0.1,
         pack_documents: bool = False,
     ):
@@ -233,7 +233,7 @@ class RowStream(IterableDataset):
         self.shuffle_buffer = shuffle_buffer
         self.split = split
         self.drop_last = drop_last
-        self.process, self.processes = process, processes
+        self.rank, self.world_size = rank, world_size
         self.short_seq_prob = short_seq_prob
         self.pack_documents = pack_documents
         self._places: dict[int, dict[str, Any]] = {}
@@ -259,7 +259,7 @@ class RowStream(IterableDataset):
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # A loader asks its first worker first: the one whose turn it was when the run stopped.
         worker = (index + self._given) % workers
-        reader, readers = self.process * workers + worker, self.processes * workers
+        reader, readers = self.rank * workers + worker, self.world_size * workers
         place = self._places.get(worker, {"epoch": 0, "state": None, "rows": 0})
         documents = split_dataset_by_node(copy.deepcopy(self.documents), reader, readers)
         while True:

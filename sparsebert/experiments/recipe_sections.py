@@ -87,7 +87,7 @@ def precision(bf16: bool) -> dict[str, Any]:
     return {"bf16": True, "use_cpu": not torch.cuda.is_available()} if bf16 else {}
 
 
-def check_training(cell: dict[str, Any]) -> None:
+def check_steps(cell: dict[str, Any]) -> None:
     """
     Check the training of a cell.
 

@@ -17,7 +17,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.described_masks import pattern_mask
 from ..training.pretraining import pretrain
-from .recipe_sections import check_texts, check_training, model_section, training_section
+from .recipe_sections import check_steps, check_texts, model_section, training_section
 
 
 TOKENIZER_CHARACTERS = 5_000_000
@@ -103,7 +103,7 @@ def check_text(cell: dict[str, Any], model: dict[str, Any]) -> None:
         ValueError: If a setting is out of its range, or there is no such model.
         OSError: If there is no such text.
     """
-    check_training(cell)
+    check_steps(cell)
     check_range("max_validation_tokens", cell["max_validation_tokens"], 1)
     fixed_mask(cell, model)
     check_texts(cell)

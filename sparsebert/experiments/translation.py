@@ -13,7 +13,7 @@ from ..models.described_masks import pattern_mask
 from ..training.seq2seq import TranslationArguments, check_data, check_model, read_pairs, train_translation
 from .experiment import Experiment, seeded
 from .pattern_levels import PatternLevels, pattern_cells
-from .recipe_sections import check_training, model_section, training_section
+from .recipe_sections import check_steps, model_section, training_section
 
 
 @dataclass
@@ -95,7 +95,7 @@ def check(cell: dict[str, Any]) -> None:
     """
     recipe = _recipe(cell, "unused")
     data = TranslationArguments(**recipe["data"])
-    check_training(cell)
+    check_steps(cell)
     check_data(data)
     for source in (data.train, data.test):
         _check_pairs(json.dumps(source))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..attention.backends import check_weights, sparse_name
+from ..attention.backends import check_returns_attentions, sparse_name
 from ..files import replace_files
 from .derived import Derived
 from .remote_code import AUTO_MAP_FIELD, CODE_PATH, forget_saved_fields, saved_fields
@@ -60,13 +60,13 @@ class MaskedConfigMixin(_ConfigBase):
     @output_attentions.setter
     def output_attentions(self, value: bool | None) -> None:
         if value:
-            check_weights(self._attn_implementation)
+            check_returns_attentions(self._attn_implementation)
         self._output_attentions = value
 
     def validate_output_attentions(self) -> None:
         """Check whether the attention implementation returns attentions if they are asked for."""
         if self.output_attentions:
-            check_weights(self._attn_implementation)
+            check_returns_attentions(self._attn_implementation)
 
 
 class AttachedConfig(Derived, MaskedConfigMixin):

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS, check_backend, choose_backend
 from ..attention.mask_inputs import MaskInputs
-from ..attention.packed_batches import Documents
+from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
 from ..attention.windows import local_inputs
 from ..masks.compiled import with_real_last
@@ -244,7 +244,7 @@ class SparseAttention(Float32Module):
         Like [`~SparseAttention.freeze`], but also returns how clearly the search had decided the mask.
 
         Returns:
-            `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.freeze`].
+            `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.to_mask`].
         Raises:
             ValueError: As [`~SparseAttention.freeze`], or if the logits of the mask are offloaded. The search goes on
                 then.
@@ -263,7 +263,7 @@ class SparseAttention(Float32Module):
             "base_model_revision": base_model_revision,
         }
         try:
-            mask, outcome = learned.freeze(threshold, sparsity, provenance | (metadata or {}))
+            mask, outcome = learned.to_mask(threshold, sparsity, provenance | (metadata or {}))
             self.set_mask(mask, search=config.search)
         except (ValueError, FloatingPointError):
             self.progress.copy_(progress)  # the search goes on
@@ -311,8 +311,8 @@ class SparseAttention(Float32Module):
         return self._learned_mask().thresholded_mask(threshold, sparsity)
 
     def outcome(self, threshold: float | None = None, sparsity: float | None = None) -> dict[str, Any]:
-        """What freezing would give now, and how clearly the search has decided it, see [`LearnedMask.freeze`]."""
-        return self._learned_mask().freeze(threshold, sparsity)[1]
+        """What freezing would give now, and how clearly the search has decided it, see [`LearnedMask.to_mask`]."""
+        return self._learned_mask().to_mask(threshold, sparsity)[1]
 
     def sparsity(self) -> float:
         """Fraction of entries that the frozen mask, or the thresholded one, removes at its own length."""
@@ -349,7 +349,7 @@ class SparseAttention(Float32Module):
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         needs: Collection[str] = (),
-        documents: Documents | None = None,
+        documents: DocumentSpans | None = None,
     ) -> MaskInputs:
         """
         Prepare one forward of the base model: sample the mask (a search in training), threshold it (a search in
@@ -366,8 +366,8 @@ class SparseAttention(Float32Module):
             dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Dtype of query, key and value.
             needs (`Collection[str]`, *optional*): `"weights"` if the probabilities are asked for, `"additive"` if the
                 caller adds a 4-D mask.
-            documents ([`Documents`], *optional*): Where the B sequences of n = m positions are in the batch. Each has
-                the mask of an input of its own length.
+            documents ([`DocumentSpans`], *optional*): Where the B sequences of n = m positions are in the batch. Each
+                has the mask of an input of its own length.
 
         Returns:
             [`MaskInputs`]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.packed_batches import Documents, packed_documents, row_documents
+from ..attention.packed_batches import DocumentSpans, packed_documents, row_documents
 from ..masks.exported import exporting
 from .architectures import MIXES_NEIGHBORS
 from .positions import first_position
@@ -24,7 +24,7 @@ LABELS_OF_ROWS = ("next_sentence_label", "sentence_order_label")
 Restore = Callable[[Any], Any]
 
 
-def find_documents(given: Mapping[str, Any], batch: int, length: int, device: torch.device) -> Documents | None:
+def find_documents(given: Mapping[str, Any], batch: int, length: int, device: torch.device) -> DocumentSpans | None:
     """
     The documents of a batch whose `position_ids` restart within a row, see [`packed_documents`].
 
@@ -90,14 +90,16 @@ def check_documents(model: Any) -> None:
         )
 
 
-def removable(model: Any, padding: torch.Tensor, documents: Documents | None, needs: set[str]) -> Documents | None:
+def removable(
+    model: Any, padding: torch.Tensor, documents: DocumentSpans | None, needs: set[str]
+) -> DocumentSpans | None:
     """
     The documents of a padded batch that a base model can run without its padding, or `None` if it cannot.
 
     Args:
         model (`PreTrainedModel`): The base model.
         padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
-        documents ([`Documents`], *optional*): Those of packed rows.
+        documents ([`DocumentSpans`], *optional*): Those of packed rows.
         needs (`set`): See [`SparseAttention`]; attention probabilities are those of the padded batch.
     """
     sparse_attention = model.sparse_attention
@@ -111,7 +113,7 @@ def removable(model: Any, padding: torch.Tensor, documents: Documents | None, ne
 
 
 def without_padding(
-    model: Any, names: list[str], given: Mapping[str, Any], documents: Documents, padding: torch.Tensor
+    model: Any, names: list[str], given: Mapping[str, Any], documents: DocumentSpans, padding: torch.Tensor
 ) -> tuple[dict[str, Any], Restore]:
     """
     The input of a base model as a single row that holds the tokens of its documents alone.
@@ -120,7 +122,7 @@ def without_padding(
         model (`PreTrainedModel`): The base model.
         names (`list[str]`): Arguments of its forward.
         given (`Mapping`): Those that it was called with.
-        documents ([`Documents`]): Documents of the batch.
+        documents ([`DocumentSpans`]): Documents of the batch.
         padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
 
     Returns:

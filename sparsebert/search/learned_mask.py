@@ -53,7 +53,7 @@ def save_probs(
             `"probs"`, with L and H joined.
         log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, with L and H joined, too.
         mask ([`SparseMask`]): The mask that was frozen, which P is not used without.
-        outcome (`dict`, *optional*): See [`LearnedMask.freeze`].
+        outcome (`dict`, *optional*): See [`LearnedMask.to_mask`].
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"probs": probs.flatten(0, 1).contiguous(), "log_odds": log_odds.flatten(0, 1).contiguous()}
@@ -285,7 +285,7 @@ class LearnedMask:
         return self.search.to_mask(self._select(self.probs().cpu(), threshold, sparsity))
 
     @torch.no_grad()
-    def freeze(
+    def to_mask(
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
     ) -> tuple[SparseMask, dict[str, Any]]:
         """

@@ -42,7 +42,7 @@ class SearchSchedule(TrainerCallback):
         probs (`torch.Tensor`): P when the mask was frozen, see [`LearnedMask.found_probs`]; `None` before.
         log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`], likewise.
         mask ([`SparseMask`]): The frozen mask, likewise.
-        outcome (`dict`): How the search ended, see [`LearnedMask.freeze`]; `None` before.
+        outcome (`dict`): How the search ended, see [`LearnedMask.to_mask`]; `None` before.
 
     Raises:
         ValueError: If a value is out of its range, or `threshold` and `sparsity` are both given. Raised before the

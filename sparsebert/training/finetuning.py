@@ -42,7 +42,15 @@ from .finetuning_arguments import FinetuningArguments
 from .run_cards import add_finetuning
 from .run_checks import check_training
 from .run_folders import remove_replaced, resume_from, stored_metrics
-from .several_runs import cells_of, check_folder, layout_of, read_grid, read_recipe, read_seeds, write_recipe
+from .several_runs import (
+    cells_of,
+    check_runs_folder,
+    layout_of,
+    read_grid,
+    read_seeds,
+    read_stored_recipe,
+    write_recipe,
+)
 from .single_run import run_once, training_arguments
 from .sources import check_source
 from .task_data import MissingSplitError, TaskData, prepare
@@ -101,7 +109,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     if any(layout) and isinstance(resume, str):
         raise ValueError("resume_from_checkpoint is for a single run: resume several runs with --resume")
     with locked_output(output) as unfinished:
-        check_folder(output, options, layout, resume, unfinished)
+        check_runs_folder(output, options, layout, resume, unfinished)
         PartialState().wait_for_everyone()  # before one of the processes writes to the folder
         return _finetune(recipe, options, arguments, output, seeds, grid)
 
@@ -278,7 +286,7 @@ def _run_or_read(
     written = _describe(data, recipe, training)
     path = folder / RECIPE_NAME
     if (folder / "metrics.json").is_file() and path.is_file() and not data.options.overwrite:
-        stored = read_recipe(path)
+        stored = read_stored_recipe(path)
         if stored is None:
             raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
         _check_same(folder, stored, written)

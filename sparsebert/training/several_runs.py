@@ -76,12 +76,12 @@ def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[boo
 
 
 def write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
-    """Write a recipe for [`read_recipe`], without tokens for the Hub."""
+    """Write a recipe for [`read_stored_recipe`], without tokens for the Hub."""
     written = {section: without_secrets(fields) for section, fields in recipe.items()}
     replace_files({path: yaml.safe_dump(written).encode()})
 
 
-def read_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
+def read_stored_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
     """What [`write_recipe`] wrote; `None` if there is no file, or it is not such a one."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def read_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
         return None
 
 
-def check_folder(
+def check_runs_folder(
     output: Path,
     options: FinetuningArguments,
     layout: tuple[bool, bool, bool],
@@ -109,7 +109,7 @@ def check_folder(
         ValueError: If it holds runs of another task, without `overwrite`, or the checkpoint is not complete.
     """
     path = output / (EXPERIMENT_NAME if any(layout) else RECIPE_NAME)
-    stored = read_recipe(path)
+    stored = read_stored_recipe(path)
     if any(layout):
         if path.is_file() and stored is None:
             raise FileExistsError(f"{path} is not of a fine-tuning, or was changed: choose another output_dir")

@@ -37,7 +37,7 @@ class StreamLoader:
     def __init__(self, stream: RowStream, args: TrainingArguments, generator: torch.Generator) -> None:
         self.dataset = stream
         self._workers = max(args.dataloader_num_workers, 1)
-        self._processes, self._process = stream.processes, stream.process
+        self._world_size, self._rank = stream.world_size, stream.rank
         self._places: dict[int, dict[str, Any]] = {}
         self._given = 0
         self._loader = DataLoader(
@@ -63,7 +63,7 @@ class StreamLoader:
         state = {
             "batches": self._given,
             "dataloader_num_workers": self._workers,
-            "processes": self._processes,
+            "processes": self._world_size,
             "places": self._places,
         }
         (Path(folder) / self._name()).write_text(json.dumps(state), encoding="utf-8")
@@ -81,7 +81,7 @@ class StreamLoader:
             logger.warning(f"{path} is missing: the stream starts again at its first document.")
             return
         state = json.loads(path.read_text(encoding="utf-8"))
-        for name, here in (("dataloader_num_workers", self._workers), ("processes", self._processes)):
+        for name, here in (("dataloader_num_workers", self._workers), ("processes", self._world_size)):
             if (then := state[name]) != here:
                 raise ValueError(
                     f"{folder}: cannot resume a stream with {name} {here} that was read with {name} {then}: each has "
@@ -91,7 +91,7 @@ class StreamLoader:
         self._places = {int(worker): place for worker, place in state["places"].items()}
 
     def _name(self) -> str:
-        return _NAME.format(self._process)
+        return _NAME.format(self._rank)
 
 
 def _unchanged(batch: Any) -> Any:
