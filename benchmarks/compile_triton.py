@@ -27,8 +27,7 @@ from triton.compiler import ASTSource
 from sparsebert.attention import triton_kernels
 from sparsebert.attention.triton import short_backward_limit
 from sparsebert.attention.triton_launch import configurations
-from sparsebert.attention.triton_limits import DTYPES, HEAD_SIZES
-from sparsebert.attention.triton_limits import head_sizes as supported_head_sizes
+from sparsebert.attention.triton_limits import DTYPES, GPUS, HEAD_SIZES
 
 from ._ptx import Loop, matrix_loops
 
@@ -186,7 +185,7 @@ def compiled(variant):
 def variants(archs, dtypes, head_sizes):
     """Every variant that the package may launch, with special tokens and padding, which take the most registers."""
     for arch, dtype, head_size, kernel in itertools.product(archs, dtypes, head_sizes, KERNELS):
-        if head_size not in supported_head_sizes(arch):
+        if head_size not in GPUS.get(arch, ()):
             continue
         rows = [0]
         if kernel == "short_backward":

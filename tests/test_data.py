@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from sparsebert.data.documents import load_documents, read_documents
+from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.tokenization import check_tokenizer, train_tokenizer
 
@@ -47,40 +47,40 @@ def write(file, text):
     return file
 
 
-class TestReadDocuments:
+class TestFiles:
     @pytest.mark.parametrize("ending", [".txt", ".txt.gz", ".txt.xz"])
     def test_text(self, tmp_path, ending):
         file = write(tmp_path / f"a{ending}", b"\xef\xbb\xbfOne  two\r\nthr\0ee\r\n\r\n \n\nfour\n\t\n")
-        assert list(read_documents(file)) == [["One two", "three"], ["four"]]
+        assert list(load_documents(file, "all")) == [["One two", "three"], ["four"]]
 
     @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
     def test_jsonl(self, tmp_path, ending):
         rows = [{"text": "One\n\ntwo  x", "id": 1}, {"text": " \n"}, {"text": "\u017elu\u0165"}]
         file = write(tmp_path / f"a{ending}", "\n".join(map(json.dumps, rows)) + "\n\n")
-        assert list(read_documents(str(file))) == [["One", "two x"], ["\u017elu\u0165"]]
+        assert list(load_documents(str(file), "all")) == [["One", "two x"], ["\u017elu\u0165"]]
 
     @pytest.mark.parametrize("ending", [".tokens", ".raw.gz"])
     def test_wikitext(self, tmp_path, ending):
         text = " \n = One = \n \n a b . \n c \n \n = = Part = = \n \n x = y \n \n = Two ( 2 ) = \n \n d \n"
         articles = [["= One =", "a b .", "c", "= = Part = =", "x = y"], ["= Two ( 2 ) =", "d"]]
-        assert list(read_documents(write(tmp_path / f"a{ending}", text))) == articles
+        assert list(load_documents(write(tmp_path / f"a{ending}", text), "all")) == articles
 
     def test_several_files_in_order(self, tmp_path):
         files = [write(tmp_path / name, f"{name}\n") for name in ("b.txt", "a.txt")]
-        assert list(read_documents(files)) == [["b.txt"], ["a.txt"]]
+        assert list(load_documents(files, "all")) == [["b.txt"], ["a.txt"]]
 
     def test_names_are_checked_before_reading(self, tmp_path):
         good = write(tmp_path / "a.txt", "x")
         with pytest.raises(FileNotFoundError, match="missing.txt"):
-            read_documents([good, tmp_path / "missing.txt"])
+            load_documents([good, tmp_path / "missing.txt"], "all")
         for name in ("a.pdf", "a.gz", "noending"):
             with pytest.raises(ValueError, match=r"its name must end in .*\.jsonl\.xz"):
-                read_documents([good, write(tmp_path / name, "x")])
+                load_documents([good, write(tmp_path / name, "x")], "all")
         (tmp_path / "directory.txt").mkdir()
         with pytest.raises(ValueError, match="directory.txt"):
-            read_documents(tmp_path / "directory.txt")
+            load_documents(tmp_path / "directory.txt", "all")
         with pytest.raises(ValueError, match="empty"):
-            read_documents([])
+            load_documents([], "all")
 
     @pytest.mark.parametrize(
         ("name", "content", "message"),
@@ -99,7 +99,7 @@ class TestReadDocuments:
     )
     def test_malformed_files(self, tmp_path, name, content, message):
         with pytest.raises(ValueError, match=message):
-            list(read_documents(write(tmp_path / name, content)))
+            list(load_documents(write(tmp_path / name, content), "all"))
 
     @pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
     def test_corrupt_archives(self, tmp_path, ending, compress):
@@ -108,7 +108,7 @@ class TestReadDocuments:
             file = tmp_path / f"{name}.txt{ending}"
             file.write_bytes(data)
             with pytest.raises(ValueError, match=f"{file.name}: corrupt {ending} file"):
-                list(read_documents(file))
+                list(load_documents(file, "all"))
 
 
 class TestLoadDocuments:

@@ -40,7 +40,7 @@ from sparsebert import (
 )
 from sparsebert.attention import cpu
 from sparsebert.commands import main
-from sparsebert.data.documents import read_documents
+from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.streams import RowStream, open_documents
 from sparsebert.data.tasks import TASKS
@@ -640,14 +640,14 @@ def odd_text(tmp_path, caplog):
     path = tmp_path / "text.txt"
     lines = "\n".join(line for line, _ in ODD_LINES)
     path.write_bytes(b"\xef\xbb\xbf" + f"{lines}\n\n \t\n\0\n\n".encode() + lines.encode() * 5)
-    documents = list(read_documents(path))
+    documents = list(load_documents(path, "all"))
     assert len(documents) == 2 and [line for line in documents[0][1:4]] == ["blanks and tabs", "CRLF", "NUL"]
     assert documents[0][0] == "Plain words here."  # no byte order mark
     check_rows(documents)
     path = tmp_path / "text.jsonl"
     texts = [lines, "", " \n\0\n", "\u200b", *(line for line, _ in ODD_LINES)]
     path.write_text("".join(json.dumps({"text": text}) + "\r\n\r\n" for text in texts))
-    documents = list(read_documents(path))
+    documents = list(load_documents(path, "all"))
     assert len(documents) == len(texts) - 2
     assert f"Skipped 2 documents without text among {len(texts)}" in caplog.text
     check_rows(documents)
@@ -655,15 +655,15 @@ def odd_text(tmp_path, caplog):
     for content, where in ((b"good\nb\xffd", ":2: not UTF-8"), ("one\r\ntwo".encode("utf-16"), ":1: not UTF-8")):
         (tmp_path / "bad.txt").write_bytes(content)
         with pytest.raises(ValueError, match=f"bad.txt{where}"):
-            list(read_documents(tmp_path / "bad.txt"))
+            list(load_documents(tmp_path / "bad.txt", "all"))
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": "half \\ud800"}\n')
     with pytest.raises(ValueError, match="bad.jsonl:2: .*surrogate"):
-        list(read_documents(tmp_path / "bad.jsonl"))
+        list(load_documents(tmp_path / "bad.jsonl", "all"))
 
 
 def check_long_line(folder, size):
     (folder / "text.txt").write_text("many words in one line " * (size // 23))
-    rows = check_rows(list(read_documents(folder / "text.txt")), 128)
+    rows = check_rows(list(load_documents(folder / "text.txt", "all")), 128)
     assert len(rows) > size / 23 * 5 / 128
 
 

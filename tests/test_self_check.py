@@ -34,7 +34,7 @@ from sparsebert.attention.self_check_results import (
     setting_for,
     write_check,
 )
-from sparsebert.masks.tiles import live_tiles
+from sparsebert.masks.tiles import tile_shares
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -499,7 +499,7 @@ def test_the_setting_is_that_of_the_request():
     orders = []
     auto(outcome_of(orders), dropout=0.1, gradients=True, padded=True)
     assert orders[0].device == "cuda:1"
-    live = live_tiles(TILES.structure(500)[0], 64)
+    live = tile_shares(TILES.structure(500)[0], 64)[0]
     assert orders[0].setting == Setting("bfloat16", 64, True, True, True, False, 512, math.ceil(10 * live))
     assert setting_for(REQUEST, 505, 0.21, 0.19) == Setting("bfloat16", 64, length=505, live=3, partial=1)
     assert setting_for(REQUEST, 505, 0.0, 0.0) == Setting("bfloat16", 64, length=505, live=0)

@@ -130,17 +130,6 @@ def test_diagonal_override(form):
     assert not (longer & torch.eye(15, dtype=torch.bool)).any()
 
 
-def test_mask_mod_agrees_with_the_table():
-    mask = make_mask("offsets", num_layers=2, special_tokens="first_last")
-    i, j = torch.arange(6)[:, None], torch.arange(6)
-    for layer in range(2):
-        mask_mod = mask.mask_mod(layer, length=6)
-        for head in range(3):
-            assert torch.equal(mask_mod(0, head, i, j), mask.to_table(6)[layer, head])
-    shared = make_mask("offsets", special_tokens="first_last")
-    assert torch.equal(shared.mask_mod(5, length=6)(0, 2, i, j), shared.to_table(6)[0, 2])
-
-
 def test_density_and_sparsity():
     keep = torch.zeros(1, 2, 4, 4, dtype=torch.bool)
     keep[0, 0, 0, :2] = True

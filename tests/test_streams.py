@@ -20,7 +20,7 @@ from processes import SERVER
 from torch.utils.data import DataLoader
 from transformers import BertTokenizerFast, TrainingArguments
 
-from sparsebert.data.documents import file_documents, read_documents
+from sparsebert.data.documents import file_documents, load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.streams import RowStream, find_shards, open_documents, stream_documents
 from sparsebert.training import pretraining
@@ -98,7 +98,7 @@ def test_documents_are_those_of_files_in_memory(tmp_path, ending):
     urls = find_shards(pattern)
     assert urls[0].startswith("file://") and list(stream_documents(urls, "all")) == expected
     if ending != ".parquet":
-        assert list(read_documents(url.removeprefix("file://") for url in urls)) == expected
+        assert list(load_documents([url.removeprefix("file://") for url in urls], "all")) == expected
 
 
 @pytest.mark.parametrize(

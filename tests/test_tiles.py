@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsebert.masks.tiles import live_tiles, tile_form, tile_shares
+from sparsebert.masks.tiles import TILE, tile_form, tile_shares
 
 
 def random_base(length, density, heads=3):
@@ -18,10 +18,9 @@ def block_base(length, heads=3, block=16):
 
 def from_tiles(form, length):
     """Every entry looked up through the tile map and the pool."""
-    block_q, bits = form.pool.shape[1], 8 * form.pool.element_size()
     i = torch.arange(length)
-    words = form.pool[form.tiles[:, i // block_q][:, :, i // bits].long(), (i % block_q)[:, None]]
-    return (words.long() >> (i % bits)) & 1 == 1
+    words = form.pool[form.tiles[:, i // TILE][:, :, i // TILE].long(), (i % TILE)[:, None]]
+    return (words >> (i % TILE)) & 1 == 1
 
 
 CASES = {
@@ -33,17 +32,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("length", [1, 16, 63, 64, 100, 129])
-@pytest.mark.parametrize("blocks", [(64, 64), (16, 16), (128, 64), (32, 16)])
 @pytest.mark.parametrize("case", CASES)
-def test_lists_and_bits(case, blocks, length):
+def test_lists_and_bits(case, length):
     """Against a loop over the tiles: the map, the bits, and both kinds of lists along both directions."""
     base = CASES[case](length)
-    form = tile_form(base, *blocks)
+    form = tile_form(base)
     assert torch.equal(from_tiles(form, length), base)
-    rows, columns = -(-length // blocks[0]), -(-length // blocks[1])
-    padded = torch.zeros(len(base), rows * blocks[0], columns * blocks[1], dtype=torch.bool)
+    count = -(-length // TILE)
+    padded = torch.zeros(len(base), count * TILE, count * TILE, dtype=torch.bool)
     padded[:, :length, :length] = base
-    cut = padded.view(len(base), rows, blocks[0], columns, blocks[1]).transpose(2, 3)
+    cut = padded.view(len(base), count, TILE, count, TILE).transpose(2, 3)
     full, some = cut.all(-1).all(-1), cut.any(-1).any(-1)
     assert torch.equal(form.tiles == 1, full) and torch.equal(form.tiles > 0, some)
     lines = (
@@ -79,18 +77,11 @@ def test_memory():
     assert len(toeplitz.pool) <= 2 + 3 * (2 * 16 - 1)
 
 
-def test_word_length_is_checked():
-    with pytest.raises(ValueError, match="block_k must be one of 16, 32, 64, got 48"):
-        tile_form(random_base(8, 0.5), 64, 48)
-
-
 @pytest.mark.parametrize("length", [1, 63, 64, 200])
 def test_live_tiles(length):
     base = random_base(length, 0.0005)
-    form = tile_form(base)
-    assert live_tiles(base, 64) == pytest.approx((form.tiles > 0).float().mean().item())
-    form = tile_form(base, 128, 64)
-    assert live_tiles(base, 128, 64) == pytest.approx((form.tiles > 0).float().mean().item())
+    live = tile_form(base).tiles > 0
+    assert tile_shares(base, 64)[0] == pytest.approx(live.float().mean().item())
 
 
 @pytest.mark.parametrize("length", [1, 64, 200])

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsebert.attention import triton as backend
 from sparsebert.attention.triton import real_spans, tile_attention
-from sparsebert.attention.triton_limits import capability, check, head_sizes
+from sparsebert.attention.triton_limits import GPUS, capability, check
 from sparsebert.masks.tiles import tile_form
 
 
@@ -306,7 +306,7 @@ def test_all_combinations(length, mask, padding, first, last, diagonal, causal):
 @pytest.mark.parametrize("padding", [None, "holes"])
 @pytest.mark.parametrize("length", [1, 100, 200, 257, 1000])
 def test_dtypes_on_a_gpu(length, padding, head_size, dtype):
-    if head_size not in head_sizes(capability()):
+    if head_size not in GPUS.get(capability(), ()):
         pytest.skip("refused on this GPU")
     case = Case(length, "blocks", padding, head_size=head_size, dtype=dtype, batch=3, heads=4)
     assert_right(case, case.run())
@@ -540,7 +540,8 @@ def test_refusals(message):
     fields |= {"dropout": 0, "scaling": 1} | REFUSALS[message]
     query = torch.randn(1, 2, 8, fields["size"], dtype=fields["dtype"], device=DEVICE)
     key = torch.randn(1, 2, fields["keys"], fields["size"], dtype=fields["dtype"], device=DEVICE)
-    tiles = tile_form(torch.ones(2, fields["mask_length"], fields["mask_length"], dtype=torch.bool), fields["block_q"])
+    tiles = tile_form(torch.ones(2, fields["mask_length"], fields["mask_length"], dtype=torch.bool))
+    tiles = tiles._replace(pool=torch.zeros(2, fields["block_q"], dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
         check(query, key, key, tiles, None, fields["dropout"], fields["scaling"])
 

@@ -21,7 +21,7 @@ from sparsebert.analysis.web_page import PageMask, make_page
 from sparsebert.commands import main
 from sparsebert.files import write_metrics
 from sparsebert.masks.compiled import base_table
-from sparsebert.masks.tiles import live_tiles
+from sparsebert.masks.tiles import tile_shares
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;"
@@ -125,7 +125,9 @@ def test_the_data_of_a_page_are_the_mask(name, mask):
             assert data["removed"][which] == pytest.approx(1 - table[layer, head].float().mean().item())
             assert profiles[which] / 255 == pytest.approx(expected[layer, head], abs=1 / 255)
             base = base_table(mask, mask.length)[layer, head][None]
-            assert [data["tiles"][str(side)][which] for side in TILES] == [live_tiles(base, side) for side in TILES]
+            assert [data["tiles"][str(side)][which] for side in TILES] == [
+                tile_shares(base, side)[0] for side in TILES
+            ]
 
 
 def test_equal_heads_are_stored_once():
@@ -160,7 +162,7 @@ def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask
     data = mask_data("long", mask)
     assert data["drawn"] == 4096 and data["removed"] == [mask.sparsity]
     for side in TILES:
-        assert data["tiles"][side] == [live_tiles(base_table(mask, 5000)[0], side)]
+        assert data["tiles"][side] == [tile_shares(base_table(mask, 5000)[0], side)[0]]
 
 
 def test_a_page_is_sound_and_asks_for_nothing():

@@ -15,7 +15,7 @@ from sparsebert.analysis.page_masks import TILES
 from sparsebert.analysis.runs import SavedMask
 from sparsebert.analysis.web_page import PageMask, write_page
 from sparsebert.masks.compiled import base_table
-from sparsebert.masks.tiles import live_tiles
+from sparsebert.masks.tiles import tile_shares
 
 
 pytestmark = [
@@ -162,7 +162,7 @@ def test_the_browser_sees_the_mask(page, masks, place):
     for side in TILES:
         page.choose("tiles", str(side))
         number = (-(-150 // side)) ** 2
-        live = round(live_tiles(base, side) * number)
+        live = round(tile_shares(base, side)[0] * number)
         assert f"{live} of {number} tiles of {side} x {side} hold an entry" in page.text("zoom-facts")
     page.choose("tiles", "")
     pixels = page.run(

@@ -16,11 +16,11 @@ import torch
 
 from ..masks.compiled import compiled
 from ..masks.sparse_mask import SparseMask
-from ..masks.tiles import TileForm, tile_form
+from ..masks.tiles import TILE, TileForm, tile_form
 from .mask_inputs import MaskInputs, per_sequence
 from .padded_tokens import without_padding
 from .triton_launch import configurations, interpreted, launch
-from .triton_limits import TILE, capability, check
+from .triton_limits import capability, check
 
 
 # Largest n of the forward without tile lists.

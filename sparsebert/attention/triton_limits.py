@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..masks.tiles import TileForm
+from ..masks.tiles import TILE, TileForm
 from .triton_launch import interpreted
 
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 HEAD_SIZES = (32, 64, 128)
-# Queries and keys in a tile: the usual block of `dam_b`, and small enough that two tiles fit on the chip.
-TILE = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head sizes of the GPUs for which the kernels were compiled, by compute capability times 10. Others are refused: on
 # 12.0, for one, most configurations spill registers.
@@ -80,11 +78,6 @@ def check(
         raise ValueError(f"dropout {dropout} needs a seed, got None")
     if not scaling > 0:
         raise ValueError(f"scaling must be positive in sparse_triton, got {scaling}")
-
-
-def head_sizes(capability: int) -> tuple[int, ...]:
-    """The head sizes that run without spilling registers on GPUs of this compute capability; none if it is unknown."""
-    return GPUS.get(capability, ())
 
 
 def capability(index: int | None = None) -> int:

@@ -66,10 +66,16 @@ def load_documents(
     does not depend on the order of the documents or on the run, and copies of a document are in the same split. Call
     this function once per split.
 
+    `.txt` files have one paragraph per line and a blank line between documents. `.jsonl` files have one object per
+    line, whose field `text` is a document with one paragraph per line. In WikiText's `.tokens` and `.raw` files every
+    article is a document. All may be compressed (`.txt.gz`, `.jsonl.xz`, ...). The text is UTF-8, with or without a
+    byte order mark. Runs of whitespace become one space, and NUL characters are removed. No file is loaded into memory
+    as a whole.
+
     Args:
         source (`str`, `os.PathLike` or a list of them):
             `"builtin"` for the documentation of the installed packages in random order (see [`builtin_documents`]);
-            one or more files (see [`read_documents`]); or `"hub:owner/name"` or `"hub:owner/name:config"` to stream
+            one or more files, in the order to read them; or `"hub:owner/name"` or `"hub:owner/name:config"` to stream
             the column `text` of the `train` split of a dataset on the Hub.
         split (`str`, *optional*, defaults to `"train"`):
             `"train"`, `"validation"` or `"all"`.
@@ -77,12 +83,14 @@ def load_documents(
             Hold out one document in this many; at least 2.
 
     Returns:
-        [`Documents`]: The documents as lists of one-line paragraphs. Its `fingerprint` is a hash of the text.
+        [`Documents`]: The documents as non-empty lists of non-empty one-line paragraphs. Its `fingerprint` is a hash
+        of the text.
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If an argument has another value. Raised by the iterator: if a file is malformed, or the split is
-            empty.
+        ValueError: If an argument has another value, no file is given, or one has an unsupported suffix. Raised by the
+            iterator: if the split is empty; if the files have no paragraph at all; and, with the file and the line, if
+            text is not UTF-8, a row is not a JSON object with a string `text`, or a compressed file is corrupt.
     """
     check_choice("split", split, SPLITS)
     check_range("holdout_every", holdout_every, 2)
@@ -140,30 +148,6 @@ def _files_hash(files: list[Path]) -> str:
                     yield part
 
     return _hash(parts())
-
-
-def read_documents(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> Iterator[list[str]]:
-    """
-    Stream documents from files, without loading a whole file into memory.
-
-    `.txt` files have one paragraph per line and a blank line between documents. `.jsonl` files have one object per
-    line, whose field `text` is a document with one paragraph per line. In WikiText's `.tokens` and `.raw` files every
-    article is a document. All may be compressed (`.txt.gz`, `.jsonl.xz`, ...). The text is UTF-8, with or without a
-    byte order mark. Runs of whitespace become one space, and NUL characters are removed.
-
-    Args:
-        paths (`str`, `os.PathLike` or an iterable of them): The files, in the order to read them.
-
-    Returns:
-        `Iterator[list[str]]`: Documents as non-empty lists of non-empty one-line paragraphs.
-
-    Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If no file is given, or one has an unsupported suffix. Raised by the iterator, with the file and
-            the line: if text is not UTF-8, a row is not a JSON object with a string `text`, or a compressed file is
-            corrupt; and if the files have no paragraph at all.
-    """
-    return _read_files(_text_files(paths))
 
 
 def _text_files(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Path]:

@@ -39,7 +39,7 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
         source (`str` or a list of them):
             Paths, URLs of any kind that fsspec opens, or patterns of them such as `"data/*.parquet"`; or
             `"hub:owner/name"` or `"hub:owner/name:config"` for the `train` split of a dataset on the Hub. Files are
-            Parquet with a column `text`, or as [`read_documents`] reads them; all but Parquet may be compressed.
+            Parquet with a column `text`, or as [`load_documents`] reads them; all but Parquet may be compressed.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -12,7 +12,6 @@ import itertools
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -215,28 +214,6 @@ class SparseMask:
             ValueError: See [`SparseMask.structure`].
         """
         return fill_fixed_entries(self.structure(length), self.special_tokens, self.diagonal)
-
-    def mask_mod(
-        self, layer: int = 0, length: int | None = None, device: torch.device | str | None = None
-    ) -> Callable[..., torch.Tensor]:
-        """
-        The mask of one layer as a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`, for unpadded sequences.
-
-        Args:
-            layer (`int`, *optional*, defaults to 0): Layer of the model.
-            length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
-            device (`torch.device`, *optional*): Device of the queries and keys.
-
-        Raises:
-            ValueError: See [`SparseMask.structure`].
-        """
-        keep = self.keep if self.num_layers == 1 else self.keep[layer, None]
-        table = self.replace(keep=keep).to_table(length)[0].to(device)
-
-        def sparse_mask_mod(b, h, q_idx, kv_idx):
-            return table[h, q_idx, kv_idx]
-
-        return sparse_mask_mod
 
     def check_length(self, length: int) -> None:
         """

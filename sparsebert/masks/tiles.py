@@ -10,18 +10,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..checks import check_choice
 from .compiled import base_table
 from .sparse_mask import SparseMask
 
 
-# The integer type that holds one row of a tile, by the number of keys in a tile.
-WORDS: dict[int, type[np.signedinteger]] = {16: np.int16, 32: np.int32, 64: np.int64}
+# Queries and keys in a tile: the usual block of `dam_b`, one bit per key in an int64, and small enough that two tiles
+# fit on the chip of a GPU.
+TILE = 64
 
 
 class TileForm(NamedTuple):
     """
-    A mask cut into tiles of `block_q` queries by `block_k` keys. All tensors but the pool are int32.
+    A mask cut into tiles of `TILE` queries by `TILE` keys. All tensors but the pool are int32.
 
     The full and the partial tiles are listed line by line. A line is a tile row, whose list holds its key tiles in
     ascending order, or in the transposed lists (`*_t`) a tile column, whose list holds its query tiles. Entry
@@ -30,8 +30,7 @@ class TileForm(NamedTuple):
 
     Args:
         tiles (`torch.Tensor` of shape `(H, nq, nk)`): Index of every tile in `pool`; 0 is the empty tile, 1 the full.
-        pool (`torch.Tensor` of shape `(T, block_q)`): The distinct tiles, signed integers of `block_k` bits. Bit c of
-            word r is entry (r, c).
+        pool (`torch.Tensor` of shape `(T, TILE)`): The distinct tiles, int64. Bit c of word r is entry (r, c).
         full_start (`torch.Tensor` of shape `(H, nq, nk + 1)`): Positions in `full`.
         full (`torch.Tensor` of shape `(F,)`): Key tiles whose entries are all on.
         partial_start (`torch.Tensor` of shape `(H, nq, nk + 1)`): Positions in `partial`.
@@ -55,36 +54,30 @@ class TileForm(NamedTuple):
     partial_t: torch.Tensor
 
 
-def tile_form(base: torch.Tensor, block_q: int = 64, block_k: int = 64) -> TileForm:
+def tile_form(base: torch.Tensor) -> TileForm:
     """
     Cut a mask into tiles. Where the last tiles reach beyond m, their entries are off.
 
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool on the CPU, True = may attend.
-        block_q (`int`, *optional*, defaults to 64): Number of queries in a tile.
-        block_k (`int`, *optional*, defaults to 64): Number of keys in a tile: 16, 32 or 64.
 
     Returns:
         [`TileForm`] on the CPU. The pool holds at most one bit per entry of the (tile-aligned) mask.
-    Raises:
-        ValueError: If `block_k` is not 16, 32 or 64.
     """
-    check_choice("block_k", block_k, WORDS)
     num_heads, length = base.shape[:2]
-    shape = (-(-length // block_q), -(-length // block_k))
-    word = WORDS[block_k]
-    pool = {np.full(block_q, value, word).tobytes(): index for index, value in enumerate((0, -1))}
-    tiles = np.empty((num_heads, *shape), np.int32)
+    count = -(-length // TILE)
+    pool = {np.full(TILE, value, np.int64).tobytes(): index for index, value in enumerate((0, -1))}
+    tiles = np.empty((num_heads, count, count), np.int32)
     for head in range(num_heads):
-        table = np.zeros((shape[0] * block_q, shape[1] * block_k), bool)
+        table = np.zeros((count * TILE, count * TILE), bool)
         table[:length, :length] = base[head].numpy()
-        words = np.packbits(table, axis=1, bitorder="little").view(word)  # (nq * block_q, nk)
-        words = words.reshape(shape[0], block_q, shape[1]).swapaxes(1, 2).copy()  # (nq, nk, block_q)
+        words = np.packbits(table, axis=1, bitorder="little").view(np.int64)  # (nq * TILE, nk)
+        words = words.reshape(count, TILE, count).swapaxes(1, 2).copy()  # (nq, nk, TILE)
         different, inverse = np.unique(words.view(f"V{words[0, 0].nbytes}"), return_inverse=True)
         index = np.array([pool.setdefault(tile.tobytes(), len(pool)) for tile in different], np.int32)
-        tiles[head] = index[inverse].reshape(shape)
+        tiles[head] = index[inverse].reshape(count, count)
     lists = _lists(tiles) + _lists(tiles.swapaxes(1, 2))
-    pool = np.frombuffer(b"".join(pool), word).reshape(-1, block_q).copy()
+    pool = np.frombuffer(b"".join(pool), np.int64).reshape(-1, TILE).copy()
     return TileForm(*map(torch.from_numpy, (tiles, pool, *lists)))
 
 
@@ -103,37 +96,31 @@ def _lists(tiles):
     return tuple(result)
 
 
-def tile_shares(base: torch.Tensor, block_q: int, block_k: int | None = None) -> tuple[float, float]:
+def tile_shares(base: torch.Tensor, side: int) -> tuple[float, float]:
     """
     The share of tiles that a kernel cannot skip, and that of tiles for which it needs no mask.
 
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        block_q (`int`): Number of queries in a tile.
-        block_k (`int`, *optional*): Number of keys in a tile. Defaults to `block_q`.
+        side (`int`): Number of queries and of keys in a tile.
 
     Returns:
         `tuple` of `float`: Fractions of the tiles with at least one entry on, and with all of them on, averaged over
         heads.
     """
-    block_k = block_k or block_q
-    height, width = -(-base.shape[1] // block_q), -(-base.shape[2] // block_k)
-    beyond = (0, width * block_k - base.shape[2], 0, height * block_q - base.shape[1])
+    length = base.shape[1]
+    count = -(-length // side)
+    beyond = (0, count * side - length, 0, count * side - length)
     live = full = 0
     for table in base:
         some, every = (
-            torch.nn.functional.pad(table, beyond, value=value).view(height, block_q, width, block_k)
+            torch.nn.functional.pad(table, beyond, value=value).view(count, side, count, side)
             for value in (False, True)
         )
         live += int(some.any(3).any(1).sum())
         full += int(every.all(3).all(1).sum())
-    count = len(base) * height * width
-    return live / count, full / count
-
-
-def live_tiles(base: torch.Tensor, block_q: int, block_k: int | None = None) -> float:
-    """The first of the [`tile_shares`], that of the tiles that a kernel cannot skip."""
-    return tile_shares(base, block_q, block_k)[0]
+    tiles = len(base) * count**2
+    return live / tiles, full / tiles
 
 
 def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = False) -> tuple[float, float]:

@@ -2,12 +2,13 @@
 Translation with sparse attention.
 
 The model is an [`~transformers.EncoderDecoderModel`] of a SparseBERT encoder and a causal SparseBERT decoder with the
-same pattern; cross-attention is dense. The tokenizer is a cased WordPiece trained on both languages.
+same pattern; cross-attention is dense. The tokenizer is a cased WordPiece trained on both languages. A saved model is
+loaded by `EncoderDecoderModel.from_pretrained(folder, attn_implementation="sparse_auto")`: without the backend's name
+one is chosen that does not apply the masks.
 
 Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5 and Appendix G.3.
 """
 
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -201,19 +202,6 @@ def build_model(
         **special, max_length=max_length, num_beams=num_beams, do_sample=False, early_stopping=num_beams > 1
     )
     return result
-
-
-def load_model(folder: str | os.PathLike) -> EncoderDecoderModel:
-    """
-    Load a saved model with its masks. (`from_pretrained` alone chooses a backend that does not apply them.)
-
-    Args:
-        folder (`str` or `os.PathLike`): Folder or Hub id.
-
-    Returns:
-        [`~transformers.EncoderDecoderModel`]
-    """
-    return EncoderDecoderModel.from_pretrained(folder, attn_implementation="sparse_auto")
 
 
 def encode(
