@@ -161,6 +161,7 @@ def test_words_and_lists(arguments, section, field, value):
         (["theory", "windw"], "did you mean 'window'"),
         (["draw", "window"], "--output_dir is needed"),
         (["search", "--model", "DIR"], "--data is needed"),
+        (["prune", "DIR"], "--output_dir is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

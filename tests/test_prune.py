@@ -293,7 +293,6 @@ def test_the_recipe_of_the_fine_tuning_is_read(checkpoints, glue_folder, tmp_pat
         ({"sparsities": [1.5]}, None, r"sparsities must be in \(0, 1\) and, since special .* at most 0.8789, got 1.5"),
         ({"sparsities": [0.9]}, None, "at most 0.8789, got 0.9"),
         ({"random_controls": -1}, None, "random_controls must be an integer of at least 0, got -1"),
-        ({"output_dir": None}, None, "--output_dir is needed"),
         ({}, {"task": "rtee"}, "did you mean 'rte'"),
         ({}, {"mask": "window"}, "mask has no meaning here"),
         ({}, {"all": True}, "all has no meaning here"),

@@ -15,7 +15,7 @@ from ..models.attaching import allowed_fields
 from ..search.searches import SEARCHES
 from ..training.post_hoc import agreement_table, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS, SECTIONS
-from ._command import Command, Printing, Results, advising, needed
+from ._command import Command, Printing, Results, advising
 
 
 def command(words):
@@ -35,8 +35,6 @@ def command(words):
 
 
 def run(values):
-    source = ("data.data",) if values["data"].get("task") is None else ()
-    needed(values, "data.model", *source, "data.output_dir")
     with advising("nothing was written, the same command starts from the beginning"):
         metrics = search_post_hoc(values)
     lines = [f"written to {values['data']['output_dir']}"]

@@ -77,9 +77,6 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
     Raises:
         ValueError, OSError: If something is wrong with the options, the run or the recipe.
     """
-    for name in ("run", "output_dir"):
-        if getattr(options, name) is None:
-            raise ValueError(f"--{name} is needed")
     check_range("random_controls", options.random_controls, 0)
     if not options.sparsities:
         raise ValueError("sparsities must name at least one fraction to remove, got []")
