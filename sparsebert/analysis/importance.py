@@ -167,29 +167,28 @@ def estimate(values: np.ndarray) -> dict[str, np.ndarray]:
     return result
 
 
-def sketch(probs: torch.Tensor, special_tokens: str = "first_last", length: int = SKETCH_LENGTH) -> torch.Tensor:
+def sketch(probs: torch.Tensor, special_tokens: str = "first_last") -> torch.Tensor:
     """
-    Pool P onto a few tokens without mixing the diagonal, its neighbors and the special tokens.
+    Pool P onto 16 tokens without mixing the diagonal, its neighbors and the special tokens.
 
     Pooling square tiles would mix the diagonal with its neighbors. Here the row and column of a special token are
     pooled on their own. The other cells at offsets 0, 1, 2 and 3 hold exactly these offsets; the cells beyond share
     the longer offsets, and along each offset its positions, in equal parts. Every entry of P counts in exactly one
-    cell, and P of `length` tokens is its own sketch.
+    cell, and P of 16 tokens is its own sketch.
 
     Args:
         probs (`torch.Tensor`): P, `(..., n, n)`.
         special_tokens (`str`, *optional*, defaults to `"first_last"`): `"none"`, `"first"` or `"first_last"`.
-        length (`int`, *optional*, defaults to 16): Number of tokens of the sketch, from 8 to n.
 
     Returns:
-        `torch.Tensor` of shape `(..., length, length)`, float32: the mean of each cell.
+        `torch.Tensor` of shape `(..., 16, 16)`, float32: the mean of each cell.
     Raises:
-        ValueError: If `length` is below 8 or above n, or `special_tokens` is unknown.
+        ValueError: If n is below 16, or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Figure 2b; how it was pooled is not published.
     """
-    num_tokens = probs.shape[-1]
-    if not 8 <= length <= num_tokens:
-        raise ValueError(f"length of a sketch of {num_tokens} tokens must be in [8, {num_tokens}], got {length}")
+    length, num_tokens = SKETCH_LENGTH, probs.shape[-1]
+    if num_tokens < length:
+        raise ValueError(f"a sketch needs at least {length} tokens, got {num_tokens}")
     special = special_entries(num_tokens, special_tokens)
     first = int(special_tokens != "none")
     num_inner = num_tokens - first - (special_tokens == "first_last")

@@ -10,6 +10,8 @@ from scipy import stats
 
 
 Key = TypeVar("Key", bound=Hashable)
+# Confidence level of the intervals.
+_CONFIDENCE = 0.95
 # Notes of tables with the results of `compare_seeds`.
 COMPARED = "difference: paired t interval of 95 %, not corrected; p: two-sided, corrected by Holm for this table"
 
@@ -34,7 +36,6 @@ def paired_bootstrap(
     theirs: Sequence[Sequence[Any]],
     references: Sequence[Any],
     resamples: int = 1000,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Any]:
     """
@@ -48,7 +49,6 @@ def paired_bootstrap(
         ours, theirs (`list[list]`): Predictions of each system by seed, `(num_seeds, num_examples)`.
         references (`list`): Reference of each example.
         resamples (`int`, *optional*, defaults to 1000): Number of resamples.
-        confidence (`float`, *optional*, defaults to 0.95): Confidence level of the interval.
         seed (`int`, *optional*, defaults to 0): Seed of the resampling.
 
     Returns:
@@ -79,28 +79,27 @@ def paired_bootstrap(
         difference(rng.integers(num_seeds, size=num_seeds), rng.integers(num_examples, size=num_examples))
         for _ in range(resamples)
     ]
-    tail = (1 - confidence) / 2
+    tail = (1 - _CONFIDENCE) / 2
     return {
         "difference": float(difference(np.arange(num_seeds), np.arange(num_examples))),
         "interval": [float(value) for value in np.quantile(samples, [tail, 1 - tail])],
-        "confidence": confidence,
+        "confidence": _CONFIDENCE,
         "num_seeds": num_seeds,
     }
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """
     Difference of two systems that ran with the same seeds, by Student's t test for pairs.
 
     Args:
         ours, theirs (`list[float]`): A number of each system by seed, two or more.
-        confidence (`float`, *optional*, defaults to 0.95): Confidence level of the interval.
 
     Returns:
-        `dict[str, float]`: `"difference"` (ours minus theirs, mean over seeds), `"low"` and `"high"` of its interval,
-        and `"p"` of the two-sided test. For pairs that are all equal: 0, 0, 0 and 1. If all differences are equal but
-        not 0, as can happen with a small test set, nothing is known about their spread: the interval is infinite, and
-        p is 1.
+        `dict[str, float]`: `"difference"` (ours minus theirs, mean over seeds), `"low"` and `"high"` of its 95 %
+        interval, and `"p"` of the two-sided test. For pairs that are all equal: 0, 0, 0 and 1. If all differences are
+        equal but not 0, as can happen with a small test set, nothing is known about their spread: the interval is
+        infinite, and p is 1.
     Raises:
         ValueError: If there are fewer than two pairs.
     """
@@ -112,7 +111,7 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
     if max(differences) - min(differences) <= 1e-9 * max(map(abs, (*ours, *theirs))):
         return {"difference": statistics.fmean(differences), "low": -math.inf, "high": math.inf, "p": 1.0}
     test = stats.ttest_rel(ours, theirs)
-    interval = test.confidence_interval(confidence)
+    interval = test.confidence_interval(_CONFIDENCE)
     return {
         "difference": statistics.fmean(differences),
         "low": float(interval.low),

@@ -310,9 +310,9 @@ class SparseAttention(Float32Module):
         """The mask that a search would freeze to now, see [`LearnedMask.thresholded_mask`]."""
         return self._learned_mask().thresholded_mask(threshold, sparsity)
 
-    def outcome(self, threshold: float | None = None, sparsity: float | None = None) -> dict[str, Any]:
+    def outcome(self, sparsity: float | None = None) -> dict[str, Any]:
         """What freezing would give now, and how clearly the search has decided it, see [`LearnedMask.to_mask`]."""
-        return self._learned_mask().to_mask(threshold, sparsity)[1]
+        return self._learned_mask().to_mask(sparsity=sparsity)[1]
 
     def sparsity(self) -> float:
         """Fraction of entries that the frozen mask, or the thresholded one, removes at its own length."""

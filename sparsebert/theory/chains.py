@@ -70,13 +70,12 @@ def is_chain(table: np.ndarray, order: Sequence[int] | np.ndarray) -> bool:
     return bool(is_permutation and table[places[1:], places[:-1]].all())
 
 
-def find_chain(table: np.ndarray, seed: int = 0) -> Chain:
+def find_chain(table: np.ndarray) -> Chain:
     """
     Find a chain, prove that there is none, or do neither.
 
     Args:
         table (`np.ndarray` of shape `(n, n)`): Bool table, the union of all patterns of a cycle.
-        seed (`int`, *optional*, defaults to 0): Seed of the heuristic search.
 
     Returns:
         [`Chain`]
@@ -107,7 +106,7 @@ def find_chain(table: np.ndarray, seed: int = 0) -> Chain:
                 return Chain(False, None, "proved by OR-tools' solver CP-SAT")
             if exists:
                 return _found(table, order, "by OR-tools")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for _ in range(RESTARTS):
         order = _grow(table, rng)
         if is_chain(table, order):

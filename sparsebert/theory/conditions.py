@@ -126,9 +126,7 @@ class Universality:
     facts: dict[str, Facts]
 
 
-def check_universality(
-    mask: "SparseMask", length: int | None = None, seed: int = 0, causal: bool = False
-) -> Universality:
+def check_universality(mask: "SparseMask", length: int | None = None, causal: bool = False) -> Universality:
     """
     Check the assumptions of the theorems for a mask.
 
@@ -137,7 +135,6 @@ def check_universality(
             by all layers has p = 1.
         length (`int`, *optional*): Number of tokens, n, at least 2. Defaults to the mask's own length. Inputs are
             assumed to be unpadded.
-        seed (`int`, *optional*, defaults to 0): Seed of the heuristic search for a chain.
         causal (`bool`, *optional*, defaults to `False`): Whether to remove the keys after the query, as a decoder
             does.
 
@@ -164,7 +161,7 @@ def check_universality(
     kinds = {"one pattern": tables[:, 0]}
     if not (tables == tables[:, :1]).all():
         kinds = {"union": np.any(tables, axis=1), "intersection": np.all(tables, axis=1)}
-    facts = {kind: check_patterns(patterns, seed) for kind, patterns in kinds.items()}
+    facts = {kind: check_patterns(patterns) for kind, patterns in kinds.items()}
     universal, reason = _verdict(facts, length, mask.num_heads)
     return Universality(universal, reason, length, mask.num_heads, len(tables), sparsity, facts)
 
@@ -200,13 +197,12 @@ def _verdict(facts, length, num_heads):
     return YES, "O(n) Connections, Theorem 1: 1.1, 1.2 and 1.3 hold"
 
 
-def check_patterns(tables: np.ndarray, seed: int = 0) -> Facts:
+def check_patterns(tables: np.ndarray) -> Facts:
     """
     Find the facts of a cycle of patterns.
 
     Args:
         tables (`np.ndarray` of shape `(p, n, n)`): Bool tables, True = may attend.
-        seed (`int`, *optional*, defaults to 0): Seed of the heuristic search for a chain.
 
     Returns:
         [`Facts`]
@@ -215,7 +211,7 @@ def check_patterns(tables: np.ndarray, seed: int = 0) -> Facts:
     without_self = int((~tables.diagonal(axis1=1, axis2=2)).sum())
     return Facts(
         without_self,
-        find_chain(np.any(tables, axis=0), seed),
+        find_chain(np.any(tables, axis=0)),
         find_reach(tables),
         bool((tables != np.eye(length, dtype=bool)).all()),
         float(np.count_nonzero(tables)) / len(tables),

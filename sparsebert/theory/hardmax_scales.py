@@ -41,6 +41,8 @@ SCALE_FORMULAS: dict[str, Callable[..., float]] = {
     "entmax15": lambda error, length: _entmax(error, length, 1.5),
     "entmax": _entmax,
 }
+# Of [`standard_scales`]: margin, error and number of keys.
+_STANDARD = (1.0, 0.1, 128)
 # Parameters that are shown for the maps that have some.
 _EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "topk": ({"k": 2},),
@@ -186,22 +188,16 @@ def check_scale(name: str, margin: float, error: float, length: int, **parameter
     return replace(result, scale=scale, probability=probability)
 
 
-def standard_scales(margin: float = 1.0, error: float = 0.1, length: int = 128) -> list[Scale]:
+def standard_scales() -> list[Scale]:
     """
-    Check every map of `PROBABILITY_MAPS`, those with parameters at example values.
-
-    Args:
-        margin (`float`, *optional*, defaults to 1.0): Margin zeta > 0.
-        error (`float`, *optional*, defaults to 0.1): Error eta in (0, 1].
-        length (`int`, *optional*, defaults to 128): Number of keys of a row, m; at least 2.
+    Check every map of `PROBABILITY_MAPS`, those with parameters at example values, for a margin of 1, an error of 0.1
+    and 128 keys.
 
     Returns:
         `list[Scale]`
-    Raises:
-        ValueError: If an argument is out of its range.
     """
     cases = ((name, parameters) for name in PROBABILITY_MAPS for parameters in _EXAMPLES.get(name, ({},)))
-    return [check_scale(name, margin, error, length, **parameters) for name, parameters in cases]
+    return [check_scale(name, *_STANDARD, **parameters) for name, parameters in cases]
 
 
 def scales_table(scales: list[Scale]) -> Table:

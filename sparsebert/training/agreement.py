@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
+from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
 from ..attention.choice import measure
 from ..models.attaching import get_sparse_attention
-from .matching import carrier, running_through, with_progress
+from .matching import carrier, running_through
 from .objectives import Batch, hidden_states, inputs_of, squared_errors, token_logits
 
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from ..masks.sparse_mask import SparseMask
 
+# Rows per batch of token ids.
+_BATCH_SIZE = 16
 # Tokens of the batch whose inference is timed, and rounds.
 TIMED_TOKENS, _ROUNDS = 4096, 5
 
@@ -32,7 +35,6 @@ def agreement(
     rows: torch.Tensor | Sequence[Batch],
     teacher: "PreTrainedModel | None" = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    batch_size: int = 16,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """
@@ -46,7 +48,6 @@ def agreement(
         teacher (`PreTrainedModel`, *optional*): The dense model, if its weights differ from those of `model`.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Report the MLM loss too; needs a model with that head, and
             batches of token ids.
-        batch_size (`int`, *optional*, defaults to 16): Rows per batch of token ids.
         seed (`int`, *optional*, defaults to 0): Seed of the choice of tokens to predict.
 
     Returns:
@@ -58,12 +59,12 @@ def agreement(
         name: get_sparse_attention(model) if mask is None else carrier(model, mask) for name, mask in masks.items()
     }
     dense = carrier(model)
-    batches = rows.split(batch_size) if isinstance(rows, torch.Tensor) else rows
+    batches = rows.split(_BATCH_SIZE) if isinstance(rows, torch.Tensor) else rows
     cosines, errors, losses = ({name: list[torch.Tensor]() for name in masks} for _ in range(3))
     collator = None if tokenizer is None else DataCollatorForLanguageModeling(tokenizer, seed=seed)
     model.eval()
     with torch.no_grad():
-        for batch in with_progress(batches, len(batches), "Comparing masks"):
+        for batch in tqdm(batches, "Comparing masks", disable=None):
             ids = inputs_of(batch)["input_ids"]
             with running_through(model, dense):
                 targets = hidden_states(teacher or model, batch)

@@ -190,7 +190,7 @@ def learn_mask(
         parameter.requires_grad_(True)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
-    for step, batch in enumerate(with_progress(batches, steps, "Searching")):
+    for step, batch in enumerate(tqdm(batches, "Searching", steps, disable=None)):
         sparse_attention.set_progress((step + 1) / steps)
         with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
             targets = compared.record(model, batch)
@@ -288,7 +288,7 @@ def recover(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
     )
-    for step, batch in enumerate(with_progress(batches, steps, "Recovering")):
+    for step, batch in enumerate(tqdm(batches, "Recovering", steps, disable=None)):
         if masks is not None and step in masks:
             sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
         with torch.no_grad():
@@ -314,8 +314,3 @@ def _objective(name, model, bf16):
             return objective.record(model, batch)
 
     return replace(objective, record=record)
-
-
-def with_progress(batches: Iterable, total: int, description: str) -> Iterable:
-    """The batches with a progress bar, if the error output is a terminal."""
-    return tqdm(batches, description, total, disable=None)
