@@ -28,7 +28,7 @@ from .run_cards import add_pretraining, hardware
 from .run_checks import check_evaluation, check_pretraining, check_schedule, check_training
 from .run_folders import resume_from, run_folder
 from .search_start import check_rows_fill_mask, check_search_start, start_search
-from .stopping import StopOnSignal
+from .stopping import STOPPING_FIELDS, StopOnSignal
 from .time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
 from .trainer import SparseBertTrainer
 
@@ -82,12 +82,7 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         locked_output(output) as unfinished,
         run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
     ):
-        # Whatever the recipe says of signals, they save a checkpoint.
-        changed: dict[str, Any] = {
-            "output_dir": str(place[0]),
-            "resume_from_checkpoint": place[1],
-            "enable_jit_checkpoint": False,
-        }
+        changed: dict[str, Any] = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], **STOPPING_FIELDS}
         if data.max_minutes is not None and not counts_steps(recipe["training"]):
             changed["max_steps"] = ENDLESS
         return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})

@@ -38,7 +38,7 @@ from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_checks import check_evaluation, check_model_fields, check_schedule, check_training
 from .run_folders import resume_from, run_folder
 from .sources import check_source
-from .stopping import StopOnSignal
+from .stopping import STOPPING_FIELDS, StopOnSignal
 from .trainer import SparseBertTrainer
 
 
@@ -294,8 +294,7 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         locked_output(output) as unfinished,
         run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
     ):
-        # Whatever the recipe says of signals, they save a checkpoint.
-        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], "enable_jit_checkpoint": False}
+        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], **STOPPING_FIELDS}
         training = Seq2SeqTrainingArguments(**recipe["training"] | changed | {"predict_with_generate": True})
         return _train_translation(data, recipe["model"], training)
 

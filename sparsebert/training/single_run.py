@@ -20,7 +20,7 @@ from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_cards import add_finetuning, draw_heads, hardware
 from .run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
 from .run_folders import check_unfinished, resume_from, run_folder
-from .stopping import StopOnSignal
+from .stopping import STOPPING_FIELDS, StopOnSignal
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
 from .trainer import SparseBertTrainer
@@ -43,8 +43,7 @@ def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, ta
     """
     check_training(fields)
     given = {"save_strategy": "no"} | task.settings | fields
-    # Whatever the recipe says of signals, they save a checkpoint.
-    arguments = TrainingArguments(**given | {"output_dir": os.fspath(output_dir), "enable_jit_checkpoint": False})
+    arguments = TrainingArguments(**given | {"output_dir": os.fspath(output_dir), **STOPPING_FIELDS})
     check_schedule(arguments)
     check_evaluation(arguments)
     check_training_of_task(task, arguments)

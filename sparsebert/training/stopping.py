@@ -12,6 +12,8 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+# Of the training arguments: whatever the recipe says of signals, they save a checkpoint.
+STOPPING_FIELDS = {"enable_jit_checkpoint": False}
 # Processes of a distributed run agree at every so many steps, since asking each other costs time.
 AGREEMENT_STEPS = 10
 
