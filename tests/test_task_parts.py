@@ -153,7 +153,7 @@ def test_the_papers_settings_are_those_of_the_tasks(settings, monkeypatch, tmp_p
         recipes.append(recipe)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsebert.experiments.sparsebert_table2.finetune", finetune)
+    monkeypatch.setattr("sparsebert.experiments.recipe_sections.finetune", finetune)
     monkeypatch.setattr("sparsebert.experiments.sparsebert_table2._continued", lambda *_: tmp_path)
     experiment = EXPERIMENTS["sparsebert_table2"]
     cell = experiment.cells(experiment.arguments(**experiment.scales["paper"], swag=settings["swag"]))

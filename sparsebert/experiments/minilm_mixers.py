@@ -3,7 +3,6 @@ Convolutions in the first layers of a trained encoder: Figure 1 of [U], Are Tran
 1912.10077), on a model that has left the plateau.
 """
 
-import json
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ import torch
 from ..checks import check_range
 from ..hub import read_config
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
-from ..training.finetuning import finetune
 from .continued_pretraining import (
     ContinuedSettings,
     check_continued,
@@ -25,7 +23,7 @@ from .continued_pretraining import (
     shared_checkpoint,
 )
 from .experiment import Experiment, seeded
-from .recipe_sections import check_task, precision
+from .recipe_sections import check_task, finetuned
 
 
 @dataclass
@@ -126,19 +124,11 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         metrics = continue_training(cell, folder, own, model)
     metrics["shared_seconds"] += shared
     if cell["task"] is not None:
-        data: dict[str, Any] = {name: cell[name] for name in ("task", "data", "max_train_examples")}
-        data |= {"model": str(folder), "max_length": cell["max_length"], "test_split": []}
-        training = {
-            "output_dir": str(folder / "task"),
-            "seed": cell["seed"],
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        training |= {"learning_rate": cell["task_learning_rate"], "num_train_epochs": cell["task_epochs"]}
-        training |= {"save_strategy": "no", "dataloader_pin_memory": False} | precision(cell["bf16"])
-        data |= {"simple_baseline": False, "skip_bad": True}
-        output = finetune({"data": data, "model": {}, "training": training})
-        metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
+        data = {name: cell[name] for name in ("task", "data", "max_train_examples", "max_length")}
+        data["model"] = str(folder)
+        training = {"learning_rate": cell["task_learning_rate"], "num_train_epochs": cell["task_epochs"]}
+        training["seed"] = cell["seed"]
+        metrics["task_score"] = finetuned(data, training, folder / "task", cell["bf16"])["score"]
     return metrics
 
 

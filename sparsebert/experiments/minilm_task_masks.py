@@ -23,7 +23,7 @@ from ..training.post_hoc import STARTED_FROM, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
-from .minilm_tasks import TRAINED_FIELDS, finetuned, with_task_mean
+from .minilm_tasks import TRAINED_FIELDS, finetuned_cell, with_task_mean
 from .recipe_sections import check_task
 
 
@@ -140,7 +140,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    trained = finetuned(cell, folder)
+    trained = finetuned_cell(cell, folder)
     names = ("task", "data", "max_length", "batch_size", "recover", "bf16", "seed")
     data = {name: cell[name] for name in names}
     data |= {"model": str(folder / "run"), "output_dir": str(folder / "masked"), "timed": False, "skip_bad": True}

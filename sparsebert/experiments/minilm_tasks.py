@@ -1,6 +1,5 @@
 """What masks of a trained encoder cost on tasks: fine-tuning through those of [`minilm`] and other experiments."""
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +11,9 @@ from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..models.loading import check_folder
-from ..training.finetuning import finetune
 from .continued_pretraining import PACKAGE, located
 from .experiment import Experiment
-from .recipe_sections import check_task, precision
+from .recipe_sections import check_task, finetuned
 
 
 # The system that is no cell: the model as it was, without a mask and without recovery.
@@ -110,12 +108,12 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     Returns:
         `dict`: Metrics.
     """
-    found = finetuned(cell, folder)
+    found = finetuned_cell(cell, folder)
     names = ("score", "train_examples", "input_sparsity", "train_seconds", "main_metric")
     return {name: found[name] for name in names}
 
 
-def finetuned(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+def finetuned_cell(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     Fine-tune the model of a cell, in the folder `run`.
 
@@ -129,12 +127,8 @@ def finetuned(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = {name: cell[name] for name in ("task", "data", "max_train_examples", "max_length")}
     data["model"] = located(cell["model"])
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
-    training |= {"output_dir": str(folder / "run"), "disable_tqdm": True, "report_to": "none"}
-    training |= precision(cell["bf16"])
-    training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
-    own = {"test_split": [], "simple_baseline": False, "skip_bad": True}
-    output = finetune({"data": data | own, "model": {}, "training": training})
-    return json.loads((output / "metrics.json").read_text())
+    training["train_sampling_strategy"] = "group_by_length"
+    return finetuned(data, training, folder / "run", cell["bf16"])
 
 
 def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:

@@ -3,15 +3,13 @@ Token mixers instead of attention: Table 1 and Figure 1 of [U], Are Transformers
 1912.10077).
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..data.tasks import TASKS
-from ..training.finetuning import finetune
 from .experiment import Experiment, seeded
-from .recipe_sections import check_task, precision
+from .recipe_sections import check_task, finetuned
 from .text_pretraining import SHARED, TextSettings, check_text, run_text, text_fields
 
 
@@ -100,9 +98,8 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     if cell["task"] is not None:
         data = {"task": cell["task"], "data": cell["data"], "model": str(folder)}
         data["max_length"] = min(TASKS[cell["task"]].max_length, cell["max_length"])
-        training = {"output_dir": str(folder / "finetuned"), "seed": cell["seed"]} | precision(cell["bf16"])
-        output = finetune({"data": data, "model": {}, "training": training})
-        metrics["task_score"] = json.loads((output / "metrics.json").read_text())["score"]
+        found = finetuned(data, {"seed": cell["seed"]}, folder / "finetuned", cell["bf16"])
+        metrics["task_score"] = found["score"]
     return metrics
 
 

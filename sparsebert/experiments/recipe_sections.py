@@ -1,5 +1,6 @@
 """Sections of the recipe that a cell runs, shared by all experiments that train from a recipe."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from ..checks import check_range, nearest
 from ..data.tasks import TASKS
+from ..training.finetuning import finetune
 from ..training.finetuning_arguments import FinetuningArguments
 from ..training.sources import check_text_files
 from ..training.task_data import choose_splits
@@ -85,6 +87,29 @@ def precision(bf16: bool) -> dict[str, Any]:
         bf16 (`bool`): Whether to train in bfloat16 (autocast).
     """
     return {"bf16": True, "use_cpu": not torch.cuda.is_available()} if bf16 else {}
+
+
+def finetuned(
+    data: dict[str, Any], training: dict[str, Any], output_dir: Path, bf16: bool, model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """
+    Fine-tune with what all cells have in common: scores on the validation split alone, no baseline, no checkpoints.
+
+    Args:
+        data (`dict`): Fields of the section `data` of the recipe.
+        training (`dict`): Fields of the section `training`.
+        output_dir (`Path`): Output folder of the run.
+        bf16 (`bool`): Whether to train in bfloat16 (autocast).
+        model (`dict`, *optional*): Fields of the section `model`.
+
+    Returns:
+        `dict`: Metrics of the fine-tuning.
+    """
+    data = data | {"test_split": [], "simple_baseline": False, "skip_bad": True}
+    training = training | {"output_dir": str(output_dir), "save_strategy": "no", "report_to": "none"}
+    training |= {"disable_tqdm": True, "dataloader_pin_memory": False} | precision(bf16)
+    output = finetune({"data": data, "model": model or {}, "training": training})
+    return json.loads((output / "metrics.json").read_text())
 
 
 def check_steps(cell: dict[str, Any]) -> None:

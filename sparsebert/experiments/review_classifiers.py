@@ -12,9 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ..data.tasks import glue
 from ..models.loading import carries_mask, load
-from ..training.finetuning import finetune
 from .continued_pretraining import located
-from .recipe_sections import precision
+from .recipe_sections import finetuned
 
 
 # Tokens of a batch of inference, padding included.
@@ -68,7 +67,7 @@ def write_rows(cell: dict[str, Any], folder: Path, further: int = 0) -> dict[str
 
 
 def trained(
-    cell: dict[str, Any], folder: Path, model_folder: str, model: Mapping[str, Any] | None = None
+    cell: dict[str, Any], folder: Path, model_folder: str, model: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """
     Fine-tune a model on the texts of a cell, in the folder `run`.
@@ -82,14 +81,10 @@ def trained(
     Returns:
         `dict`: Metrics of the fine-tuning.
     """
-    data: dict[str, Any] = {"task": TASK, "data": str(folder / "data"), "model": model_folder}
-    data |= {"max_length": cell["max_length"], "test_split": [], "simple_baseline": False, "skip_bad": True}
+    data = {"task": TASK, "data": str(folder / "data"), "model": model_folder, "max_length": cell["max_length"]}
     training = {name: cell[name] for name in ("learning_rate", "num_train_epochs", "warmup_steps", "seed")}
-    training |= {"output_dir": str(folder / "run"), "per_device_train_batch_size": cell["batch_size"]}
-    training |= {"train_sampling_strategy": "group_by_length", "dataloader_pin_memory": False, "save_strategy": "no"}
-    training |= {"disable_tqdm": True, "report_to": "none"} | precision(cell["bf16"])
-    output = finetune({"data": data, "model": dict(model or {}), "training": training})
-    return json.loads((output / "metrics.json").read_text())
+    training |= {"per_device_train_batch_size": cell["batch_size"], "train_sampling_strategy": "group_by_length"}
+    return finetuned(data, training, folder / "run", cell["bf16"], model)
 
 
 def classifier(folder: Path, bf16: bool) -> Any:

@@ -12,14 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from ..analysis.charts import plot_values
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
-from ..training.finetuning import finetune
 from ..training.run_checks import check_training
 from .continued_pretraining import (
     ContinuedSettings,
@@ -30,7 +28,7 @@ from .continued_pretraining import (
 )
 from .experiment import Experiment
 from .kept_files import FINISHED_NAME
-from .recipe_sections import precision
+from .recipe_sections import finetuned
 from .sparsebert_table1 import without_positions
 from .task_parts import find_splits, write_parts
 
@@ -146,12 +144,10 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     shared = time.perf_counter() - start
     quarter = cell["max_length"] // 4
     data = {"task": cell["task"], "data": str(folder / "data"), "model": str(model), "max_length": cell["max_length"]}
-    data |= {"doc_stride": quarter, "max_question_length": quarter, "test_split": [], "simple_baseline": False}
+    data |= {"doc_stride": quarter, "max_question_length": quarter}
     training = {field: cell[name] for name, field in _TRAINING.items() if cell[name] is not None}
-    training |= {"seed": cell["seed"], "output_dir": str(folder / "run"), "save_strategy": "no", "report_to": "none"}
-    training |= {"disable_tqdm": True, "dataloader_pin_memory": torch.cuda.is_available()} | precision(cell["bf16"])
-    output = finetune({"data": data, "model": {}, "training": training})
-    found = json.loads((output / "metrics.json").read_text())
+    training["seed"] = cell["seed"]
+    found = finetuned(data, training, folder / "run", cell["bf16"])
     pretrained = json.loads((model / "metrics.json").read_text())
     metrics = {name: found[name] for name in ("score", "sparsity", "input_sparsity", "train_examples")}
     metrics |= {"validation_examples": num_validation, "mlm_loss": pretrained["mlm_loss"]}
