@@ -29,12 +29,12 @@ LOCK_NAME = "_lock"
 UNFINISHED_NAME = "_unfinished.json"
 LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 # The results of a run, and the picture of its mask.
-RESULTS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
+METRICS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
 # What a fine-tuning run was asked for, and several; and the archive for GLUE's server.
 RECIPE_NAME, EXPERIMENT_NAME, SUBMISSION_NAME = "recipe.yaml", "experiment.yaml", "submission.zip"
 # Patterns of the results of a run, which say something false beside the model of another: those of every run, and what
 # a fine-tuning adds.
-RESULT_FILES = (RESULTS_NAME, "trainer_state.json", PICTURE_NAME, "mean_probs.png", "offset_profile.png")
+RESULT_FILES = (METRICS_NAME, "trainer_state.json", PICTURE_NAME, "mean_probs.png", "offset_profile.png")
 TASK_FILES = (
     *(RECIPE_NAME, "results.md", "predictions_*.json*"),
     *("nbest_predictions_*.json", "null_odds_*.json"),

@@ -15,9 +15,10 @@ from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, 
 from sparsebert.analysis.pictures import KEPT
 from sparsebert.analysis.runs import Run, read_run
 from sparsebert.commands import main
+from sparsebert.masks.expansion import fixed_entries
 from sparsebert.masks.mask_files import MASK_PROBS_NAME, MaskFileError
 from sparsebert.search.learned_mask import save_probs
-from sparsebert.training.pruned_masks import fixed_entries, make_masks, prune_by_probs, random_control
+from sparsebert.training.pruned_masks import make_masks, prune_by_probs, random_control
 from sparsebert.training.stopping import StopOnSignal
 from sparsebert.training.two_stage_pruning import PruningArguments, prune_run, pruning_table
 
@@ -51,7 +52,7 @@ SEARCHES = {
 @pytest.mark.parametrize("fields", SEARCHES.values(), ids=list(SEARCHES))
 def test_the_lowest_p_goes(fields, frozen, tmp_path):
     run = read_run(search(tmp_path / "run", frozen, **fields))
-    learned = fixed_entries(run.mask) == -1
+    learned = fixed_entries(run.mask.length, run.mask.special_tokens, run.mask.diagonal) == -1
     for sparsity in (0.3, 0.6):
         mask = prune_by_probs(run, sparsity)
         table = mask.to_table()
@@ -134,7 +135,7 @@ def test_what_a_run_has_pruned_does_not_come_back(form, tmp_path):
 def test_random_control_removes_as_many(tmp_path):
     mask = prune_by_probs(read_run(search(tmp_path / "run")), 0.6)
     first, again, other = (random_control(mask, seed) for seed in (0, 0, 1))
-    learned = fixed_entries(mask) == -1
+    learned = fixed_entries(mask.length, mask.special_tokens, mask.diagonal) == -1
     assert first == again and not torch.equal(first.keep, other.keep)
     for control in (first, other):
         assert torch.equal(control.to_table().sum((-1, -2)), mask.to_table().sum((-1, -2)))

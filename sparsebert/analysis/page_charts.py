@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .reports import GIVEN, LEARNED, RECOVERED
+from .reports import RECOVERED, own_mask
 
 
 WIDTH, HEIGHT = 480, 320
@@ -75,7 +75,7 @@ def scores(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Score]]:
 
 def _scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]:
     if "agreement" in metrics:
-        own = LEARNED if metrics.get("mask") is None else GIVEN
+        own = own_mask(metrics.get("mask"))
         numbers = metrics["agreement"].get(RECOVERED.format(own), metrics["agreement"][own])
         removed, seconds = metrics["sparsity"][own], metrics["seconds"]["total"]
         model = str(metrics["model"])

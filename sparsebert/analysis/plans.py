@@ -57,20 +57,21 @@ class Plan:
     choices: dict[str, tuple[str, str]]
 
     def __str__(self) -> str:
-        tiles = ", ".join(f"{size}: {100 * share:.1f} %" for size, share in self.live_tiles.items())
         width = max(map(len, self.choices))
         lines = [f"{phase:<{width}}  {name}: {reason}" for phase, (name, reason) in self.choices.items()]
-        return "\n".join([self._head(), f"live tiles by tile size  {tiles}", *lines])
+        return "\n".join([self._head(), f"live tiles by tile size  {self._tiles()}", *lines])
 
     def _head(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.length} tokens, {self.device}, {dtype}: {100 * self.sparsity:.1f} % of the entries removed"
 
+    def _tiles(self) -> str:
+        return ", ".join(f"{size}: {100 * share:.1f} %" for size, share in self.live_tiles.items())
+
     def table(self) -> Table:
         """The choices as a [`Table`], with sparsity as its title and live tiles below."""
         rows = [{"phase": phase, "backend": name, "reason": reason} for phase, (name, reason) in self.choices.items()]
-        tiles = ", ".join(f"{size}: {100 * share:.1f} %" for size, share in self.live_tiles.items())
-        return Table.of(self._head(), rows, [f"live tiles by tile size: {tiles}"])
+        return Table.of(self._head(), rows, [f"live tiles by tile size: {self._tiles()}"])
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values; a choice is `{"backend": ..., "reason": ...}`."""

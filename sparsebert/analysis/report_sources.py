@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .reports import METRICS_NAME, read_metrics
+from ..files import METRICS_NAME
+from .reports import read_metrics
 from .runs import NoMaskError, SavedMask, read_saved_mask
 
 

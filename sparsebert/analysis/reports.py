@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..data.tasks.glue import GLUE_COLUMNS
+from ..files import METRICS_NAME
 from .tables import Table
 
 
-METRICS_NAME = "metrics.json"
 POSITIONS = {
     "diagonal": "P diag.",
     "offset_1": "P 1",
@@ -30,6 +30,11 @@ _KINDS = (
     {"sparsity", "positions", "seconds"},
     {"agreement", "sparsity", "seconds"},
 )
+
+
+def own_mask(mask: str | None) -> str:
+    """`LEARNED` or, if the metrics of the search name a `mask`, `GIVEN`."""
+    return LEARNED if mask is None else GIVEN
 
 
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
@@ -158,7 +163,7 @@ def _pretraining_row(name, metrics):
 
 
 def _search_row(name, metrics):
-    own = LEARNED if metrics.get("mask") is None else GIVEN
+    own = own_mask(metrics.get("mask"))
     steps = {"dense": "dense", "": own, "recovered": RECOVERED.format(own)}
     row = {"run": name, "mask": str(metrics.get("mask") or metrics["search"]), "task": metrics.get("task") or ""}
     row["removed"] = _percent(metrics["sparsity"][own])

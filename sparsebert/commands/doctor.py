@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ..analysis.diagnosis import DTYPES, diagnose
 from ..analysis.runs import read_saved_mask
+from ..attention.self_check_process import TIMEOUT
 from ..hub import HubArguments
 from ._command import Command, Printing, Results
 
@@ -37,7 +38,7 @@ class DoctorArguments(HubArguments):
     head_sizes: list[int] = field(default_factory=lambda: [64])
     length: int = 512
     mask: str | None = None
-    timeout: float = 600.0
+    timeout: float = TIMEOUT
 
 
 def command(words):

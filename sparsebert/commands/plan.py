@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..analysis.diagnosis import DTYPES
 from ..analysis.plans import saved_plan
 from ..checks import check_choice
 from ..hub import HubArguments
 from ._command import Command, Printing, Results, needed
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -48,7 +46,7 @@ def command(words):
 def run(values):
     needed(values, "plan.source")
     options = PlanArguments(**values["plan"])
-    check_choice("dtype", options.dtype, tuple(DTYPES))
+    check_choice("dtype", options.dtype, DTYPES)
     hub_arguments = options.hub_arguments(options.source)
-    found = saved_plan(options.source, options.length, options.device, DTYPES[options.dtype], **hub_arguments)
+    found = saved_plan(options.source, options.length, options.device, getattr(torch, options.dtype), **hub_arguments)
     return Results(found.as_json(), [found.table()])

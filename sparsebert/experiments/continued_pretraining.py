@@ -22,6 +22,7 @@ from ..analysis.tables import Table
 from ..checks import check_range
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
+from ..files import METRICS_NAME
 from ..hub import read_config
 from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -229,7 +230,7 @@ def shared_checkpoint(cell: dict[str, Any], runs: Path) -> Path:
     key = zlib.crc32(json.dumps(shared, sort_keys=True).encode())
     path, start = runs / f"checkpoint_{key:08x}", runs / f"start_{key:08x}"
     with FileLock(f"{path}.lock"):
-        if (path / "metrics.json").is_file():
+        if (path / METRICS_NAME).is_file():
             return path
         if not (start / "tokenizer.json").is_file():
             _with_unigram_head(cell, start)

@@ -24,7 +24,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from ..attention.backends import check_backend
 from ..attention.dot_product import sparse_dot_product_attention
 from ..checks import check_range
-from ..files import write_metrics
+from ..files import METRICS_NAME, write_metrics
 from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import SparseMask
 from ..training.run_checks import warn_of_slow_bfloat16
@@ -313,4 +313,4 @@ def run_copying(arguments: CopyingArguments, output_dir: str | os.PathLike) -> d
     metrics |= {"sparsity": mask.sparsity, "steps": arguments.max_steps, "seconds": time.perf_counter() - start}
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    return write_metrics(output / "metrics.json", metrics)
+    return write_metrics(output / METRICS_NAME, metrics)

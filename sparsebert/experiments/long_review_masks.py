@@ -24,7 +24,7 @@ from .review_classifiers import check_reviews, classifier, score, trained, write
 # How texts are read.
 WAYS = ("truncated", "split")
 # What the name of a system ends with if its weights were adapted to the mask.
-RECOVERED = "_recovered"
+_SUFFIX = "_recovered"
 
 
 @dataclass
@@ -141,7 +141,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     metrics |= {"search_seconds": searched["seconds"]["search"], "removed": searched["sparsity"][LEARNED]}
     systems = {"dense": folder / "run", LEARNED: folder / LEARNED}
     for name in (LEARNED, *cell["controls"]):
-        system = f"{name}{RECOVERED}"
+        system = f"{name}{_SUFFIX}"
         systems[system] = folder / system
         own = {"recover": cell["recover"], "recover_objective": "answers", "output_dir": str(systems[system])}
         mask, model = (str(systems[LEARNED]), {}) if name == LEARNED else (name, target)
@@ -166,7 +166,7 @@ def _by_system(finished):
         for metric in metrics:
             if metric.startswith("accuracy_"):
                 system, way = metric.removeprefix("accuracy_").rsplit("_", 1)
-                name = f"{system.replace(RECOVERED, ', recovered')}, {way}"
+                name = f"{system.replace(_SUFFIX, ', recovered')}, {way}"
                 accuracy.setdefault(name, {})[cell["settings"]["seed"]] = 100 * metrics[metric]
                 times.setdefault(name, []).append(metrics[f"ms_per_text_{system}_{way}"])
     order = sorted(times, key=lambda name: statistics.fmean(times[name]))

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoModel, AutoTokenizer
 
 from ..analysis.charts import plot_lines
-from ..analysis.reports import GIVEN, LEARNED, RECOVERED
+from ..analysis.reports import RECOVERED, own_mask
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
@@ -199,7 +199,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
         model = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
         data |= {"mask": cell["mask"]}
     found = search_post_hoc({"data": data, "model": model})
-    name = LEARNED if learned else GIVEN
+    name = own_mask(found["mask"])
     before = found["agreement"][name]
     after = found["agreement"][RECOVERED.format(name)] if cell["recover"] else before
     metrics = {

@@ -30,8 +30,6 @@ from .recipe_sections import check_task
 # What the metrics call the masks that a search reports; manual ones keep their names.
 ATTENTION = "attention"
 _RENAMED = {STARTED_FROM: ATTENTION, RECOVERED.format(LEARNED): f"{LEARNED}_recovered"}
-# The same in tables, with weights that were adapted to a mask.
-_ADAPTED = "{}, recovered"
 
 
 @dataclass
@@ -180,7 +178,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         rows.append(row | {task: mean_text(values.values(), 1) for task, values in found.items()})
     seeds = {task: str(len(next(iter(by_mask.values())))) for task, by_mask in scores.items()}
     rows.append({"mask": "seeds"} | seeds)
-    best = LEARNED if _ADAPTED.format(LEARNED) not in masks else _ADAPTED.format(LEARNED)
+    best = LEARNED if RECOVERED.format(LEARNED) not in masks else RECOVERED.format(LEARNED)
     pairs = {
         (task, ours, other): (by_mask[ours], values)
         for task, by_mask in scores.items()
@@ -188,7 +186,7 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         for ours in (LEARNED if other == ATTENTION else best,)
         if ours in by_mask
         and other != best
-        and (other in ("dense", LEARNED, ATTENTION) or other.endswith(_ADAPTED.format("")))
+        and (other in ("dense", LEARNED, ATTENTION) or other.endswith(RECOVERED.format("")))
     }
     compared = compare_seeds(pairs, 1)
     differences = [
@@ -220,7 +218,7 @@ def _by_task(finished, prefix):
         masks = found.setdefault(cell["settings"]["task"], {})
         for name, value in cell["metrics"].items():
             if name.startswith(prefix):
-                mask = name.removeprefix(prefix).replace("_recovered", _ADAPTED.format(""))
+                mask = name.removeprefix(prefix).replace("_recovered", RECOVERED.format(""))
                 masks.setdefault(mask, {})[cell["settings"]["seed"]] = 100 * value
     return found
 

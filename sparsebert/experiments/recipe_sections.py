@@ -8,6 +8,7 @@ import torch
 
 from ..checks import check_range, nearest
 from ..data.tasks import TASKS
+from ..files import METRICS_NAME
 from ..training.finetuning import finetune
 from ..training.finetuning_arguments import FinetuningArguments
 from ..training.sources import check_text_files
@@ -109,7 +110,7 @@ def finetuned(
     training = training | {"output_dir": str(output_dir), "save_strategy": "no", "report_to": "none"}
     training |= {"disable_tqdm": True, "dataloader_pin_memory": False} | precision(bf16)
     output = finetune({"data": data, "model": model or {}, "training": training})
-    return json.loads((output / "metrics.json").read_text())
+    return json.loads((output / METRICS_NAME).read_text())
 
 
 def check_steps(cell: dict[str, Any]) -> None:

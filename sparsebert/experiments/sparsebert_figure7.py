@@ -16,6 +16,7 @@ from filelock import FileLock
 from ..analysis.runs import read_run
 from ..analysis.tables import Table
 from ..checks import check_choice, check_range
+from ..files import METRICS_NAME
 from ..training.pruned_masks import prune_by_probs, random_control
 from .continued_pretraining import (
     SEARCH_VARIANTS,
@@ -133,7 +134,7 @@ def _soft_search(cell, runs):
     own = {name: value for name, value in cell.items() if name not in _OF_STAGES}
     path = runs / f"soft_{zlib.crc32(json.dumps(own, sort_keys=True).encode()):08x}"
     with FileLock(f"{path}.lock"):
-        if not (path / "metrics.json").is_file():
+        if not (path / METRICS_NAME).is_file():
             model = {"search": "soft", "mask_logit_scale": cell["mask_logit_scale"], "sparsity_weight": 0.0}
             continue_training(cell, path, {"freeze_threshold": 0.5, "overwrite": True}, model)
     return path

@@ -18,6 +18,7 @@ from ..analysis.charts import plot_values
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
+from ..files import METRICS_NAME
 from ..training.run_checks import check_training
 from .continued_pretraining import (
     ContinuedSettings,
@@ -148,7 +149,7 @@ def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     training = {field: cell[name] for name, field in _TRAINING.items() if cell[name] is not None}
     training["seed"] = cell["seed"]
     found = finetuned(data, training, folder / "run", cell["bf16"])
-    pretrained = json.loads((model / "metrics.json").read_text())
+    pretrained = json.loads((model / METRICS_NAME).read_text())
     metrics = {name: found[name] for name in ("score", "sparsity", "input_sparsity", "train_examples")}
     metrics |= {"validation_examples": num_validation, "mlm_loss": pretrained["mlm_loss"]}
     evaluated = found["splits"]["validation"]
@@ -166,7 +167,7 @@ def _continued(cell, runs):
             return made.parent
     path = runs / f"model_{zlib.crc32(json.dumps(own, sort_keys=True).encode()):08x}"
     with FileLock(f"{path}.lock"):
-        if not (path / "metrics.json").is_file():
+        if not (path / METRICS_NAME).is_file():
             continue_training(own, path, {"overwrite": True}, cell["model"])
     return path
 

@@ -22,6 +22,11 @@ def default_length_policy(form: str) -> str:
     return "error" if form == "table" else "extend"
 
 
+def table_policy(policy: str) -> str:
+    """The length policy of a table that is made of a mask with this one."""
+    return default_length_policy("table") if policy == "extend" else policy
+
+
 def toeplitz_index(length: int, block_size: int = 1, device: torch.device | str | None = None) -> torch.Tensor:
     """The parameter of each entry in a Toeplitz form, `abs(i // B - j // B)`: a long tensor of shape `(n, n)`."""
     block = torch.arange(length, device=device) // block_size
@@ -114,6 +119,12 @@ def fill_fixed_entries(table: torch.Tensor, special_tokens: str, diagonal: bool 
     if diagonal is not None:
         table.diagonal(dim1=-2, dim2=-1).fill_(diagonal)
     return table
+
+
+def fixed_entries(length: int, special_tokens: str, diagonal: bool | None) -> torch.Tensor:
+    """Which entries a search does not learn: int8 `(n, n)` on the CPU, 1 always on, 0 always off, -1 learned."""
+    fixed = torch.full((length, length), -1, dtype=torch.int8, device="cpu")
+    return fill_fixed_entries(fixed, special_tokens, diagonal)
 
 
 def check_length(length: int, mask_length: int, form: str) -> None:

@@ -19,9 +19,9 @@ from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotF
 from transformers.utils import CONFIG_NAME
 
 from ..files import (
+    METRICS_NAME,
     PICTURE_NAME,
     RESULT_FILES,
-    RESULTS_NAME,
     TASK_FILES,
     UNFINISHED_NAME,
     check_undamaged,
@@ -197,7 +197,7 @@ def push_folder(
         stale |= set(filter(WEIGHTS.fullmatch, here))
     if replaced is None and ours:
         stale.add(PICTURE_NAME)
-    if replaced is None and CONFIG_NAME in names and ours and RESULTS_NAME in here:
+    if replaced is None and CONFIG_NAME in names and ours and METRICS_NAME in here:
         results = (*RESULT_FILES, *TASK_FILES)
         stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in results)}
     stale = {place + name for name in stale - set(names)}

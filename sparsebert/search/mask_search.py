@@ -17,7 +17,7 @@ from ..masks.expansion import (
     SPECIAL_TOKENS,
     check_length,
     expand,
-    fill_fixed_entries,
+    fixed_entries,
     num_empty_rows,
     num_kept,
     parameter_index,
@@ -168,9 +168,8 @@ class MaskSearch:
 
     @functools.cached_property
     def fixed(self) -> torch.Tensor:
-        """Which entries are learned, int8 `(n, n)`: 1 always on, 0 always off, -1 learned."""
-        fixed = torch.full((self.length, self.length), -1, dtype=torch.int8, device="cpu")
-        return fill_fixed_entries(fixed, self.special_tokens, self.diagonal)
+        """Which entries are learned, see [`fixed_entries`]."""
+        return fixed_entries(self.length, self.special_tokens, self.diagonal)
 
     # Copies and pickles make their own cache.
     def __getstate__(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
 from ..checks import check_choice, nearest
+from ..masks.expansion import table_policy
 from ..masks.sparse_mask import SparseMask
 from .attention_scores import AttentionScores
 from .budget import scheduled
@@ -289,13 +290,12 @@ class ProgressivePruning(TrainerCallback):
         kept = prune(
             kept.flatten(2), scores.flatten(2), index, learned, sparsity, self.scope, config.allow_empty_rows
         ).view_as(kept)
-        policy = "error" if mask.length_policy == "extend" else mask.length_policy
         sparse_attention.set_mask(
             SparseMask(
                 kept,
                 mask.length,
                 last_token=mask.last_token,
-                length_policy=policy,
+                length_policy=table_policy(mask.length_policy),
                 metadata={"base_model": config.name_or_path or None, "pruning": self.settings},
             )
         )

@@ -13,6 +13,7 @@ import numpy as np
 from ..analysis.reports import read_metrics
 from ..analysis.statistics import paired_bootstrap
 from ..data.tasks import TASKS
+from ..files import METRICS_NAME
 from .single_run import read_predictions
 from .task_data import TaskData
 
@@ -53,7 +54,7 @@ def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[in
         ValueError: If its metrics are damaged, or it is of another task, has none of the seeds, or was evaluated on
             other examples.
     """
-    path = Path(folder) / "metrics.json"
+    path = Path(folder) / METRICS_NAME
     if not path.is_file():
         raise FileNotFoundError(f"baseline {folder}: there is no finished run (metrics.json) of {data.task.name}")
     try:
@@ -91,7 +92,7 @@ def compare(folder: str | os.PathLike, baseline: str | os.PathLike, resamples: i
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:
         raise ValueError(f"{folder} and {baseline} have no seed in common")
-    run = json.loads((ours[seeds[0]] / "metrics.json").read_text(encoding="utf-8"))
+    run = json.loads((ours[seeds[0]] / METRICS_NAME).read_text(encoding="utf-8"))
     task = TASKS[run["task"]]
     result: dict[str, Any] = {"baseline": str(baseline), "seeds": seeds}
     for split, values in run["splits"].items():

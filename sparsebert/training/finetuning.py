@@ -27,6 +27,7 @@ from ..data.tasks import TASKS
 from ..data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
 from ..files import (
     EXPERIMENT_NAME,
+    METRICS_NAME,
     RECIPE_NAME,
     SUBMISSION_NAME,
     check_other_folder,
@@ -147,20 +148,20 @@ def _finetune(
         folder = output / name if options.all else output
         metrics = _run_task(data, recipe, seeds, grid, folder)
         make_way(folder, metrics, several == ("seed" in older[folder]))
-        write_metrics(folder / "metrics.json", metrics)
+        write_metrics(folder / METRICS_NAME, metrics)
         if PartialState().is_main_process:
             for run in metrics.get("seeds", {}).values():
                 add_finetuning(folder / run["folder"], metrics, from_hub=options.data is None)
         if name in baselines:
             comparison = {"comparison": compare(folder, baselines[name])}
-            metrics = write_metrics(folder / "metrics.json", metrics | comparison)
+            metrics = write_metrics(folder / METRICS_NAME, metrics | comparison)
         results[name] = metrics
     if options.all:
         metrics = {"glue": results, "missing": missing} | averages(_glue_scores(results))
         make_way(output, metrics, "glue" not in older[output])
         if PartialState().is_main_process:
             _write_submission(results, output)
-        write_metrics(output / "metrics.json", metrics)
+        write_metrics(output / METRICS_NAME, metrics)
     return output
 
 
@@ -254,7 +255,7 @@ def _run_grid(
         best = max(cells, key=_score)
         for cell in cells:
             if cell is not best and PartialState().is_main_process:
-                for result in (output / cell["folder"]).glob("seed-*/metrics.json"):
+                for result in (output / cell["folder"]).glob(f"seed-*/{METRICS_NAME}"):
                     for path in result.parent.glob("model*.safetensors"):
                         path.unlink()
                     for path in result.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
@@ -285,14 +286,14 @@ def _run_or_read(
     training = recipe["training"] | settings
     written = _describe(data, recipe, training)
     path = folder / RECIPE_NAME
-    if (folder / "metrics.json").is_file() and path.is_file() and not data.options.overwrite:
+    if (folder / METRICS_NAME).is_file() and path.is_file() and not data.options.overwrite:
         stored = read_stored_recipe(path)
         if stored is None:
             raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
         _check_same(folder, stored, written)
         if not need_weights or any(folder.glob("model*.safetensors")):
             logger.warning(f"{folder} is finished and is not run again.")
-            metrics = json.loads((folder / "metrics.json").read_text())
+            metrics = json.loads((folder / METRICS_NAME).read_text())
             return {name: value for name, value in metrics.items() if name != "comparison"}
     logger.warning(f"{folder}: training with seed {training['seed']}.")
     metrics = run_once(data, recipe["model"], training, folder)

@@ -15,9 +15,9 @@ import torch
 from transformers import set_seed
 
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
-from ..analysis.reports import GIVEN, LEARNED, RECOVERED
+from ..analysis.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ..analysis.tables import Table
-from ..files import locked_output, write_metrics
+from ..files import METRICS_NAME, locked_output, write_metrics
 from ..hub import read_tokenizer
 from ..masks.matched import MATCHED, VARIED, matched_patterns
 from ..masks.patterns import build_pattern
@@ -122,7 +122,7 @@ def _search(
             objective=options.objectives[1], masks=growing, bf16=options.bf16,
         )  # fmt: skip
         seconds["recover"] = time.perf_counter() - begin
-        recovered = RECOVERED.format(LEARNED if given is None else GIVEN)
+        recovered = RECOVERED.format(own_mask(options.mask))
         report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
         masks[recovered] = mask
     inference = None
@@ -161,7 +161,7 @@ def _search(
     }
     metrics["hardware"] = hardware()
     add_search(output, metrics, model, options.data, [agreement_table(metrics)])
-    return write_metrics(output / "metrics.json", metrics)
+    return write_metrics(output / METRICS_NAME, metrics)
 
 
 def _learn(

@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 
 from ..analysis.importance import analyzed_special_tokens, position_groups
 from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
-from ..files import check_other_folder, locked_output, write_metrics
+from ..files import METRICS_NAME, check_other_folder, locked_output, write_metrics
 from ..masks.mask_files import MASK_PROBS_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.learned_mask import expand_probs, read_outcome
@@ -162,7 +162,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     trainer.save_state()
     if trainer.is_world_process_zero():
         add_pretraining(output, metrics, model, data.text)
-    return write_metrics(output / "metrics.json", metrics)
+    return write_metrics(output / METRICS_NAME, metrics)
 
 
 def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["torch.Tensor", dict[str, Any]]:

@@ -14,18 +14,12 @@ import torch
 from tqdm.auto import tqdm
 
 from ..analysis.runs import MASK_ONLY, Run
-from ..masks.expansion import fill_fixed_entries, parameter_index
+from ..masks.expansion import fixed_entries, parameter_index, table_policy
 from ..masks.sparse_mask import SparseMask
 from ..search.budget import head_budgets
 from ..search.decided_entries import TiedEntries
 from ..search.searches import to_sparse_mask
 from ..search.selection import keep_shares, prune
-
-
-def fixed_entries(mask: SparseMask) -> torch.Tensor:
-    """Which entries a search did not learn: int8 `(n, n)`, 1 always kept, 0 always removed, -1 learned."""
-    fixed = torch.full((mask.length, mask.length), -1, dtype=torch.int8)
-    return fill_fixed_entries(fixed, mask.special_tokens, mask.diagonal)
 
 
 def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
@@ -48,7 +42,7 @@ def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
         raise ValueError(
             f"{run.source}: holds a mask without P: give the folder of a search, or a checkpoint that is searching"
         )
-    fixed = fixed_entries(mask)
+    fixed = fixed_entries(length, mask.special_tokens, mask.diagonal)
     most = 1 - (fixed == 1).float().mean().item()
     if not 0 < sparsity < 1 or sparsity > most:
         bound = "" if most == 1 else f" and, since special tokens and a kept diagonal stay, at most {most:.4f}"
@@ -117,7 +111,7 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
     Returns:
         [`SparseMask`]: A mask of the form `"table"`.
     """
-    learned = fixed_entries(mask) == -1
+    learned = fixed_entries(mask.length, mask.special_tokens, mask.diagonal) == -1
     places = learned.flatten().nonzero()[:, 0]
     generator = torch.Generator().manual_seed(seed)
     keep = mask.to_table() & learned
@@ -125,12 +119,11 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
         count = int(head.count_nonzero())
         head.zero_()
         head[places[torch.randperm(len(places), generator=generator)[:count]]] = True
-    policy = "error" if mask.length_policy == "extend" else mask.length_policy
     return mask.replace(
         keep=keep,
         form="table",
         block_size=None,
-        length_policy=policy,
+        length_policy=table_policy(mask.length_policy),
         metadata=mask.metadata | {"pattern": "random", "pattern_seed": seed, "search": None},
     )
 

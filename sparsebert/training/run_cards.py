@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult
 from ..analysis.diagnosis import cpu_name
 from ..analysis.pictures import plot_heads
 from ..analysis.plans import make_plan
-from ..analysis.reports import report_tables
+from ..analysis.reports import RECOVERED, own_mask, report_tables
 from ..analysis.tables import Table
 from ..data.tasks import TASKS, Task, glue, squad, swag
 from ..files import PICTURE_NAME
@@ -143,8 +143,8 @@ def add_search(
         tables (`list[Table]`): What it prints.
     """
     results = []
-    last = "learned" if metrics["mask"] is None else "given"
-    found = metrics["agreement"].get(f"{last}, recovered") or metrics["agreement"][last]
+    own = own_mask(metrics["mask"])
+    found = metrics["agreement"].get(RECOVERED.format(own)) or metrics["agreement"][own]
     names = {"cosine": ("cosine_similarity", "Cosine to the dense model's mean hidden states")}
     names |= {"mlm_loss": ("loss", "Loss of masked tokens")}
     if metrics["task"] is None:

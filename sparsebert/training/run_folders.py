@@ -17,9 +17,9 @@ from transformers.utils import logging
 from ..data.tasks.glue import GLUE
 from ..files import (
     EXPERIMENT_NAME,
+    METRICS_NAME,
     RECIPE_NAME,
     RESULT_FILES,
-    RESULTS_NAME,
     SUBMISSION_NAME,
     TASK_FILES,
     check_output_dir,
@@ -145,7 +145,7 @@ def choose_folder(
         NotADirectoryError: If `output` is a file.
         ValueError: If the checkpoint is not complete.
     """
-    aside, finished = _aside(output), (output / RESULTS_NAME).is_file()
+    aside, finished = _aside(output), (output / METRICS_NAME).is_file()
     if resume is True:
         home = aside if aside.is_dir() else output
         if home == output and finished:
@@ -199,8 +199,8 @@ def check_unfinished(output: Path) -> None:
     Raises:
         FileExistsError: If the folder holds a run that can be resumed, or one whose files are to be moved.
     """
-    finished = (output / RESULTS_NAME).is_file()
-    if not finished and (_aside(output) / RESULTS_NAME).is_file():
+    finished = (output / METRICS_NAME).is_file()
+    if not finished and (_aside(output) / METRICS_NAME).is_file():
         raise FileExistsError(
             f"output_dir {output} holds a finished run that was stopped while its files were moved: add --resume to "
             "move the rest, or --overwrite to start over"
@@ -256,13 +256,13 @@ def _swap(folder, output):
             _remove(path)
     if CARD_NAME not in names and own_card(output / CARD_NAME) is not None:
         _remove(output / CARD_NAME)
-    (output / RESULTS_NAME).unlink(missing_ok=True)  # from now on the folder holds parts of two runs
+    (output / METRICS_NAME).unlink(missing_ok=True)  # from now on the folder holds parts of two runs
     _move(folder, output)
 
 
 def _move(folder, output):
     """Move the files of a run from its folder aside into the output folder, its results last."""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == RESULTS_NAME):
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == METRICS_NAME):
         target = output / path.name
         if path.name == CARD_NAME and target.exists() and own_card(target) is None:
             continue  # a text of the user
@@ -278,8 +278,8 @@ def _move(folder, output):
 
 def _finish_move(output):
     """Move the rest of a finished run whose process was killed while it moved the files."""
-    aside, moved = _aside(output), (output / RESULTS_NAME).is_file()
-    if not moved and (aside / RESULTS_NAME).is_file():
+    aside, moved = _aside(output), (output / METRICS_NAME).is_file()
+    if not moved and (aside / METRICS_NAME).is_file():
         _move(aside, output)
     elif moved and aside.is_dir() and not any(aside.iterdir()):
         shutil.rmtree(aside.parent)
@@ -288,7 +288,7 @@ def _finish_move(output):
 def stored_metrics(folder: Path) -> dict[str, Any]:
     """The metrics of the run, or of several, in a folder; empty if there are none."""
     try:
-        metrics = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))
+        metrics = json.loads((folder / METRICS_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return metrics if isinstance(metrics, dict) else {}
@@ -315,7 +315,7 @@ def remove_replaced(output: Path, older: dict[str, Any], newer: dict[str, Any]) 
         if own_card(output / CARD_NAME) is None:
             names.discard(CARD_NAME)
         paths = {output / name for name in names}.union(*map(output.glob, (*_REPLACED, *_of_kind(older))))
-        paths.discard(output / RESULTS_NAME)
+        paths.discard(output / METRICS_NAME)
     if "glue" in older and "glue" not in newer:
         paths.add(output / SUBMISSION_NAME)
     for path in paths:

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ..checks import check_range
 from ..data.tokenization import check_tokenizer, train_tokenizer
-from ..files import locked_output, open_text, write_metrics
+from ..files import METRICS_NAME, locked_output, open_text, write_metrics
 from ..hub import read_tokenizer
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
@@ -355,7 +355,7 @@ def _train_translation(
         "train_seconds": trainer.train_seconds,
         "seconds": time.perf_counter() - start,
     }
-    return write_metrics(output / "metrics.json", metrics)
+    return write_metrics(output / METRICS_NAME, metrics)
 
 
 def check_data(data: TranslationArguments) -> None:

@@ -9,7 +9,7 @@ import yaml
 from transformers import TrainingArguments
 
 from ..checks import LARGEST_SEED, nearest
-from ..files import EXPERIMENT_NAME, RECIPE_NAME, check_output_dir, replace_files
+from ..files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir, replace_files
 from ..hub import without_secrets
 from .finetuning_arguments import FinetuningArguments
 from .recipes import convert
@@ -114,7 +114,7 @@ def check_runs_folder(
         if path.is_file() and stored is None:
             raise FileExistsError(f"{path} is not of a fine-tuning, or was changed: choose another output_dir")
         check_output_dir(output, options.overwrite, stored is not None)
-    elif isinstance(resume, str) or not (path.is_file() and (output / "metrics.json").is_file()):
+    elif isinstance(resume, str) or not (path.is_file() and (output / METRICS_NAME).is_file()):
         choose_folder(output, options.overwrite, resume, options.allow_partial_resume, unfinished)
     if stored is None or options.overwrite:
         return

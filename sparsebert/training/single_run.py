@@ -10,7 +10,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from ..data.tasks import Task
-from ..files import write_metrics
+from ..files import METRICS_NAME, write_metrics
 from ..masks.patterns import PATTERNS
 from ..models.attaching import allowed_fields
 from ..models.token_mixers import fixed_length
@@ -77,7 +77,7 @@ def run_once(
     resume = resume_from(options.resume, training.get("resume_from_checkpoint"))
     if not (resume or options.overwrite):
         check_unfinished(output)
-    overwrite = options.overwrite or not resume or (output / "metrics.json").is_file()
+    overwrite = options.overwrite or not resume or (output / METRICS_NAME).is_file()
     with run_folder(output, overwrite, resume, options.allow_partial_resume, True) as (folder, checkpoint):
         return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder)
 
@@ -156,7 +156,7 @@ def _run(
     if main_process:
         draw_heads(output, network)
         add_finetuning(output, metrics, network, options.data is None)
-    return write_metrics(output / "metrics.json", metrics)
+    return write_metrics(output / METRICS_NAME, metrics)
 
 
 def write_predictions(

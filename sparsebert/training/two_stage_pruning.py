@@ -16,7 +16,7 @@ from ..analysis.runs import read_run
 from ..analysis.statistics import summarize
 from ..analysis.tables import Table
 from ..checks import check_range
-from ..files import LOCK_NAMES, check_output_dir, write_metrics
+from ..files import LOCK_NAMES, METRICS_NAME, check_output_dir, write_metrics
 from ..hub import HubArguments
 from ..masks.mask_files import MASK_CONFIG_NAME, MaskFileError
 from ..masks.sparse_mask import SparseMask
@@ -235,7 +235,7 @@ def finetune_masks(
         if allow_empty_rows and name != "dense":
             changes["model"]["allow_empty_rows"] = True
         folder = finetune({section: recipe[section] | values for section, values in changes.items()})
-        metrics = json.loads((folder / "metrics.json").read_text())
+        metrics = json.loads((folder / METRICS_NAME).read_text())
         scores[name] = {"score": metrics["score"], "score_std": metrics.get("score_std")}
     return {"metric": metrics["main_metric"], "task": metrics["task"], "dense": scores.pop("dense"), "masks": scores}
 
