@@ -212,7 +212,7 @@ def _modules():
 
 
 def _floors():
-    yield "part", "imports only from the lines above"
+    yield "part", "what is in it"
     tree = ast.parse((ROOT / "tests" / "test_layout.py").read_text(encoding="utf-8"))
     values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
     for parts in ast.literal_eval(values["FLOORS"]):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
-from sparsebert.attention import choice
-from sparsebert.attention.backends import BACKENDS, CHOICES, logger
+from sparsebert.attention import backends, choice
+from sparsebert.attention.backends import BACKENDS, CHOICES
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choice import _has_amx, by_measurement, by_table, check, measure
 
@@ -72,10 +72,10 @@ def test_auto_by_the_density_of_the_input(policy, length, causal, expected):
     assert name == expected and f"density {mask.density_at(length, causal):.3f} is" in reason
 
 
-def test_auto_by_the_dtype_of_autocast(caplog):
+def test_auto_by_the_dtype_of_autocast(monkeypatch, caplog):
     """In bfloat16 dense attention is faster at a lower density."""
     mask, states = mask_of(0.45), torch.randn(3, 2, HEADS, 128, 64)
-    logger.warning_once.cache_clear()
+    monkeypatch.setattr(backends, "_SAID", set())
     with caplog.at_level(logging.WARNING, logger="sparsebert"), torch.autocast("cpu", torch.bfloat16):
         sparse_dot_product_attention(*states, mask)
     assert "sparse_auto runs sparse_eager: " in caplog.text
@@ -238,12 +238,12 @@ def test_measuring_in_inference_mode_leaves_a_mask_that_can_be_trained():
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_choice_is_logged_once(tiny_config, name, caplog):
-    logger.warning_once.cache_clear()
+def test_the_choice_is_logged_once(tiny_config, name, monkeypatch, caplog):
+    monkeypatch.setattr(backends, "_SAID", set())
     model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name))
     with caplog.at_level(logging.WARNING, logger="sparsebert"):
-        for _ in range(3):
-            model(torch.randint(100, (3, 11)))
+        for length in (11, 11, 13):  # the mask has another density there
+            model(torch.randint(100, (3, length)))
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name} runs ")]
     chosen, reason = line.removeprefix(f"{name} runs ").split(": ", 1)
     assert chosen in BACKENDS and reason

@@ -38,7 +38,7 @@ from sparsebert import (
     load,
     sparse_dot_product_attention,
 )
-from sparsebert.attention import cpu
+from sparsebert.attention import backends, cpu
 from sparsebert.commands import main
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
@@ -789,9 +789,9 @@ def backend_missing(tiny_config, caplog, monkeypatch, request, tmp_path):
     request.addfinalizer(forget)
     ids = torch.randint(5, 100, (2, 32))
     config = tiny_config(pattern="window", mask_length=32)
-    hf_logging.warning_once.cache_clear()
     model = SparseBertModel(config).eval()
     with monkeypatch.context() as patch:
+        patch.setattr(backends, "_SAID", set())
         patch.setenv("CXX", "no-such-compiler")
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         patch.setattr(cpu, "FOLDER", tmp_path)  # installed without the operator
@@ -881,8 +881,8 @@ def evaluation_repeated(tiny_config):
     searched = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=16, hidden_dropout_prob=0.1))
     frozen = copy.deepcopy(searched)
     frozen.freeze(sparsity=0.5)
-    for model, backends in ((searched.eval(), CPU_BACKENDS[:2]), (frozen.eval(), CPU_BACKENDS)):
-        for backend in backends:
+    for model, names in ((searched.eval(), CPU_BACKENDS[:2]), (frozen.eval(), CPU_BACKENDS)):
+        for backend in names:
             model.set_attn_implementation(backend)
             state = torch.get_rng_state()
             with torch.no_grad():

@@ -6,6 +6,7 @@ request or raises. Only `sparse_auto` (by a table of measurements, or a self-che
 choose one.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ from .sdpa import sdpa_attention
 
 
 logger = logging.get_logger(__name__)
+
+# Choices that have been logged, with their reasons but for the numbers in them.
+_SAID: set[tuple[str, str, str]] = set()
 
 
 BACKENDS: dict[str, Backend] = {
@@ -113,7 +117,10 @@ def _choose(name, handle, fields, compiling):
         return name
     choices = CHOICES_IN_A_GRAPH if compiling or _capturing(request.device) else CHOICES
     chosen, reason = choices[name](BACKENDS, mask, request)
-    logger.warning_once(f"{name} runs {chosen}: {reason}.")
+    # Inputs of other lengths, and a mask that grows sparser, have the same reason with other numbers.
+    if (said := (name, chosen, re.sub(r"\d+(\.\d+)?", "", reason))) not in _SAID:
+        _SAID.add(said)
+        logger.warning(f"{name} runs {chosen}: {reason}.")
     return chosen
 
 
