@@ -3,8 +3,10 @@
 import atexit
 import ctypes
 import gc
+import gzip
 import importlib.metadata
 import json
+import lzma
 import os
 import random
 import re
@@ -60,6 +62,19 @@ SEARCH = ("--search", "dam_s", "--sparsity_weight", "1e-4")
 def contents(folder):
     """Every file of a folder, by its path in it."""
     return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def write_compressed(path, content):
+    """Write text or bytes, compressed as the name of the file says; returns its path."""
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with opener(path, "wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def tokenizer_of(words, **fields):
+    """The tokenizer with these words, the special tokens of BERT among them."""
+    return BertTokenizerFast(vocab={word: index for index, word in enumerate(words)}, **fields)
 
 
 def most_memory():
@@ -153,7 +168,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(
 @pytest.fixture(scope="session")
 def word_tokenizer():
     """100 words: w0 to w93, "yes" and the special tokens of BERT."""
-    return BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)}, model_max_length=40)
+    return tokenizer_of(WORDS, model_max_length=40)
 
 
 def _sentence(rng, words=6):

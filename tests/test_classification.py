@@ -5,7 +5,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BertTokenizerFast
+from conftest import tokenizer_of
 
 from sparsebert.data.tasks.classification import (
     accuracy,
@@ -19,7 +19,6 @@ from sparsebert.data.tasks.classification import (
 )
 
 
-WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a b c d".split()
 OPTIONS = SimpleNamespace(max_length=7)
 CLS, SEP = 2, 3
 A, B, C, D = range(5, 9)
@@ -27,7 +26,7 @@ A, B, C, D = range(5, 9)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)})
+    return tokenizer_of("[PAD] [UNK] [CLS] [SEP] [MASK] a b c d".split())
 
 
 def table(**columns):

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from conftest import write_compressed as write
 from transformers import AutoTokenizer, BertTokenizerFast
 
 from sparsebert.data.documents import load_documents
@@ -37,14 +38,6 @@ def documents():
 @pytest.fixture(scope="module")
 def tokenizer(documents):
     return train_tokenizer(documents, vocab_size=400)
-
-
-def write(file, text):
-    content = text if isinstance(text, bytes) else text.encode()
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
-    with opener(file, "wb") as stream:
-        stream.write(content)
-    return file
 
 
 class TestFiles:

@@ -1,10 +1,9 @@
-import gzip
 import json
 import logging
-import lzma
 
 import datasets
 import pytest
+from conftest import write_compressed
 
 from sparsebert.data.tasks import glue
 from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages, normalize, write_submission
@@ -77,9 +76,7 @@ def write(tmp_path):
     def make(name, text):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-        with opener(path, "wb") as file:
-            file.write(text.encode())
+        write_compressed(path, text)
         return str(tmp_path)
 
     return make

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
+from conftest import tokenizer_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BertTokenizerFast, CanineTokenizer, PreTrainedTokenizerFast
@@ -27,7 +28,7 @@ FIELDS = {
 def tokenizer():
     words = "[PAD] [UNK] [CLS] [SEP] [MASK] the red fox ran then a blue cat which was old slept near warm river nobody"
     words += " saw dog . , ; ? who where did it ri ##ver ##s"
-    return BertTokenizerFast(vocab={word: index for index, word in enumerate(words.split())})
+    return tokenizer_of(words.split())
 
 
 def options(**fields):

@@ -1,10 +1,9 @@
-import gzip
 import json
 import logging
-import lzma
 
 import datasets
 import pytest
+from conftest import write_compressed
 
 from sparsebert.data.tasks.squad import from_hub, load, splits, write_submission
 
@@ -25,9 +24,7 @@ def squad_file(*questions, context=CONTEXT, **article):
 
 
 def write(path, content):
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "wt", encoding="utf-8") as file:
-        file.write(content if isinstance(content, str) else json.dumps(content))
+    write_compressed(path, content if isinstance(content, str) else json.dumps(content))
 
 
 def load_one(folder, *questions, name="squad", skip_bad=False, **fields):

@@ -1,11 +1,9 @@
 """Text that is streamed: who reads what, and runs that go on where they stopped."""
 
-import gzip
 import http.server
 import io
 import itertools
 import json
-import lzma
 import os
 import signal
 import threading
@@ -16,9 +14,10 @@ import datasets
 import fsspec
 import pytest
 import torch
+from conftest import tokenizer_of, write_compressed
 from processes import SERVER
 from torch.utils.data import DataLoader
-from transformers import BertTokenizerFast, TrainingArguments
+from transformers import TrainingArguments
 
 from sparsebert.data.documents import file_documents, load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
@@ -48,9 +47,7 @@ def write_shards(folder, ending):
             datasets.Dataset.from_dict({"other": range(DOCUMENTS), "text": texts}).to_parquet(path, batch_size=7)
             continue
         content = "\n\n".join(texts) if ".txt" in ending else "\n".join(json.dumps({"text": text}) for text in texts)
-        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-        with opener(path, "wt") as file:
-            file.write(content)
+        write_compressed(path, content)
     return f"{folder}/*{ending}"
 
 
@@ -62,7 +59,7 @@ def text_shards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer():
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"d{i}" for i in range(SHARDS * DOCUMENTS))]
-    return BertTokenizerFast(vocab={word: index for index, word in enumerate(words)})
+    return tokenizer_of(words)
 
 
 def unmasked(rows):

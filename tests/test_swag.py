@@ -1,5 +1,4 @@
 import csv
-import gzip
 import json
 import logging
 from types import SimpleNamespace
@@ -7,7 +6,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from transformers import BertTokenizerFast
+from conftest import tokenizer_of, write_compressed
 
 from sparsebert.data.tasks import swag
 
@@ -17,7 +16,6 @@ ROWS = [
     ["v1", "17", "He sits. She", "He sits.", "She", "gold", "runs, fast.", 'says "no".', "sits.", "eats.", "2"],
     ["v1", "18", "A dog. It", "A dog.", "It", "gen", "barks.", "sings.", "sits.", "reads.", "0"],
 ]
-WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a b c d".split()
 CLS, SEP = 2, 3
 A, B, C, D = range(5, 9)
 
@@ -39,8 +37,7 @@ def write_lines(tmp_path):
     """`write_lines(name, rows)`: a file with a JSON object a line; returns its folder."""
 
     def make(name, rows):
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+        write_compressed(tmp_path / name, "".join(json.dumps(row) + "\n" for row in rows))
         return str(tmp_path)
 
     return make
@@ -48,7 +45,7 @@ def write_lines(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)})
+    return tokenizer_of("[PAD] [UNK] [CLS] [SEP] [MASK] a b c d".split())
 
 
 class TestLoad:

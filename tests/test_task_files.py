@@ -6,6 +6,7 @@ import lzma
 
 import datasets
 import pytest
+from conftest import write_compressed
 
 from sparsebert.data.tasks.task_files import (
     BadRow,
@@ -31,11 +32,7 @@ def write(tmp_path):
     """`write(name, text)`: a file of these bytes or this text, compressed as its name says; returns its path."""
 
     def make(name, text):
-        path = tmp_path / name
-        opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-        with opener(path, "wb") as file:
-            file.write(text if isinstance(text, bytes) else text.encode())
-        return path
+        return write_compressed(tmp_path / name, text)
 
     return make
 
