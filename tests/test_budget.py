@@ -259,8 +259,9 @@ def test_one_budget_is_met_by_all_heads_together(search, spread):
     step = {"dam_s": 2 * 62, "dam_u": 2, "dam_b": 2 * 32 * 32, "vertical_slash": 2 * 62}[search] / 64**2
     assert abs(mask.sparsity - 0.8) <= step / 2 / 72 + 1e-9
     kept = 1 - torch.tensor(mask.head_sparsities())
-    budgets = (learned._budgets(0.8)[..., 0] + rules.num_fixed) / 64**2
-    assert (kept - budgets).abs().max() <= 1.5 * step
+    budget = (1 - 0.8) * 64**2 - rules.num_fixed
+    budgets = head_budgets(learned.alpha(), budget, 0, rules.num_learned, "global")[..., 0] + rules.num_fixed
+    assert (kept - budgets / 64**2).abs().max() <= 1.5 * step
 
 
 def test_defaults_of_hard_samples(tiny_config):

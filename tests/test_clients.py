@@ -41,7 +41,8 @@ from sparsebert import (
 )
 from sparsebert.models.attaching import AttachedModel
 from sparsebert.training.finetuning_arguments import FinetuningArguments
-from sparsebert.training.task_models import _with_mask
+from sparsebert.training.task_data import prepare
+from sparsebert.training.task_models import load_model
 
 
 LENGTH = 12
@@ -319,10 +320,11 @@ def test_mask_beside_changed_weights_is_warned_of(said, tmp_path):
 # Training
 
 
-def test_finetuning_takes_another_mask_for_an_attached_model(attached, tmp_path):
+def test_finetuning_takes_another_mask_for_an_attached_model(attached, word_tokenizer, glue_folder):
     _, folder = attached
-    options = FinetuningArguments(task="rte", model=str(folder), mask="star", max_length=LENGTH)
-    model = _with_mask(options, AutoModelForSequenceClassification, {}, "sparse_auto", {})
+    word_tokenizer.save_pretrained(folder)
+    options = FinetuningArguments(task="rte", data=glue_folder, model=str(folder), mask="star", max_length=LENGTH)
+    model = load_model(prepare(options), {})
     assert model.base_model.sparse_attention.mask == build_pattern("star", LENGTH, 4, num_layers=2)
 
 

@@ -178,13 +178,10 @@ def test_no_verb_prints_the_verbs_and_exits_2(capsys):
 
 
 def test_failure_on_the_way_exits_1(monkeypatch, capsys):
-    command = parse(["report", "a"])[0]
-
     def fail(values):
         raise OSError("No space left on device")
 
-    failing = dataclasses.replace(command, run=fail)
-    monkeypatch.setattr("sparsebert.commands._command_of", lambda verb, arguments: failing)
+    monkeypatch.setattr("sparsebert.commands.report.run", fail)
     assert main(["report", "a"]) == 1
     assert capsys.readouterr().err == "sparsebert report: No space left on device\n"
 

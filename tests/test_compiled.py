@@ -1,5 +1,7 @@
 """The forms of a mask that kernels read: against brute force, and how long they are kept."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -92,30 +94,25 @@ def test_made_once_per_form_length_and_causality():
     assert not torch.equal(compiled(other, form, 9, False, CPU)[0][0], compiled(mask, form, 9, False, CPU)[0][0])
 
 
-def kept_bytes(mask):
-    return sum(module._size(values) for values in module._COMPILED[mask].values())
-
-
 def test_the_newest_forms_are_kept_up_to_a_bound(monkeypatch):
     mask = SparseMask(torch.rand(HEADS, 64) < 0.3, 64, "offsets")
     monkeypatch.setattr(module, "MAX_BYTES", 3 * HEADS * 64 * 64)
+    kept = {}
     for length in (64, 62, 61, 63, 10, 11, 12, 60):
-        compiled(mask, table_form, length, False, CPU)
-        assert kept_bytes(mask) <= module.MAX_BYTES
-    lengths = [key[1] for key in module._COMPILED[mask]]
-    assert lengths == [61, 63, 10, 11, 12, 60]
+        kept[length] = weakref.ref(compiled(mask, table_form, length, False, CPU)[0][0])
+        assert sum(form().nbytes for form in kept.values() if form() is not None) <= module.MAX_BYTES
+    assert [length for length, form in kept.items() if form() is not None] == [61, 63, 10, 11, 12, 60]
     # A single form above the limit is still kept.
-    compiled(mask, table_form, 200, False, CPU)
-    assert [key[1] for key in module._COMPILED[mask]] == [200]
+    kept[200] = weakref.ref(compiled(mask, table_form, 200, False, CPU)[0][0])
+    assert [length for length, form in kept.items() if form() is not None] == [200]
 
 
 def test_forms_go_with_their_mask():
-    before = len(module._COMPILED)
     mask = make_mask()
-    compiled(mask, table_form, 9, False, CPU)
-    assert len(module._COMPILED) == before + 1
+    form = weakref.ref(compiled(mask, table_form, 9, False, CPU)[0][0])
+    assert form() is not None
     del mask
-    assert len(module._COMPILED) == before
+    assert form() is None
 
 
 def test_what_is_made_in_inference_mode_serves_training():
@@ -130,12 +127,9 @@ def test_what_is_made_in_inference_mode_serves_training():
             trained = [leaf.clone().requires_grad_() for leaf in leaves]
             sparse_dot_product_attention(*trained, mask, given, backend=name).sum().backward()
             assert all(leaf.grad.isfinite().all() for leaf in trained)
-    assert not any(
-        tensor.is_inference() or tensor.requires_grad
-        for values in module._COMPILED[mask].values()
-        for tensor in values
-        if torch.is_tensor(tensor)
-    )
+    with torch.inference_mode():
+        ((form,),) = compiled(mask, table_form, 20, False, CPU)
+    assert not form.is_inference() and not form.requires_grad
 
 
 def test_a_default_device_changes_nothing():
