@@ -260,6 +260,22 @@ def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path):
     assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights
 
 
+def test_other_masks_replace_scores_too(checkpoints, glue_folder, tmp_path):
+    """But not before everything about their fine-tuning was checked."""
+    run, output = search(tmp_path / "run"), tmp_path / "figure"
+    recipe = finetuning(checkpoints, glue_folder)
+    prune(run, output, [0.4], recipe)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    with pytest.raises(OSError, match="data: there is no folder 'nothing'"):
+        prune(run, output, [0.7], finetuning(checkpoints, glue_folder, data="nothing"), overwrite=True)
+    with pytest.raises(ValueError, match="learning_rate must be"):
+        prune(run, output, [0.7], recipe | {"training": {"learning_rate": -1.0}}, overwrite=True)
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    prune(run, output, [0.7], overwrite=True)
+    assert {path.name for path in output.iterdir()} == {"p_0.7", "pruning.json", "finetuned"}
+    assert [path.name for path in (output / "finetuned").iterdir()] == ["dense"]
+
+
 def test_an_interrupted_fine_tuning_goes_on(checkpoints, glue_folder, tmp_path, monkeypatch, capsys, caplog):
     recipe, output = finetuning(checkpoints, glue_folder, overwrite=True), tmp_path / "out"  # is not for prune
     recipe["training"] |= {"max_steps": 2}

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import zipfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,45 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     Raises:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
-    options = FinetuningArguments(**recipe["data"])
+    plan = _read_plan(recipe)
     # The token stays with the options: what is written of a recipe must not have it.
     recipe = recipe | {"data": without_secrets(recipe["data"])}
+    resume = resume_from(plan.options.resume, plan.arguments.resume_from_checkpoint)
+    layout = layout_of(plan.options.all, plan.grid, plan.seeds)
+    if any(layout) and isinstance(resume, str):
+        raise ValueError("resume_from_checkpoint is for a single run: resume several runs with --resume")
+    with locked_output(plan.output) as unfinished:
+        check_runs_folder(plan.output, plan.options, layout, resume, unfinished)
+        PartialState().wait_for_everyone()  # before one of the processes writes to the folder
+        return _finetune(recipe, plan)
+
+
+def check_finetuning(recipe: dict[str, dict[str, Any]]) -> None:
+    """
+    Check a recipe and the data that it names, as [`finetune`] does before the first training.
+
+    Args:
+        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`.
+
+    Raises:
+        ValueError, OSError: If something is wrong in the recipe or the data.
+    """
+    _prepare_tasks(_read_plan(recipe))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The runs of a recipe: its options, the arguments of the first run, the output folder, the seeds and the grid."""
+
+    options: FinetuningArguments
+    arguments: TrainingArguments
+    output: Path
+    seeds: list[int]
+    grid: dict[str, list]
+
+
+def _read_plan(recipe: dict[str, dict[str, Any]]) -> _Plan:
+    options = FinetuningArguments(**recipe["data"])
     check_training(recipe["training"])
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
@@ -104,34 +140,27 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
         for name in (GLUE if options.all else [str(options.task)])
         for settings in cells_of(grid)
     ]
-    seeds = read_seeds(options.seeds, arguments.seed)
-    resume = resume_from(options.resume, arguments.resume_from_checkpoint)
-    layout = layout_of(options.all, grid, seeds)
-    if any(layout) and isinstance(resume, str):
-        raise ValueError("resume_from_checkpoint is for a single run: resume several runs with --resume")
-    with locked_output(output) as unfinished:
-        check_runs_folder(output, options, layout, resume, unfinished)
-        PartialState().wait_for_everyone()  # before one of the processes writes to the folder
-        return _finetune(recipe, options, arguments, output, seeds, grid)
+    return _Plan(options, arguments, output, read_seeds(options.seeds, arguments.seed), grid)
 
 
-def _finetune(
-    recipe: dict[str, dict[str, Any]],
-    options: FinetuningArguments,
-    arguments: TrainingArguments,
-    output: Path,
-    seeds: list[int],
-    grid: dict[str, list],
-) -> Path:
-    whole, several = options.all, bool(grid) or len(seeds) > 1
-    # Everything that can be wrong with the data of a task is found before the first task is trained on.
-    with arguments.main_process_first(desc="tokenization"):  # the first fills the caches, the others read them
+def _prepare_tasks(plan: _Plan) -> tuple[dict[str, TaskData], dict[str, str], dict[str, Path]]:
+    """The data of each task, the reason for each task of GLUE that has none, and the folders of the baselines."""
+    options = plan.options
+    with plan.arguments.main_process_first(desc="tokenization"):  # the first fills the caches, the others read them
         tasks, missing = _prepare_glue(options) if options.all else ({str(options.task): prepare(options)}, {})
     baselines = {}
     if options.baseline is not None:
         for name, data in tasks.items():
             baselines[name] = Path(options.baseline, name if options.all else "")
-            check_baseline(baselines[name], data, seeds)
+            check_baseline(baselines[name], data, plan.seeds)
+    return tasks, missing, baselines
+
+
+def _finetune(recipe: dict[str, dict[str, Any]], plan: _Plan) -> Path:
+    options, output, seeds, grid = plan.options, plan.output, plan.seeds, plan.grid
+    whole, several = options.all, bool(grid) or len(seeds) > 1
+    # Everything that can be wrong with the data of a task is found before the first task is trained on.
+    tasks, missing, baselines = _prepare_tasks(plan)
     if (whole or several) and PartialState().is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         write_recipe(output / EXPERIMENT_NAME, {section: recipe[section] for section in SECTIONS})

@@ -20,13 +20,14 @@ from ..files import LOCK_NAMES, METRICS_NAME, check_output_dir, write_metrics
 from ..hub import HubArguments
 from ..masks.mask_files import MASK_CONFIG_NAME, MaskFileError
 from ..masks.sparse_mask import SparseMask
-from .finetuning import SECTIONS, check_arguments, finetune
-from .finetuning_arguments import FinetuningArguments
+from .finetuning import SECTIONS, check_finetuning, finetune
 from .pruned_masks import make_masks
 from .recipes import load_recipe
 
 
-TABLE_NAME = "pruning.json"
+TABLE_NAME, SCORES_NAME = "pruning.json", "scores"
+# The folder of the fine-tuning runs.
+RUNS_NAME = "finetuned"
 # Names of the folders of masks.
 _MASK_FOLDER = re.compile(r"p_[\de.+-]+|random_[\de.+-]+_seed\d+")
 # Kinds of masks, by the beginning of the names of their folders.
@@ -86,22 +87,20 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
     masks = make_masks(run, sorted(set(options.sparsities)), range(options.random_controls))
     if not options.allow_empty_rows:
         _check_rows(masks)
+    output = Path(str(options.output_dir))
     if finetuning_recipe is not None:
         if given := [name for name in _OURS if finetuning_recipe["data"].get(name)]:
             raise ValueError(f"{given[0]} has no meaning here: one task is fine-tuned through each of the masks")
-        check_arguments(
-            FinetuningArguments(**finetuning_recipe["data"] | {"mask": "dense"}), finetuning_recipe["model"]
-        )
-    output = Path(str(options.output_dir))
+        check_finetuning(_through(None, finetuning_recipe, output))
     write_masks(masks, output, options.overwrite)
     result: dict[str, Any] = {"masks": describe(masks), "scores": None}
     if finetuning_recipe is not None:
         scores = finetune_masks(masks, finetuning_recipe, output, options.allow_empty_rows, options.overwrite)
-        result["scores"] = write_metrics(output / "scores.json", scores)
+        result["scores"] = write_metrics(output / f"{SCORES_NAME}.json", scores)
         if find_spec("matplotlib"):
             title = f"Pruning by P: {scores['task']}"
             points = curves(masks, scores["masks"])
-            plot_scores(points, output / "scores", scores["metric"], title, scores["dense"]["score"])
+            plot_scores(points, output / SCORES_NAME, scores["metric"], title, scores["dense"]["score"])
     return result
 
 
@@ -181,11 +180,17 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     begun = listed is None and same and {path.name for path in output.glob("*")} <= {*masks, *LOCK_NAMES}
     if not begun:
         check_output_dir(output, overwrite)
+    if listed is not None:  # scores of masks that will not be there
+        for path in output.glob(f"{SCORES_NAME}.*"):
+            path.unlink()
+        for name in listed:
+            if _MASK_FOLDER.fullmatch(name):  # a table may be a stranger's
+                shutil.rmtree(output / RUNS_NAME / name, ignore_errors=True)
     for name, mask in masks.items():
         mask.save_pretrained(output / name)
     write_metrics(output / TABLE_NAME, table)
     for name in (listed or set()) - masks.keys():
-        if _MASK_FOLDER.fullmatch(name):  # a table may be a stranger's
+        if _MASK_FOLDER.fullmatch(name):
             shutil.rmtree(output / name, ignore_errors=True)
 
 
@@ -225,19 +230,25 @@ def finetune_masks(
     """
     scores = {}
     for name in tqdm(("dense", *masks), "Fine-tuning", disable=None):
-        place = output / "finetuned" / name
-        changes: dict[str, dict[str, Any]] = {
-            "data": {"mask": "dense" if name == "dense" else str(output / name), "overwrite": overwrite},
-            "model": {},
-            "training": {"output_dir": str(place)},
-        }
-        changes["data"]["resume"] = not overwrite and place.is_dir()
+        place = output / RUNS_NAME / name
+        changed = _through(None if name == "dense" else name, recipe, output)
+        changed["data"] |= {"overwrite": overwrite, "resume": not overwrite and place.is_dir()}
         if allow_empty_rows and name != "dense":
-            changes["model"]["allow_empty_rows"] = True
-        folder = finetune({section: recipe[section] | values for section, values in changes.items()})
+            changed["model"]["allow_empty_rows"] = True
+        folder = finetune(changed)
         metrics = json.loads((folder / METRICS_NAME).read_text())
         scores[name] = {"score": metrics["score"], "score_std": metrics.get("score_std")}
     return {"metric": metrics["main_metric"], "task": metrics["task"], "dense": scores.pop("dense"), "masks": scores}
+
+
+def _through(name, recipe, output):
+    """The recipe of the fine-tuning through a mask in `output`, or a dense one without a name."""
+    changes = {
+        "data": {"mask": "dense" if name is None else str(output / name)},
+        "model": {},
+        "training": {"output_dir": str(output / RUNS_NAME / (name or "dense"))},
+    }
+    return {section: recipe[section] | values for section, values in changes.items()}
 
 
 def curves(
