@@ -196,7 +196,12 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
     try:
         for path, content in contents.items():
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-            with open(temporary, "xb") as file:  # fails if the name exists, be it as a link
+            try:
+                file = open(temporary, "xb")  # fails if the name exists, be it as a link
+            except OSError as error:
+                error.filename = str(path)  # the name that was asked for
+                raise
+            with file:
                 written[temporary] = path
                 file.write(content)
                 file.flush()

@@ -62,6 +62,11 @@ def test_recipes(refused, tmp_path, content, said):
         ("--num_hidden_layers 0", "num_hidden_layers must be an integer of at least 1, got 0"),
         ("--hidden_act gelo", "unknown hidden_act 'gelo'; did you mean 'gelu'"),
         ("--hidden_dropout_prob 2", "hidden_dropout_prob must be a number from 0 to 1, got 2"),
+        ("--initializer_range .nan", "initializer_range must be a number from 0 to 1, got nan"),
+        ("--layer_norm_eps -1", "layer_norm_eps must be a number from 0 to 1, got -1"),
+        ("--vocab_size 100 --pad_token_id 100", "pad_token_id must be an integer from 0 to 99, got 100"),
+        ("--save_steps 0", "save_steps must be more than 0, or left out for the default, got 0"),
+        ("--save_total_limit 0", "save_total_limit must be more than 0, or left out to keep all checkpoints, got 0"),
         ("--text [1,2]", "no such file: '1'"),
         ("--text nowhere.txt", "no such file: 'nowhere.txt'"),
         ("--freeze_sparsity 1.5", "freeze_sparsity must be in [0, 1), got 1.5"),
@@ -90,6 +95,13 @@ def test_recipes(refused, tmp_path, content, said):
 )
 def test_fields_of_pretraining(refused, pretraining_flags, tmp_path, flags, said):
     assert said in refused(pretraining_flags(tmp_path / "run", "--search", "dam_s", *flags.split()))
+
+
+def test_held_out_text_without_pairs(refused, pretraining_flags, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"w{number % 7} w{number}" for number in range(120)))
+    flags = ("--text", tmp_path / "text.txt", "--validation", "null", "--nsp", "true", "--num_attention_heads", "2")
+    line = refused(pretraining_flags(tmp_path / "run", *flags))
+    assert "text (its held-out part; validation names another text): next-sentence pairs need at least 2" in line
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,10 @@ def test_plan_and_draw_of_a_saved_mask(tmp_path, capsys):
     assert "sparse_" in capsys.readouterr().out
     assert main(["draw", str(tmp_path / "mask"), "window", "--output_dir", str(tmp_path / "out")]) == 0
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"mask.png", "window.png"}
+    capsys.readouterr()
+    assert main(["draw", "window", "--length", "32", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "window.png exists: choose another --output_dir, or pass --overwrite" in capsys.readouterr().err
+    assert main(["draw", "window", "--length", "32", "--overwrite", "--output_dir", str(tmp_path / "out")]) == 0
     assert main(["draw", "--output_dir", str(tmp_path / "gallery")]) == 0
     assert (tmp_path / "gallery/patterns.png").stat().st_size > 10_000
 

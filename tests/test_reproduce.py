@@ -3,6 +3,7 @@
 import errno
 import gc
 import json
+import math
 import os
 import sys
 import weakref
@@ -1057,6 +1058,9 @@ def test_mixers_are_the_tables_and_the_figures():
     [
         ("copying", {"stride": 0}, "stride must be an integer of at least 1, got 0"),
         ("copying", {"sparsity": 2}, "sparsity must be a number from 0 to 1, got 2"),
+        ("copying", {"learning_rate": math.nan}, "learning_rate must be a number of at least 0, got nan"),
+        ("copying", {"seeds": [0, 0]}, r"seeds must be different, got \[0, 0\]"),
+        ("minilm_mixers", {"checkpoint_learning_rate": -1}, "checkpoint_learning_rate must be a number from 0"),
         ("copying", {"depths": [0]}, "depth must be an integer of at least 1, got 0"),
         ("language_modelling", {"windows": [0]}, "window_size must be an integer of at least 1, got 0"),
         ("language_modelling", {"hidden_size": 30}, "hidden_size must be a multiple of num_heads 4, got 30"),
@@ -1081,6 +1085,12 @@ def test_mixers_are_the_tables_and_the_figures():
 def test_cells_that_cannot_run(name, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         cells_of(name, **settings)
+
+
+def test_a_text_without_words_is_refused_first(checkpoints, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="text: no paragraph of text in "):
+        cells_of("sparsebert_table1", base_model=checkpoints["stock"], text=str(tmp_path / "empty.txt"), max_length=16)
 
 
 def test_rows_longer_than_the_positions_are_refused_first(checkpoints, words):

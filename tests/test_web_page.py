@@ -19,7 +19,7 @@ from sparsebert.analysis.page_masks import TILES, mask_data
 from sparsebert.analysis.runs import SavedMask
 from sparsebert.analysis.web_page import PageMask, make_page
 from sparsebert.commands import main
-from sparsebert.files import write_metrics
+from sparsebert.files import replace_files, write_metrics
 from sparsebert.masks.compiled import base_table
 from sparsebert.masks.tiles import tile_shares
 
@@ -316,6 +316,11 @@ def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, output, sai
     (tmp_path / "file").write_text("")
     assert main(["report", str(mask_folder), "-o", str(tmp_path / output)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"'.*nothing/a\.html'$"):
+        replace_files({tmp_path / "nothing" / "a.html": b""})
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class DrawingArguments(HubArguments):
         length (`int`): Tokens of a pattern.
         num_heads (`int`): Heads of a pattern.
         seed (`int`): Seed of random patterns.
+        overwrite (`bool`): Replace pictures that exist.
     """
 
     sources: list[str] | None = None
@@ -32,6 +33,7 @@ class DrawingArguments(HubArguments):
     length: int = 64
     num_heads: int = 4
     seed: int = 0
+    overwrite: bool = False
 
 
 def command(words):
@@ -54,8 +56,8 @@ def run(values):
     hub_arguments = options.hub_arguments(*sources)
     output = Path(options.output_dir)
     if not options.sources:
-        make_folder(output)
         paths = [output / "patterns.png"]
+        _make_place(paths, output, options.overwrite)
         plot_gallery(paths[0])
     else:
         masks = {
@@ -66,7 +68,14 @@ def run(values):
         paths = [output / f"{Path(name).resolve().name}.png" for name in names]
         if len(set(paths)) < len(paths):
             raise ValueError(f"two of {', '.join(masks)} would be drawn to one file: draw them one by one")
-        make_folder(output)
+        _make_place(paths, output, options.overwrite)
         for path, (name, mask) in zip(paths, masks.items(), strict=True):
             plot_heads(mask, path, name)
     return Results([str(path) for path in paths], notes=[f"written: {path}" for path in paths])
+
+
+def _make_place(paths, output, overwrite):
+    """Make the folder of the pictures, unless one of them would be lost."""
+    if not overwrite and (there := [path for path in paths if path.exists()]):
+        raise FileExistsError(f"{there[0]} exists: choose another --output_dir, or pass --overwrite")
+    make_folder(output)

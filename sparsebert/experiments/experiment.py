@@ -10,7 +10,14 @@ from ..analysis.tables import Table
 
 
 def seeded(cells: Mapping[str, dict[str, Any]], seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Every cell with each of the seeds, which its name ends with."""
+    """
+    Every cell with each of the seeds, which its name ends with.
+
+    Raises:
+        ValueError: If a seed comes twice.
+    """
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different, got {list(seeds)}")
     return {f"{name}_seed_{seed}": cell | {"seed": seed} for seed in seeds for name, cell in cells.items()}
 
 

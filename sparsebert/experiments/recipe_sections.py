@@ -1,5 +1,6 @@
 """Sections of the recipe that a cell runs, shared by all experiments that train from a recipe."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from ..checks import check_range, nearest
+from ..data.documents import load_documents
 from ..data.tasks import TASKS
 from ..files import METRICS_NAME
 from ..training.finetuning import finetune
@@ -129,17 +131,29 @@ def check_steps(cell: dict[str, Any]) -> None:
 
 def check_texts(cell: dict[str, Any]) -> None:
     """
-    Check that the text files of a cell exist and are of a known format; Hub datasets are not looked up.
+    Check that the text files of a cell exist, are of a known format and hold text; Hub datasets are not looked up.
 
     Args:
         cell (`dict`): Settings of the cell, with `"text"` and `"validation"`.
 
     Raises:
-        ValueError: If a file has another suffix.
+        ValueError: If a file has another suffix, or there is no text.
         FileNotFoundError: If a file does not exist.
     """
     for name in ("text", "validation"):
         check_text_files(name, cell[name])
+        _check_not_empty(name, json.dumps(cell[name]))
+
+
+@functools.cache  # all cells of an experiment have the same text
+def _check_not_empty(name, source):
+    source = json.loads(source)
+    if source is None or str(source).startswith(("builtin", "hub:")):
+        return
+    try:
+        next(iter(load_documents(source, "all")))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def check_task(cell: dict[str, Any]) -> None:

@@ -25,9 +25,10 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..analysis.tables import Table
-from ..checks import nearest
+from ..checks import check_range, nearest
 from ..files import make_folder, replace_files
 from ..training.run_cards import hardware
+from ..training.run_checks import check_training
 from ..version import __version__
 from . import EXPERIMENTS
 from .experiment import Experiment, shared_settings, unseeded
@@ -111,6 +112,10 @@ def plan_cells(
     if asked:
         cells = {name: cell for name, cell in cells.items() if any(fnmatch.fnmatch(name, str(p)) for p in asked)}
     for cell in tqdm(cells.values(), desc="checking cells", leave=False, disable=None):
+        check_training(cell)  # the settings that are fields of a training, too
+        for setting, value in cell.items():
+            if setting.endswith("_learning_rate"):
+                check_range(setting, value, 0, 1e6, (int, float))
         experiment.check(cell)
     return cells
 

@@ -133,7 +133,9 @@ def make_inputs(
                 cache_dir=data.cache_dir, pack_documents=data.pack_documents,
             )  # fmt: skip
         except ValueError as error:
-            field = "text" if split == "train" or data.validation is None else "validation"
+            field = "text" if split == "train" else "validation"
+            if split != "train" and data.validation is None:
+                field = "text (its held-out part; validation names another text)"
             raise ValueError(f"{field}: {error}") from error
 
     tokenizer: PreTrainedTokenizerBase

@@ -49,8 +49,15 @@ _TRAINING_BOUNDS: dict[str, tuple[float, float | None, Any]] = {
     "data_seed": (0, LARGEST_SEED, int),
     "save_steps": (0, None, _NUMBER),
     "eval_steps": (0, None, _NUMBER),
+    "save_total_limit": (0, None, int),
     "logging_steps": (0, None, _NUMBER),
     "dataloader_num_workers": (0, None, int),
+}
+# Fields of `TrainingArguments` that would switch off what was asked for at 0, or what it is left out for.
+_NOT_ZERO = {
+    "save_steps": "for the default",
+    "eval_steps": "for the value of logging_steps",
+    "save_total_limit": "to keep all checkpoints",
 }
 # Fields of `TrainingArguments` with which there would be no predictions of the whole split to compute metrics from.
 _EVALUATION = {"prediction_loss_only": False, "batch_eval_metrics": False, "eval_do_concat_batches": True}
@@ -61,7 +68,7 @@ _MODEL_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "type_vocab_size"),
 )
-_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_FROM_0_TO_1 = ("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "layer_norm_eps")
 
 
 def check_training(fields: dict[str, Any]) -> None:
@@ -76,6 +83,9 @@ def check_training(fields: dict[str, Any]) -> None:
             check_range(name, fields[name], low, high, kinds)
             if math.isinf(fields[name]):
                 raise ValueError(f"{name} must be finite, got {fields[name]!r}")
+    for name, meaning in _NOT_ZERO.items():
+        if fields.get(name) == 0:
+            raise ValueError(f"{name} must be more than 0, or left out {meaning}, got 0")
     reports = fields.get("report_to") or ()
     for name in [reports] if isinstance(reports, str) else reports:
         if name not in ("all", "none", *(installed := get_available_reporting_integrations())):
@@ -151,9 +161,12 @@ def check_model_fields(fields: dict[str, Any]) -> None:
     for name in _MODEL_SIZES:
         if fields.get(name) is not None:
             check_range(name, fields[name], 1)
-    for name in _DROPOUTS:
+    for name in _FROM_0_TO_1:
         if fields.get(name) is not None:
             check_range(name, fields[name], 0, 1, _NUMBER)
+    if fields.get("pad_token_id") is not None:
+        num_tokens = fields.get("vocab_size") or SparseBertConfig.vocab_size
+        check_range("pad_token_id", fields["pad_token_id"], 0, num_tokens - 1)
     activation = fields.get("hidden_act")
     if isinstance(activation, str) and activation not in ACT2FN:
         raise nearest("hidden_act", activation, ACT2FN)
