@@ -17,7 +17,7 @@ OPTIONAL = ("datasets", "deepspeed", "evaluate", "matplotlib", "sklearn", "tenso
 
 def test_import_is_light():
     """In a new process: what only some functions need is not imported by the package."""
-    code = "import sys, sparsebert, sparsebert.analysis.charts, sparsebert.analysis.pictures; "
+    code = "import sys, sparsebert, sparsebert.analysis.charts, sparsebert.analysis.importance_pictures; "
     code += f"print(*[name for name in {OPTIONAL} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

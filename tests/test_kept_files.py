@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsebert.analysis.importance import sketch
-from sparsebert.analysis.pictures import plot_importance
+from sparsebert.analysis.importance_pictures import plot_importance
 from sparsebert.commands import parse
 from sparsebert.experiments import EXPERIMENTS, Experiment
 from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
@@ -269,7 +269,7 @@ def test_seeds_of_other_lengths_are_not_averaged(tmp_path):
 def drawn(figure, monkeypatch):
     """The arrays of the heat maps of a figure that a function draws."""
     images = []
-    monkeypatch.setattr("sparsebert.analysis.pictures.save_figure", lambda f, path: images.extend(
+    monkeypatch.setattr("sparsebert.analysis.importance_pictures.save_figure", lambda f, path: images.extend(
         image.get_array() for axis in f.axes[:2] for image in axis.get_images()
     ))  # fmt: skip
     figure()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
 
 from sparsebert import SearchSchedule, SparseBertConfig, SparseBertForMaskedLM, SparseMask, attach, build_pattern
-from sparsebert.analysis.pictures import KEPT
+from sparsebert.analysis.importance import KEPT
 from sparsebert.analysis.runs import Run, read_run
 from sparsebert.commands import main
 from sparsebert.masks.expansion import fixed_entries

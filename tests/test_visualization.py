@@ -3,17 +3,11 @@
 import pytest
 import torch
 
-from sparsebert.analysis import charts
+from sparsebert.analysis import charts, importance_pictures
 from sparsebert.analysis.charts import plot_lines, plot_scores, plot_values
 from sparsebert.analysis.importance import as_runs, head_groups, offset_profile, sketch
-from sparsebert.analysis.pictures import (
-    plot_gallery,
-    plot_groups,
-    plot_heads,
-    plot_mean_probs,
-    plot_offset_profile,
-    plot_sketch,
-)
+from sparsebert.analysis.importance_pictures import plot_groups, plot_mean_probs, plot_offset_profile, plot_sketch
+from sparsebert.analysis.mask_pictures import plot_gallery, plot_heads
 from sparsebert.masks.patterns import build_pattern
 
 
@@ -42,7 +36,7 @@ def test_plots(tmp_path):
 
 def test_what_the_pictures_show(monkeypatch):
     figures = []
-    monkeypatch.setattr("sparsebert.analysis.pictures.save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(importance_pictures, "save_figure", lambda figure, path: figures.append(figure))
     probs = torch.rand(3, 20, 20)
     for plot in (plot_mean_probs, plot_sketch, plot_offset_profile, plot_groups):
         plot(probs, "any")

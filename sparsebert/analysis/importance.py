@@ -16,6 +16,7 @@ from ..masks.sparse_mask import SparseMask
 
 
 CONFIDENCE = 0.95
+KEPT = "P, probability that the position is kept"
 SKETCH_LENGTH = 16
 
 # First and last offset of each group; None stands for the longest.

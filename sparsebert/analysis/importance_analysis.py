@@ -23,7 +23,8 @@ from .importance import (
     offset_profile,
     sketch,
 )
-from .pictures import plot_groups, plot_heads, plot_mean_probs, plot_offset_profile, plot_sketch
+from .importance_pictures import plot_groups, plot_mean_probs, plot_offset_profile, plot_sketch
+from .mask_pictures import plot_heads
 from .runs import MASK_ONLY, Run, read_runs
 from .tables import Table
 

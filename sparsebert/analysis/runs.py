@@ -31,7 +31,7 @@ from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.loading import load
 from ..models.modeling_sparsebert import SparseBertModel
 from ..search.learned_mask import expand_probs, is_of_mask
-from .pictures import KEPT
+from .importance import KEPT
 
 
 logger = logging.get_logger(__name__)

@@ -7,7 +7,7 @@ Masks are read from folders or the Hub; for a run or a model, its mask is drawn.
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.pictures import plot_gallery, plot_heads
+from ..analysis.mask_pictures import plot_gallery, plot_heads
 from ..analysis.runs import find_mask, is_pattern
 from ..files import make_folder
 from ..hub import HubArguments

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 
 from ..analysis.charts import plot_values
 from ..analysis.importance import OFFSET_GROUPS, estimate, head_groups
-from ..analysis.pictures import plot_importance
+from ..analysis.importance_pictures import plot_importance
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..masks.mask_files import MASK_PROBS_NAME

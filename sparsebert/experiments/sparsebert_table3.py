@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.pictures import plot_heads
+from ..analysis.mask_pictures import plot_heads
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_choice

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import set_seed
 
-from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
+from ..analysis.importance import analyzed_special_tokens
+from ..analysis.importance_pictures import plot_mean_probs, plot_offset_profile
+from ..analysis.mask_pictures import plot_heads
 from ..analysis.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ..analysis.tables import Table
 from ..files import METRICS_NAME, locked_output, write_metrics
@@ -139,7 +141,7 @@ def _search(
         if find_spec("matplotlib"):
             probs = expand_probs(probs, mask)
             plot_mean_probs(probs, output / "mean_probs.png")
-            plot_offset_profile(probs, output / "offset_profile.png", mask.special_tokens)
+            plot_offset_profile(probs, output / "offset_profile.png", analyzed_special_tokens(mask))
     parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
     seconds["total"] = time.perf_counter() - start
     metrics = {

@@ -11,7 +11,8 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..analysis.importance import analyzed_special_tokens, position_groups
-from ..analysis.pictures import plot_heads, plot_mean_probs, plot_offset_profile
+from ..analysis.importance_pictures import plot_mean_probs, plot_offset_profile
+from ..analysis.mask_pictures import plot_heads
 from ..files import METRICS_NAME, check_other_folder, locked_output, write_metrics
 from ..masks.mask_files import MASK_PROBS_NAME
 from ..models.configuration_sparsebert import SparseBertConfig

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import EvalResult
 
 from ..analysis.diagnosis import cpu_name
-from ..analysis.pictures import plot_heads
+from ..analysis.mask_pictures import plot_heads
 from ..analysis.plans import make_plan
 from ..analysis.reports import RECOVERED, own_mask, report_tables
 from ..analysis.tables import Table

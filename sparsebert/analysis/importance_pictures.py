@@ -1,5 +1,5 @@
 """
-Pictures of masks and of mask probabilities. A path without a suffix gets two files, PNG and SVG.
+Pictures of mask probabilities: which positions are kept. A path without a suffix gets two files, PNG and SVG.
 
 Letters: S runs, L layers, H heads, n length, P the probability that a position is kept (0 or 1 for a mask).
 """
@@ -7,32 +7,28 @@ Letters: S runs, L layers, H heads, n length, P the probability that a position 
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ..masks.patterns import CYCLES, PATTERNS, build_pattern
-from ..masks.sparse_mask import SparseMask
-from .figures import BLACK, BLUE, DPI, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure, save_figure
-from .importance import SKETCH_LENGTH, as_runs, estimate, head_groups, offset_profile, sketch
+from .figures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    average_text,
+    draw_table,
+    new_figure,
+    save_figure,
+)
+from .importance import KEPT, SKETCH_LENGTH, as_runs, estimate, head_groups, offset_profile, sketch
 
 
-WHITE_ATTENDS = "white: may attend, black: removed"
-KEPT = "P, probability that the position is kept"
 _SKETCHED = f"{SKETCH_LENGTH} x {SKETCH_LENGTH}"
 _CELLS = "k = 0 to 3 cells off the diagonal: offset |i - j| = k alone\nbeyond: the longer offsets, in equal parts"
 _LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
-
-# The cycles' defaults are made for 256 tokens; at the gallery's length they would be nearly dense.
-_GALLERY_PARAMETERS: dict[str, dict[str, Any]] = {
-    "strided_cycle": {"stride": 4},
-    "fixed_cycle": {"stride": 4},
-    "star_cycle": {"window_size": 1},
-}
-
-# More rows than a panel has pixels.
-_MOST_CELLS = 1024
-
 # Markers tell the groups apart in print.
 _GROUP_STYLES = {
     "diagonal": (BLACK, "o"),
@@ -42,19 +38,6 @@ _GROUP_STYLES = {
     "others": (SKY, "^"),
     "special_tokens": (GREEN, "P"),
 }
-
-
-def _number(count, noun):
-    return f"{count} {noun}{'s' * (count > 1)}"
-
-
-def _size(probs):
-    """What was averaged over, for a title: "3 runs x 6 layers x 12 heads, 128 tokens"."""
-    runs, layers, heads = (
-        _number(count, noun) for count, noun in zip(probs.shape[:3], ("run", "layer", "head"), strict=True)
-    )
-    parts = [runs] * (probs.shape[0] > 1) + [layers] * (probs.shape[1] > 1) + [heads]
-    return f"{' x '.join(parts)}, {probs.shape[-1]} tokens"
 
 
 def _panels(probs, width, height):
@@ -90,69 +73,6 @@ def _legend(figure, axis):
     figure.legend(handles, labels, loc="outside lower center", ncols=3 if len(labels) > 4 else 2, fontsize=9)
 
 
-def _interpolation(length, inches):
-    """Sharp entries where each has a pixel, else averaged ones: leaving out rows would break thin lines."""
-    return "nearest" if length <= 0.85 * inches * DPI else "antialiased"
-
-
-def _draw_table(axis, table, inches, **style):
-    """Draw values `(n, n)`, those of a large table averaged over small squares: a figure holds what it shows."""
-    length = len(table)
-    if (size := math.ceil(length / _MOST_CELLS)) > 1:
-        table = torch.nn.functional.avg_pool2d(table.float()[None], size, ceil_mode=True)[0]
-    extent = (-0.5, length - 0.5, length - 0.5, -0.5)
-    interpolation = _interpolation(len(table), inches)
-    return axis.imshow(table.float().numpy(), extent=extent, interpolation=interpolation, **style)
-
-
-def _draw_mask(axis, table, inches):
-    """Draw one mask `(n, n)`, white where a query may attend."""
-    _draw_table(axis, table, inches, cmap="gray", vmin=0, vmax=1)
-    axis.set_xticks([])
-    axis.set_yticks([])
-
-
-def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike, name: str | None = None) -> None:
-    """
-    Draw the mask of every head, one row of panels per layer if the layers differ.
-
-    Args:
-        mask_or_table ([`SparseMask`] or `torch.Tensor`): The mask, or a bool table `(H, n, n)` or `(L, H, n, n)`.
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        name (`str`, *optional*): Name of the mask, for the title.
-    Raises:
-        ValueError: If the table has another shape.
-    """
-    table = mask_or_table.to_table() if isinstance(mask_or_table, SparseMask) else mask_or_table
-    table = torch.as_tensor(table).detach().cpu()
-    table = table[None] if table.dim() == 3 else table
-    if table.dim() != 4 or table.shape[2] != table.shape[3] or 0 in table.shape:
-        raise ValueError(f"mask_or_table must have shape (H, n, n) or (L, H, n, n), got {tuple(table.shape)}")
-    num_layers, num_heads, length, _ = table.shape
-    num_columns = num_heads if num_layers > 1 else min(num_heads, 4 if num_heads <= 12 else 6)
-    num_rows = num_layers if num_layers > 1 else math.ceil(num_heads / num_columns)
-    # Small enough for a dozen layers; never narrower than the title.
-    panel = 1.3 if num_layers > 1 else 1.9
-    figure = new_figure(max(panel * num_columns + 0.5, 4.6), max((panel + 0.35) * num_rows + 0.9, 3.2))
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    for axis in axes[num_layers * num_heads :]:
-        axis.set_axis_off()
-    for index, (axis, head) in enumerate(zip(axes, table.flatten(0, 1), strict=False)):
-        _draw_mask(axis, head, panel)
-        place = f"layer {index // num_heads} head {index % num_heads}" if num_layers > 1 else f"head {index}"
-        removed = 1 - head.count_nonzero() / head.numel()
-        axis.set_title(f"{place}\n{removed:.1%} removed", fontsize=7 if num_layers > 1 else 8)
-    partly = "" if _interpolation(length, panel) == "nearest" else ", gray: a pixel with both"
-    figure.suptitle(
-        f"Attention masks{f' of {name}' if name else ''}\n{_size(table[None])}, "
-        f"{1 - table.count_nonzero() / table.numel():.1%} removed\n({WHITE_ATTENDS}{partly})",
-        fontsize=10,
-    )
-    figure.supxlabel("key position j", fontsize=9)
-    figure.supylabel("query position i", fontsize=9)
-    save_figure(figure, path)
-
-
 def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     """Draw the mean P of every panel on one color scale, from the lowest mean to the highest."""
     figure, axes, parts = _panels(probs, 5.8, 4.9)
@@ -161,7 +81,7 @@ def _draw_heat_maps(probs, path, title, quantity, ticks=None):
     # A constant, such as a dense mask, would get a scale from below to beyond it.
     low, high = (0, 1) if low == high else (low, high)
     for axis, mean in zip(axes, means, strict=True):
-        image = _draw_table(axis, mean, 4.3 if len(parts) == 1 else 2.4, cmap="cividis", vmin=low, vmax=high)
+        image = draw_table(axis, mean, 4.3 if len(parts) == 1 else 2.4, cmap="cividis", vmin=low, vmax=high)
         if ticks is not None:
             axis.set_xticks(*ticks)
             axis.set_yticks(*ticks)
@@ -189,7 +109,7 @@ def plot_mean_probs(probs: torch.Tensor, path: str | os.PathLike, quantity: str 
     Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as from lowest to highest.
     """
     probs = as_runs(probs)
-    _draw_heat_maps(probs, path, f"What is kept by position\n({_size(probs)}; yellow: kept most)", quantity)
+    _draw_heat_maps(probs, path, f"What is kept by position\n({average_text(probs)}; yellow: kept most)", quantity)
 
 
 def plot_sketch(
@@ -210,7 +130,7 @@ def plot_sketch(
     probs = as_runs(probs)
     # Pooling is linear: the mean of the sketches is the sketch of the mean, one per layer.
     pooled = sketch(probs.mean((0, 2)), special_tokens)[None, :, None]
-    title = f"What is kept by position, pooled onto {_SKETCHED}\n({_size(probs)}; yellow: kept most)\n{_CELLS}"
+    title = f"What is kept by position, pooled onto {_SKETCHED}\n({average_text(probs)}; yellow: kept most)\n{_CELLS}"
     _draw_heat_maps(pooled, path, title, quantity, _sketch_ticks(special_tokens))
 
 
@@ -224,7 +144,7 @@ def _sketch_ticks(special_tokens):
     return range(SKETCH_LENGTH), names
 
 
-def plot_importance(probs: torch.Tensor, path: str | os.PathLike, special_tokens: str = "first_last") -> None:
+def plot_importance(probs: torch.Tensor, path: str | os.PathLike) -> None:
     """
     Draw P that was averaged over heads, as a heat map and pooled onto 16 tokens by [`sketch`], each on a color scale
     of its own. With fewer tokens there is only the heat map.
@@ -232,10 +152,8 @@ def plot_importance(probs: torch.Tensor, path: str | os.PathLike, special_tokens
     Args:
         probs (`torch.Tensor`): Mean P over the heads of each seed, `(S, n, n)`.
         path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose row and column are kept separate
-            in the sketch.
     Raises:
-        ValueError: If `probs` has another shape, or `special_tokens` is unknown.
+        ValueError: If `probs` has another shape.
     Source: SparseBERT (arXiv 2102.12871), Figure 2.
     """
     if probs.dim() != 3:
@@ -244,12 +162,11 @@ def plot_importance(probs: torch.Tensor, path: str | os.PathLike, special_tokens
     length = len(mean)
     panels = [(mean, f"{length} tokens", None)]
     if length >= SKETCH_LENGTH:
-        pooled = sketch(mean, special_tokens)
-        panels.append((pooled, f"pooled onto {_SKETCHED}\n{_CELLS}", _sketch_ticks(special_tokens)))
+        panels.append((sketch(mean), f"pooled onto {_SKETCHED}\n{_CELLS}", _sketch_ticks("first_last")))
     figure = new_figure(5.6 * len(panels), 5.2)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (panel, title, ticks) in zip(axes, panels, strict=True):
-        image = _draw_table(axis, panel, 4.3, cmap="cividis")
+        image = draw_table(axis, panel, 4.3, cmap="cividis")
         axis.set_title(title, fontsize=10)
         if ticks is not None:
             axis.set_xticks(*ticks)
@@ -285,50 +202,61 @@ def plot_groups(
     Source: SparseBERT (arXiv 2102.12871), Section 3.1.2.
     """
     probs = as_runs(probs)
-    num_runs, num_layers, num_heads = probs.shape[:3]
+    num_layers = probs.shape[1]
     groups = head_groups(probs, special_tokens)
     names = {name: name.replace("_", " ") + (" (fixed)" if name in fixed else "") for name in groups}
     figure = new_figure(7.4, 5.2)
     axis = figure.subplots()
     if num_layers == 1:
-        for place, values in enumerate(groups.values()):
-            # Only the first group goes into the legend.
-            prefix = "_" if place else ""
-            across = torch.linspace(-0.3, -0.1, values.size).numpy()
-            axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label=f"{prefix}one head")
-            number = estimate(values.reshape(num_runs, -1))
-            for kind, shift, color in (("over_heads", 0.05, BLUE), ("over_seeds", 0.2, VERMILION)):
-                if kind in number:
-                    error = abs(number[kind] - number["mean"])[:, None]
-                    label = f"{prefix}95 % interval of the mean {kind.replace('_', ' ')}"
-                    axis.errorbar(
-                        place + shift, number["mean"], error, fmt="none", color=color, capsize=5, lw=2, label=label
-                    )
-            axis.plot(place + 0.05, number["mean"], "D", color="black", ms=6, zorder=3, label=f"{prefix}mean")
-        axis.set_xticks(range(len(groups)), labels=[name.replace(" (", "\n(") for name in names.values()])
-        axis.set_xlabel("group of positions (query i, key j); offset is |i - j|")
+        _draw_heads(axis, groups, names)
     else:
-        kind = "over_seeds" if num_runs > 1 else "over_heads"
-        for place, (name, values) in enumerate(groups.items()):
-            color, marker = _GROUP_STYLES[name]
-            # Side by side, so that they do not hide each other.
-            layers = torch.arange(num_layers).numpy() + 0.06 * (place - 2.5)
-            number = estimate(values.swapaxes(1, 2))
-            error = abs(number[kind] - number["mean"]) if kind in number else None
-            axis.errorbar(
-                layers, number["mean"], error,
-                color=color, marker=marker, ms=5, lw=1.2, capsize=2, label=names[name],
-            )  # fmt: skip
-        axis.set_xticks(range(num_layers))
-        axis.set_xlabel(
-            "layer" + (f" (bars: 95 % interval of the mean {kind.replace('_', ' ')})" if kind in number else "")
-        )
+        _draw_layers(axis, groups, names)
     _legend(figure, axis)
-    axis.set_title(f"What is kept by group of positions\n({_size(probs)})", fontsize=11)
+    axis.set_title(f"What is kept by group of positions\n({average_text(probs)})", fontsize=11)
     axis.set_ylabel(f"mean of\n{quantity}")
     axis.set_ylim(-0.03, 1.03)
     axis.grid(axis="y", alpha=0.3)
     save_figure(figure, path)
+
+
+def _draw_heads(axis, groups, names):
+    """Points of the heads, and their mean with intervals, side by side for each group."""
+    for place, values in enumerate(groups.values()):
+        # Only the first group goes into the legend.
+        prefix = "_" if place else ""
+        across = torch.linspace(-0.3, -0.1, values.size).numpy()
+        axis.plot(place + across, values.ravel(), "o", color="0.6", ms=4, label=f"{prefix}one head")
+        number = estimate(values.reshape(len(values), -1))
+        for kind, shift, color in (("over_heads", 0.05, BLUE), ("over_seeds", 0.2, VERMILION)):
+            if kind in number:
+                error = abs(number[kind] - number["mean"])[:, None]
+                label = f"{prefix}95 % interval of the mean {kind.replace('_', ' ')}"
+                axis.errorbar(
+                    place + shift, number["mean"], error, fmt="none", color=color, capsize=5, lw=2, label=label
+                )
+        axis.plot(place + 0.05, number["mean"], "D", color="black", ms=6, zorder=3, label=f"{prefix}mean")
+    axis.set_xticks(range(len(groups)), labels=[name.replace(" (", "\n(") for name in names.values()])
+    axis.set_xlabel("group of positions (query i, key j); offset is |i - j|")
+
+
+def _draw_layers(axis, groups, names):
+    """A line over the layers for each group."""
+    num_runs, num_layers, _ = next(iter(groups.values())).shape
+    kind = "over_seeds" if num_runs > 1 else "over_heads"
+    for place, (name, values) in enumerate(groups.items()):
+        color, marker = _GROUP_STYLES[name]
+        # Side by side, so that they do not hide each other.
+        layers = torch.arange(num_layers).numpy() + 0.06 * (place - 2.5)
+        number = estimate(values.swapaxes(1, 2))
+        error = abs(number[kind] - number["mean"]) if kind in number else None
+        axis.errorbar(
+            layers, number["mean"], error,
+            color=color, marker=marker, ms=5, lw=1.2, capsize=2, label=names[name],
+        )  # fmt: skip
+    axis.set_xticks(range(num_layers))
+    axis.set_xlabel(
+        "layer" + (f" (bars: 95 % interval of the mean {kind.replace('_', ' ')})" if kind in number else "")
+    )
 
 
 def plot_offset_profile(
@@ -371,7 +299,7 @@ def plot_offset_profile(
             axis.set_xticks([], minor=True)
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
-    title = ", ".join(filter(None, [_size(probs), _LEFT_OUT[special_tokens]]))
+    title = ", ".join(filter(None, [average_text(probs), _LEFT_OUT[special_tokens]]))
     y = f"mean at each offset of\n{quantity}"
     if len(parts) > 1:  # too long for small panels
         title += f"; mean at each offset of {quantity}"
@@ -379,33 +307,4 @@ def plot_offset_profile(
     figure.suptitle(f"What is kept by distance\n({title})", fontsize=11)
     _label_panels(axes, "offset |i - j| between query and key\n(0 is the diagonal)", y)
     _legend(figure, axes[0])
-    save_figure(figure, path)
-
-
-def plot_gallery(path: str | os.PathLike, length: int = 16) -> None:
-    """
-    Draw one head of every pattern with its default parameters (shorter strides for cycles). A cycle is drawn as the
-    union of its patterns.
-
-    Args:
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        length (`int`, *optional*, defaults to 16): Number of tokens, n.
-    Source: SparseBERT (arXiv 2102.12871), Figure 1.
-    """
-    num_columns = 5
-    num_rows = math.ceil(len(PATTERNS) / num_columns)
-    figure = new_figure(2.1 * num_columns + 0.5, 2.85 * num_rows + 0.6)
-    axes = figure.subplots(num_rows, num_columns).ravel()
-    for axis in axes[len(PATTERNS) :]:
-        axis.set_axis_off()
-    for axis, name in zip(axes, PATTERNS, strict=False):
-        layout = "union" if name in CYCLES else None
-        mask = build_pattern(name, length, 1, head_configuration=layout, **_GALLERY_PARAMETERS.get(name, {}))
-        _draw_mask(axis, mask.to_table()[0, 0], 2.1)
-        parameters = [f"{key}={value}" for key, value in mask.metadata["pattern_parameters"].items()]
-        axis.set_title(f"{name}{' (union)' if layout else ''}\n{mask.sparsity:.1%} removed", fontsize=10)
-        axis.set_xlabel("\n".join(parameters), fontsize=7)
-    figure.suptitle(f"Attention patterns at {length} tokens ({WHITE_ATTENDS})", fontsize=12)
-    figure.supxlabel("key position j", fontsize=9)
-    figure.supylabel("query position i", fontsize=9)
     save_figure(figure, path)
