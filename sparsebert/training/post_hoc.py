@@ -115,14 +115,7 @@ def _search(
     seconds["report"] = time.perf_counter() - begin
     if options.recover and teacher is not None:
         begin = time.perf_counter()
-        batches = source.batches(options.sizes[1], options.recover, options.seed + 1)
-        growing = None
-        if options.recover_from is not None and learned is not None:
-            growing = _growing_masks(learned, mask, options.recover_from, options.recover)
-        recover(
-            model, teacher, batches, options.recover, options.recover_learning_rate,
-            objective=options.objectives[1], masks=growing, bf16=options.bf16,
-        )  # fmt: skip
+        _recover(model, teacher, options, source, learned)
         seconds["recover"] = time.perf_counter() - begin
         recovered = RECOVERED.format(own_mask(options.mask))
         report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
@@ -200,6 +193,29 @@ def _compare(
             with running_through(model, carrier(model, mask)):
                 report[name] |= {"score": source.score(model), "input_sparsity": source.removed(mask)}
     return report
+
+
+def _recover(
+    model: Any,
+    teacher: "PreTrainedModel",
+    options: PostHocArguments,
+    source: TextRows | Inputs,
+    learned: LearnedMask | None,
+) -> None:
+    """Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it."""
+    masks = None
+    if options.recover_from is not None and learned is not None:
+        masks = _growing_masks(learned, model.sparse_attention.mask, options.recover_from, options.recover)
+    recover(
+        model,
+        teacher,
+        source.batches(options.sizes[1], options.recover, options.seed + 1),
+        options.recover,
+        options.recover_learning_rate,
+        objective=options.objectives[1],
+        masks=masks,
+        bf16=options.bf16,
+    )
 
 
 def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps: int) -> dict[int, SparseMask]:

@@ -185,6 +185,19 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     _check_task(options)
     check_other_folder(str(options.output_dir), model=options.model, mask=options.mask)
     check_output_dir(str(options.output_dir), options.overwrite)
+    _check_mask(options, fields, given)
+    _check_steps(options, fields)
+    config = _check_model(options)
+    model = _model_without_weights(config)
+    if len(attention_modules(model)) < config.num_hidden_layers:
+        fields = {**fields, "share_layers": True} | given  # the same weights in every layer
+    # Rejects wrong fields, such as a target out of reach.
+    attach_mask(model, options, fields, given_mask(options, fields, config))
+    return config, fields
+
+
+def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[str, Any]) -> None:
+    """Check what is searched for, or the mask that is given instead."""
     if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
     if given.get("mask_length") is not None:
@@ -200,22 +213,21 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         check_source("mask", options.mask, **of_mask)
     if fields.get("target_sparsity") is not None and options.mask not in (None, *VARIED):
         raise ValueError(f"--target_sparsity has no meaning with mask {options.mask!r}, whose sparsity is given")
+
+
+def _check_steps(options: PostHocArguments, fields: dict[str, Any]) -> None:
+    """Check the steps of the search and of the recovery, and the rows that they see."""
     check_choice("train", options.train, (None, "norms"))
-    compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
-    for name, objective in compared.items():
-        check_choice(name, objective, tuple(OBJECTIVES))
     for name in ("recover_from", "train", "steps", "learning_rate"):
         if getattr(options, name) != getattr(PostHocArguments, name) and options.mask:
             raise ValueError(f"{name} has no meaning with mask: there is no search then")
-    for name in ("recover_learning_rate", "recover_objective"):
+    for name in ("recover_learning_rate", "recover_objective", "recover_from"):
         if getattr(options, name) != getattr(PostHocArguments, name) and not options.recover:
             raise ValueError(f"{name} has no meaning without recover, the number of steps of the recovery")
     if options.shortest not in (None, PostHocArguments.shortest) and (options.task or not options.pack):
         raise ValueError(
             f"shortest {options.shortest} has no meaning with task or pack false: only packed text is cut"
         )
-    if options.recover_from is not None and not options.recover:
-        raise ValueError("recover_from has no meaning without recover, the number of steps of the recovery")
     if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
         raise ValueError(
             f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "
@@ -233,6 +245,13 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
     for name in ("max_tokens", "max_validation_tokens"):
         check_range(name, getattr(options, name), options.max_length)
+
+
+def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
+    """Check that the model can be searched, with these objectives."""
+    compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
+    for name, objective in compared.items():
+        check_choice(name, objective, tuple(OBJECTIVES))
     hub_arguments = options.hub_arguments(options.model)
     check_source("model", options.model, **hub_arguments)
     config = read_config(str(options.model), **hub_arguments)
@@ -246,11 +265,7 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         raise ValueError(f"{options.model} already has a mask: the search starts from a model without one; {advice}")
     if options.max_length > (positions := num_positions(config)):
         raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
-    # Rejects wrong fields, such as a target out of reach, without loading weights.
-    with torch.device("meta"):
-        model_class: Any = model_class_of(config)
-        # The class of a checkpoint that does not name one is an Auto class.
-        model = getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
+    model = _model_without_weights(config)
     head = "" if options.task is None else TASKS[options.task].head.removeprefix("AutoModel")
     if not type(model).__name__.endswith(head):
         raise ValueError(
@@ -260,10 +275,14 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name, objective in compared.items():
         if reason := OBJECTIVES[objective].refuse(model):
             raise ValueError(f"{name} {objective!r} has no meaning here: {reason}")
-    if len(attention_modules(model)) < config.num_hidden_layers:
-        fields = {**fields, "share_layers": True} | given  # the same weights in every layer
-    attach_mask(model, options, fields, given_mask(options, fields, config))
-    return config, fields
+    return config
+
+
+def _model_without_weights(config: "PreTrainedConfig") -> Any:
+    with torch.device("meta"):
+        model_class: Any = model_class_of(config)
+        # The class of a checkpoint that does not name one is an Auto class.
+        return getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
 
 
 def _check_task(options: PostHocArguments) -> None:
