@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
-from sparsebert.experiments.continued_pretraining import PACKAGE, located
+from sparsebert.experiments.base_models import PACKAGE, located
 
 from ._masks import HELP, build_mask
 from ._measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary

@@ -37,7 +37,7 @@ from sparsebert import extend_positions, load
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
-from sparsebert.experiments.continued_pretraining import located
+from sparsebert.experiments.base_models import located
 from sparsebert.experiments.long_reviews import named_models
 from sparsebert.experiments.review_classifiers import long_rows
 from sparsebert.hub import read_config

@@ -23,7 +23,7 @@ from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.tasks import glue
-from sparsebert.experiments.continued_pretraining import located
+from sparsebert.experiments.base_models import located
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.positions import METHODS

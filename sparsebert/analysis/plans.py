@@ -15,8 +15,8 @@ from ..hub import check_path
 from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_tile_shares
-from ..models.attaching import get_sparse_attention
 from ..models.loading import find_file, load
+from ..models.saving import get_sparse_attention
 from .tables import Table
 
 

@@ -9,8 +9,9 @@ from ..attention.backends import ATTENTION_NAMES
 from ..attention.probability_maps import PROBABILITY_MAPS
 from ..data.tasks import TASKS
 from ..hub import HubArguments
+from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
-from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, LENGTH_POLICIES, SPECIAL_TOKENS
+from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS
 from ..models.configuration_sparsebert import MASK_FORMS, SparseBertConfig
 from ..models.positions import METHODS
 from ..models.token_mixers import MIXERS

@@ -12,9 +12,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checks import check_choice
 from ..files import LOCK_NAMES, check_other_folder, check_output_dir, check_undamaged, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
-from ..models.attaching import get_sparse_attention
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.positions import METHODS, extend_positions
+from ..models.saving import get_sparse_attention
 from ..training.run_folders import ASIDE_NAME, run_folder
 from ._command import Command, Results, needed
 

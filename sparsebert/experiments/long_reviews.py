@@ -17,7 +17,7 @@ from ..analysis.tables import Table
 from ..checks import check_range
 from ..hub import read_config
 from ..models.loading import check_folder
-from .continued_pretraining import PACKAGE, located, long_enough
+from .base_models import PACKAGE, located, long_enough
 from .experiment import Experiment
 from .review_classifiers import check_reviews, classifier, score, trained, write_rows
 

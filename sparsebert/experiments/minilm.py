@@ -27,7 +27,7 @@ from ..training.objectives import OBJECTIVES
 from ..training.post_hoc import search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
 from ..training.sentence_similarity import similarity
-from .continued_pretraining import PACKAGE, located, long_enough
+from .base_models import PACKAGE, located, long_enough
 from .experiment import Experiment, seeded
 from .recipe_sections import check_texts
 

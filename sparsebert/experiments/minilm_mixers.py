@@ -14,12 +14,12 @@ import torch
 from ..checks import check_range
 from ..hub import read_config
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
+from .base_models import located
 from .continued_pretraining import (
     ContinuedSettings,
     check_continued,
     continue_training,
     continued_fields,
-    located,
     shared_checkpoint,
 )
 from .experiment import Experiment, seeded

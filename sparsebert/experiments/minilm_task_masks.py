@@ -21,7 +21,7 @@ from ..search.searches import SEARCHES
 from ..training.objectives import ANSWERING
 from ..training.post_hoc import STARTED_FROM, search_post_hoc
 from ..training.post_hoc_arguments import FIELDS as POST_HOC_FIELDS
-from .continued_pretraining import PACKAGE, located
+from .base_models import PACKAGE, located
 from .experiment import Experiment
 from .minilm_tasks import TRAINED_FIELDS, finetuned_cell, with_task_mean
 from .recipe_sections import check_task

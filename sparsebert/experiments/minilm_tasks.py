@@ -11,7 +11,7 @@ from ..analysis.statistics import COMPARED, compare_seeds, mean_text
 from ..analysis.tables import Table
 from ..checks import check_range
 from ..models.loading import check_folder
-from .continued_pretraining import PACKAGE, located
+from .base_models import PACKAGE, located
 from .experiment import Experiment
 from .recipe_sections import check_task, finetuned
 

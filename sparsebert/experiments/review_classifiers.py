@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ..data.tasks import glue
 from ..models.loading import carries_mask, load
-from .continued_pretraining import located
+from .base_models import located
 from .recipe_sections import finetuned
 
 

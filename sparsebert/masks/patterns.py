@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ..checks import check_choice, check_range, nearest
+from .expansion import SPECIAL_TOKENS
 from .mask_files import MAX_HEADS, MAX_LAYERS, MAX_MASK_LENGTH
-from .sparse_mask import SPECIAL_TOKENS, SparseMask
+from .sparse_mask import SparseMask
 
 
 HEAD_CONFIGURATIONS = ("sequential", "union", "multihead")

@@ -14,11 +14,11 @@ from transformers import BertConfig
 
 from ..attention.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
-from ..masks.expansion import LENGTH_POLICIES
+from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS
 from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError, read_description
 from ..masks.mask_sources import find_descriptions, hub_arguments_in
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
-from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS, SPECIAL_TOKENS
+from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS
 from ..search.searches import SEARCHES
 from ..search.selection import SCOPES
 from .masked_configs import MaskedConfigMixin

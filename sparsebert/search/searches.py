@@ -15,8 +15,8 @@ import torch
 from torch import distributed
 from torch.nn.functional import logsigmoid
 
-from ..masks.expansion import parameter_index
-from ..masks.sparse_mask import SPECIAL_TOKENS, SparseMask
+from ..masks.expansion import SPECIAL_TOKENS, parameter_index
+from ..masks.sparse_mask import SparseMask
 from .decided_entries import VerticalSlash
 
 

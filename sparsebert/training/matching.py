@@ -19,7 +19,8 @@ from tqdm.auto import tqdm
 from ..checks import check_choice
 from ..masks.patterns import build_pattern
 from ..models.architectures import attention_modules, describe
-from ..models.attaching import get_sparse_attention, make_sparse_attention
+from ..models.attaching import make_sparse_attention
+from ..models.saving import get_sparse_attention
 from ..models.sparse_attention import SparseAttention
 from ..search.mask_search import MaskSearch
 from .objectives import OBJECTIVES, Batch, inputs_of, recorded

@@ -12,18 +12,11 @@ from ..attention.backends import ATTENTION_NAMES, check_backend
 from ..hub import mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
-from ..models.attaching import (
-    MODEL_FIELDS,
-    AttachedModel,
-    allowed_fields,
-    attach,
-    detach,
-    get_sparse_attention,
-    read_mask,
-)
+from ..models.attaching import MODEL_FIELDS, allowed_fields, attach, detach, read_mask
 from ..models.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
 from ..models.described_masks import with_changes
 from ..models.loading import carries_mask, load
+from ..models.saving import AttachedModel, get_sparse_attention
 from .finetuning_arguments import FinetuningArguments
 from .run_checks import check_sizes_of
 from .task_data import TaskData
