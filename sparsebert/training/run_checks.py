@@ -258,7 +258,9 @@ def _check_streaming(data, max_steps):
     if max_steps < 1:
         raise ValueError(f"streaming true needs max_steps, since the text has no known length, got {max_steps}")
     if data.max_tokens is not None:
-        raise ValueError(f"max_tokens {data.max_tokens} has no meaning with streaming true: set max_steps")
+        raise ValueError(
+            f"max_tokens {data.max_tokens} has no meaning with streaming true: set it to null, and max_steps instead"
+        )
     for name in ("text", "validation"):
         if getattr(data, name) == "builtin":
             raise ValueError(f"{name} 'builtin' cannot be streamed: set streaming to false, or name files")
