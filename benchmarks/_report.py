@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-from sparsebert.analysis.diagnosis import cpu_name
+from sparsebert.analysis.diagnosis import DTYPES, cpu_name
 from sparsebert.analysis.tables import Table
-from sparsebert.commands.plan import DTYPES
 from sparsebert.files import replace_files
 
 
@@ -79,7 +78,7 @@ def prepare(parser, arguments):
     if options.instructions and os.environ.get("MKL_ENABLE_INSTRUCTIONS") != options.instructions:
         command = [sys.executable, *parser.prog.split()[1:], *(sys.argv[1:] if arguments is None else arguments)]
         sys.exit(subprocess.call(command, env=os.environ | {"MKL_ENABLE_INSTRUCTIONS": options.instructions}))
-    options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
+    options.dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
     if options.quick:
         options.seconds, options.rounds = 0.0, 2
     if options.output is None:

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForPreTraining
 from sparsebert import SparseBertConfig, SparseBertForPreTraining
 
 from ._masks import build_mask
-from ._report import DTYPES, ROOT
+from ._report import ROOT
 
 
 VOCABULARY = 30522
@@ -80,7 +80,7 @@ def make_step(spec):
     model, inputs = make_model(spec, system, options), make_inputs(spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused="unfused" not in options)
     alone = {} if system == "stock" or "all_logits" in options else {"skip_logits": True}
-    dtype = torch.bfloat16 if "bf16" in options else DTYPES[spec["dtype"]]
+    dtype = torch.bfloat16 if "bf16" in options else getattr(torch, spec["dtype"])
     precision = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(spec["device"], dtype)
     run = torch.compile(model) if "compile" in options else model
     with torch.no_grad(), precision():

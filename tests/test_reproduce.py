@@ -1060,7 +1060,7 @@ def test_mixers_are_the_tables_and_the_figures():
         ("copying", {"sparsity": 2}, "sparsity must be a number from 0 to 1, got 2"),
         ("copying", {"learning_rate": math.nan}, "learning_rate must be a number of at least 0, got nan"),
         ("copying", {"seeds": [0, 0]}, r"seeds must be different, got \[0, 0\]"),
-        ("minilm_mixers", {"checkpoint_learning_rate": -1}, "checkpoint_learning_rate must be a number from 0"),
+        ("minilm_mixers", {"checkpoint_learning_rate": -1}, "checkpoint_learning_rate must be a number of at least 0"),
         ("copying", {"depths": [0]}, "depth must be an integer of at least 1, got 0"),
         ("language_modelling", {"windows": [0]}, "window_size must be an integer of at least 1, got 0"),
         ("language_modelling", {"hidden_size": 30}, "hidden_size must be a multiple of num_heads 4, got 30"),

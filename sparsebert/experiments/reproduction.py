@@ -114,8 +114,8 @@ def plan_cells(
     for cell in tqdm(cells.values(), desc="checking cells", leave=False, disable=None):
         check_training(cell)  # the settings that are fields of a training, too
         for setting, value in cell.items():
-            if setting.endswith("_learning_rate"):
-                check_range(setting, value, 0, 1e6, (int, float))
+            if setting.endswith("_learning_rate") and value is not None:
+                check_range(setting, value, 0, None, (int, float))
         experiment.check(cell)
     return cells
 
