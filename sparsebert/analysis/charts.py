@@ -97,7 +97,7 @@ def plot_lines(
         for name in percent:
             getattr(axis, f"{name}axis").set_major_formatter(PercentFormatter(1, decimals=0))
         if counts:
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
     save_figure(figure, path)
