@@ -138,13 +138,15 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     make_folder(folder)
     lock = FileLock(folder / LOCK_NAME)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise FileExistsError(f"output_dir {folder} is in use by {_owner(mark)}: choose another, or wait") from None
     owner = {"pid": os.getpid(), "host": socket.gethostname()}
     before = None
     try:
+        try:
+            lock.acquire(timeout=0)  # in here, since a signal may end this process as soon as it has the lock
+        except Timeout:
+            raise FileExistsError(
+                f"output_dir {folder} is in use by {_owner(mark)}: choose another, or wait"
+            ) from None
         before = _entries(folder)
         mark.write_text(json.dumps(owner) + "\n", encoding="utf-8")
         for file in folder.rglob(".*.tmp") if unfinished else ():
@@ -152,7 +154,9 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
                 file.unlink()
         yield unfinished
     except BaseException as error:
-        if _entries(folder) == before:  # it was refused
+        if not lock.is_locked:
+            raise
+        if before in (None, _entries(folder)):  # it was refused
             mark.unlink(missing_ok=True) if left is None else mark.write_bytes(left)
         elif str(error):
             with suppress(OSError):  # a full disk must not hide the error
@@ -161,12 +165,13 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     else:
         mark.unlink(missing_ok=True)
     finally:
-        (folder / LOCK_NAME).unlink(missing_ok=True)  # while it is held: nobody else can have it
-        lock.release()
-        for parent in created:
-            if any(parent.iterdir()):
-                break
-            parent.rmdir()
+        if lock.is_locked:
+            (folder / LOCK_NAME).unlink(missing_ok=True)  # while it is held: nobody else can have it
+            lock.release()
+            for parent in created:
+                if any(parent.iterdir()):
+                    break
+                parent.rmdir()
 
 
 def _entries(folder):

@@ -355,7 +355,7 @@ def test_a_signal_in_a_post_hoc_search_leaves_what_was_there(post_hoc_flags, tmp
     folder.mkdir()
     (folder / "metrics.json").write_text("{}")
     process = start_command(post_hoc_flags(folder, "--steps", "1000000", "--overwrite"), tmp_path / "errors")
-    wait_for(process, (folder / LOCK_NAME).exists)
+    wait_for(process, (folder / UNFINISHED_NAME).exists)
     errors = signaled(process, number, tmp_path / "errors")
     assert process.exitcode == code, errors
     assert errors.strip().splitlines()[-1] == (
