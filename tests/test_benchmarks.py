@@ -36,6 +36,7 @@ from benchmarks.gpu import run as queue
 from sparsebert import SparseBertConfig, SparseMask, attach, extend_positions
 from sparsebert.attention import sdpa
 from sparsebert.attention.bias_attention import bias_attention
+from sparsebert.commands import main
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.tiles import tile_shares
 from sparsebert.models.positions import METHODS
@@ -688,10 +689,10 @@ def test_queue_prepares(tmp_path, monkeypatch, capsys):
 def test_queue_lists_and_refuses(capsys):
     assert queue.main(["--list"]) == 0
     listed = capsys.readouterr().out
-    assert len(queue.ENTRIES) == 14 and all(f"{number}. " in listed for number in queue.ENTRIES)
+    assert len(queue.ENTRIES) == 15 and all(f"{number}. " in listed for number in queue.ENTRIES)
     with pytest.raises(SystemExit):
-        queue.main(["15"])
-    assert "entries must be from 1 to 14, got 15" in capsys.readouterr().err
+        queue.main(["16"])
+    assert "entries must be from 1 to 15, got 16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", queue.ENTRIES)
@@ -709,6 +710,8 @@ def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
             assert recipe["model"]["mask_length"] == recipe["data"]["max_length"]
         elif words[0] == "-c":
             compile(words[1], "command", "exec")
+        elif words[1] == "sparsebert":
+            assert main([*words[2:], "--list_cells"]) == 0
         elif words[1] == "benchmarks.gpu.model":
             assert gpu_model.command_line().parse_args(words[2:]).compare == Path("{folder}")
         else:

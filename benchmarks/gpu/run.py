@@ -141,6 +141,14 @@ ENTRIES = {
         ),
     ),
     14: Entry("the whole grid of tests", (f"-m pytest -q -n 8 -m 'gpu and slow' {_gpu_tests()}",)),
+    15: Entry(
+        "copying 63 symbols",
+        (
+            "-m sparsebert reproduce copying --scale paper --source_length 63 --stride 8 --window_size 8 "
+            "--max_steps 10000 --warmup_steps 500 --learning_rate 1e-3 --batch_size 512 --bf16 true --depths '[4]' "
+            "--output {folder} --runs runs/gpu_copying",
+        ),
+    ),
 }
 
 
