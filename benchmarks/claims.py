@@ -62,7 +62,8 @@ class Claim:
         experiment (`str`): Experiment that tests it, a key of `EXPERIMENTS`.
         compare (`Callable[[dict], list[Comparison]]`): Makes the comparisons from the finished cells.
         digits (`int`): Digits of the differences.
-        folders (`tuple` of `str`): Folders of the experiment's results, in that of all, which are read together.
+        folders (`tuple` of `str`): Folders of the experiment's results, in that of all. What is compared with each
+            other comes from one of them.
     """
 
     source: str
@@ -300,7 +301,7 @@ CLAIMS = (
     ),
     Claim(
         "[S] Table 3, Figure 4", "Learned masks are better than manual ones that are as sparse", "sparsebert_table3",
-        _learned_above_manual,
+        _learned_above_manual, folders=("", "float32"),
     ),
     Claim(
         "[S] Figure 7",
@@ -404,15 +405,16 @@ def weakest(comparisons: list[Comparison], digits: int) -> str:
     return f"{label} = {test['difference']:+.{digits}f}{interval}{remark}"
 
 
-def _cells(folder: Path, paths: list[Path]) -> dict:
-    """The cells of several files, none of which may be in two."""
-    cells: dict = {}
+def _comparisons(claim: Claim, folder: Path, paths: list[Path]) -> list[Comparison]:
+    """The comparisons of several files: each seed within one file, the first that has both sides."""
+    merged: dict[str, Comparison] = {}
     for path in paths:
-        found = json.loads((folder / path).read_text(encoding="utf-8"))["cells"]
-        if twice := sorted(cells.keys() & found):
-            raise ValueError(f"{path}: the cell {twice[0]} is in another file, too")
-        cells |= found
-    return cells
+        for found in claim.compare(json.loads((folder / path).read_text(encoding="utf-8"))["cells"]):
+            comparison = merged.setdefault(found.label, Comparison(found.label, {}, {}))
+            for seed in found.seeds():
+                if seed not in comparison.greater:
+                    comparison.greater[seed], comparison.smaller[seed] = found.greater[seed], found.smaller[seed]
+    return list(merged.values())
 
 
 def table(folder: Path = REPRODUCED) -> Table:
@@ -431,7 +433,7 @@ def table(folder: Path = REPRODUCED) -> Table:
         row = {"paper": claim.source, "claim": claim.text, "status": "open"}
         row |= {"found": "not run", "seeds": "", "from": f"`sparsebert reproduce {claim.experiment}`"}
         if paths:
-            comparisons = claim.compare(_cells(folder, paths))
+            comparisons = _comparisons(claim, folder, paths)
             seeds = [len(comparison.seeds()) for comparison in comparisons if comparison.seeds()]
             row |= {"status": status(comparisons), "found": weakest(comparisons, claim.digits)}
             fewest, most = min(seeds, default=0), max(seeds, default=0)

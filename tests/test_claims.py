@@ -149,11 +149,11 @@ def test_results_fill_the_table_in(tmp_path):
 def test_results_of_several_folders_are_read_together(tmp_path):
     (tmp_path / "float32").mkdir()
 
-    def write(folder, targets, seeds):
+    def write(folder, targets, seeds, shift=0.0):
         cells = {
             f"{stage}_{target}_seed_{seed}": {
                 "settings": {"stage": stage, "target": target, "seed": seed, "system": stage},
-                "metrics": {"mlm_loss": loss + 0.1 * seed},
+                "metrics": {"mlm_loss": loss + 0.1 * seed + shift},
             }
             for stage, loss in (("one_stage", 3.0), ("two_stage", 4.0), ("random", 5.0))
             for target in targets
@@ -169,9 +169,14 @@ def test_results_of_several_folders_are_read_together(tmp_path):
     write("float32", (0.1, 0.3), (1,))
     assert found()["found"].endswith("(weakest of 4, 2 with one seed, 2 not run)") and found()["seeds"] == "1 to 2"
     assert found()["from"] == "`sparsebert_figure7_tiny.json`, `float32/sparsebert_figure7_tiny.json`"
-    write("float32", (0.8,), (1,))
-    with pytest.raises(ValueError, match="float32/sparsebert_figure7_tiny.json: the cell .*_0.8_seed_1 is in another"):
-        table(tmp_path)
+    in_one_file = found()["found"]
+    write("float32", (0.1, 0.3, 0.8), (1,))  # a seed that both have: that of the first
+    assert found()["found"] == in_one_file
+    results = json.loads((tmp_path / "sparsebert_figure7_tiny.json").read_text())
+    del results["cells"]["random_0.8_seed_1"]
+    (tmp_path / "sparsebert_figure7_tiny.json").write_text(json.dumps(results))
+    write("float32", (0.8,), (1,), shift=1.0)  # both sides of a pair come from the same file
+    assert found()["found"].startswith("loss at 80%: random - two_stage = +1.000 [")
 
 
 def soft(seed):
