@@ -766,19 +766,32 @@ def test_refusals_of_models(tiny_config, what, name):
     "fields, words",
     [
         ({"mask": SparseMask(torch.ones(3, 12, 12, dtype=torch.bool), 12)}, "must have the query's 4 heads, got 3"),
-        ({"layer": 1}, r"layer must be in \[0, 0\], got 1"),
-        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
+        ({"layer": 1}, "layer must be an integer from 0 to 0, got 1"),
+        ({"layer": 0.5}, "layer must be an integer from 0 to 0, got 0.5"),
+        ({"dropout_p": 1.0}, r"dropout_p must be a number in \[0, 1\), got 1.0"),
+        ({"dropout_p": "0.1"}, r"dropout_p must be a number in \[0, 1\), got '0.1'"),
+        (
+            {"scale": torch.ones((), requires_grad=True)},
+            r"scale must be a number, got tensor\(1\., requires_grad=True\)",
+        ),
         ({"padding": torch.ones(2, 11, dtype=torch.bool)}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
         ({"padding": torch.ones(2, 12)}, "padding must be bool.*float32"),
+        ({"padding": [[True] * 12] * 2}, "padding must be bool.*got list"),
+        ({"query": [[0.0]]}, r"query must be a tensor of shape \(B, H, n, d\).*got list"),
+        ({"query": torch.ones(2, 4, 12, 8).int()}, "query must be .*, one of torch.float16, .*got torch.int32"),
+        ({"query": torch.ones(2, 4, 12, 0)}, r"query must be .* with d > 0, .*got torch.float32 \(2, 4, 12, 0\)"),
+        ({"key": torch.ones(12, 8)}, r"key must be a tensor of shape \(B, H, n, d\).*got torch.float32 \(12, 8\)"),
         ({"is_causal": True}, "is_causal needs.*got 'first_last'"),
         ({"backend": "sdpa"}, "backend must be one of sparse_eager.*got 'sdpa'"),
     ],
-    ids=["heads", "layer", "dropout", "padding's shape", "padding's dtype", "causal", "name"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_arguments_that_do_not_fit(fields, words):
     mask = SparseMask(torch.ones(HEADS, 12, 12, dtype=torch.bool), 12, special_tokens="first_last")
     with pytest.raises(ValueError, match=words):
-        sparse_dot_product_attention(*numbers(2, 12)[:3], **{"mask": mask} | fields)
+        sparse_dot_product_attention(
+            **dict(zip(("query", "key", "value"), numbers(2, 12)[:3], strict=True)) | {"mask": mask} | fields
+        )
 
 
 @pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])

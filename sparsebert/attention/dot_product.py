@@ -10,11 +10,22 @@ from typing import Any
 
 import torch
 
+from ..checks import check_range
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _described(value):
+    """What a tensor is, or the type of what is none."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
 def sparse_dot_product_attention(
@@ -58,8 +69,13 @@ def sparse_dot_product_attention(
         raise ValueError(f"backend must be one of {', '.join(ATTENTION_NAMES)}, got {backend!r}")
     if not isinstance(mask, SparseMask):
         raise ValueError(f"mask must be a SparseMask, got {type(mask).__name__}")
-    if query.dim() != 4:
-        raise ValueError(f"query must have the shape (B, H, n, d), got {tuple(query.shape)}")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if not is_tensor or tensor.dtype not in DTYPES or tensor.dim() != 4 or not tensor.shape[3]:
+            raise ValueError(
+                f"{name} must be a tensor of shape (B, H, n, d) with d > 0, one of {', '.join(map(str, DTYPES))}, got "
+                f"{_described(tensor)}"
+            )
     exported = exporting()
     shape = (*query.shape, key.shape[2])
     batch, num_heads, num_queries, head_size, num_keys = shape if exported else map(operator.index, shape)
@@ -68,7 +84,7 @@ def sparse_dot_product_attention(
         if tensor.shape != expected or tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
                 f"{name} must be {query.dtype} of shape {expected} on {query.device} to fit the query, got "
-                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                f"{_described(tensor)}"
             )
     if not (batch and 0 < num_queries <= num_keys):
         raise ValueError(
@@ -77,16 +93,19 @@ def sparse_dot_product_attention(
         )
     if mask.num_heads != num_heads:
         raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
-    if not 0 <= layer < mask.num_layers:
-        raise ValueError(f"layer must be in [0, {mask.num_layers - 1}], got {layer}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if padding is not None and (
-        padding.shape != (batch, num_keys) or padding.dtype != torch.bool or padding.device != query.device
+    check_range("layer", layer, 0, mask.num_layers - 1)
+    if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ValueError(f"scale must be a number, got {scale!r}: multiply the query by a factor that is learned")
+    if padding is not None and not (
+        isinstance(padding, torch.Tensor)
+        and padding.shape == (batch, num_keys)
+        and padding.dtype == torch.bool
+        and padding.device == query.device
     ):
         raise ValueError(
-            f"padding must be bool of shape {(batch, num_keys)} on {query.device}, got {padding.dtype} "
-            f"{tuple(padding.shape)} on {padding.device}"
+            f"padding must be bool of shape {(batch, num_keys)} on {query.device}, got {_described(padding)}"
         )
     if is_causal and mask.special_tokens == "first_last":
         raise ValueError("is_causal needs a mask with special_tokens 'first' or 'none', got 'first_last'")
