@@ -794,6 +794,19 @@ def test_arguments_that_do_not_fit(fields, words):
         )
 
 
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_padding_that_vmap_maps(name):
+    """Each sequence by itself, as for gradients per sample."""
+    mask = SparseMask(random_table(12, 0.3), 12, special_tokens="first_last")
+    states, padding = numbers(2, 12)[:3], torch.arange(12) < torch.tensor([12, 7])[:, None]
+
+    def attention(query, key, value, real):
+        return sparse_dot_product_attention(query[None], key[None], value[None], mask, real[None], backend=name)[0]
+
+    expected = sparse_dot_product_attention(*states, mask, padding, backend=name)
+    torch.testing.assert_close(torch.vmap(attention)(*states, padding), expected)
+
+
 @pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])
 def test_autocast_leaves_float64_alone(name):
     mask = SparseMask(torch.rand(HEADS, 12, 12) < 0.5, 12)

@@ -22,7 +22,7 @@ REMOVED_BELOW = torch.finfo(torch.float16).min / 4
 
 def additive(keep: torch.Tensor) -> torch.Tensor:
     """A bool mask as a bias: float32, 0 where `keep` is true and `REMOVED` elsewhere."""
-    return torch.zeros(keep.shape, device=keep.device).masked_fill_(~keep, REMOVED)
+    return torch.zeros_like(keep, dtype=torch.float32).masked_fill_(~keep, REMOVED)
 
 
 def additive_4d(attention_mask: torch.Tensor) -> torch.Tensor:
