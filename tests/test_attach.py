@@ -695,9 +695,10 @@ def test_real_weights(tmp_path, real_bert):
 @pytest.mark.parametrize(
     "given, found",
     [
-        (torch.ones(LENGTH), r"\(12,\)"),
-        (torch.ones(3, LENGTH, LENGTH), r"\(3, 12, 12\)"),
-        (torch.ones(1, LENGTH), r"\(1, 12\)"),
+        (torch.ones(LENGTH), r"torch.float32 \(12,\)"),
+        (torch.ones(3, LENGTH, LENGTH), r"torch.float32 \(3, 12, 12\)"),
+        (torch.ones(1, LENGTH), r"torch.float32 \(1, 12\)"),
+        (torch.ones(3, 1, LENGTH, LENGTH).long(), r"torch.int64 \(3, 1, 12, 12\)"),  # 0 and 1 would remove nothing
         ({"full_attention": None}, "dict"),
     ],
 )

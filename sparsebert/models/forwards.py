@@ -100,14 +100,15 @@ def _with_mask_inputs(model, names, args, kwargs):
         num_queries, num_keys = operator.index(num_queries), operator.index(num_keys)
     padding, needs = given.get("attention_mask"), set()
     if padding is not None:
-        dimensions = padding.dim() if isinstance(padding, torch.Tensor) else 0
-        if dimensions == 4:
+        is_tensor = isinstance(padding, torch.Tensor)
+        dimensions = padding.dim() if is_tensor else 0
+        if dimensions == 4 and (padding.is_floating_point() or padding.dtype == torch.bool):
             needs.add("additive")
         elif dimensions != 2 or not exported and padding.shape != (batch, num_keys):
-            found = tuple(padding.shape) if isinstance(padding, torch.Tensor) else type(padding).__name__
+            found = f"{padding.dtype} {tuple(padding.shape)}" if is_tensor else type(padding).__name__
             raise ValueError(
                 f"attention_mask must be a tensor of shape (batch, tokens), here ({batch}, {num_keys}), or of four "
-                f"dimensions, then added to the scores, got {found}"
+                f"dimensions and bool or, to be added to the scores, floating-point, got {found}"
             )
         padding = padding.to(device).bool() if dimensions == 2 else None
     # As in transformers, a mask without padding is no mask. In a graph the question would depend on data.
