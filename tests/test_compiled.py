@@ -11,6 +11,7 @@ from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choice import refusal
 from sparsebert.masks import compiled as module
 from sparsebert.masks.compiled import base_table, compiled, remember
+from sparsebert.masks.patterns import PATTERNS
 
 
 HEADS = 2
@@ -135,9 +136,13 @@ def test_what_is_made_in_inference_mode_serves_training():
 def test_a_default_device_changes_nothing():
     """Models are built under `torch.device("meta")`; a mask is data."""
     mask = make_mask(special_tokens="first_last", diagonal=True)
+    toeplitz = SparseMask(torch.tensor([[[True, False, True]]]), 3, "offsets")
     with torch.device("meta"):
         forms = compiled(mask, table_form, 9, False, CPU, special="all")
+        assert toeplitz.density == 5 / 9 and toeplitz.num_empty_rows() == 0
+        patterns = [build_pattern(name, 16, num_heads=4) for name in PATTERNS]
     assert torch.equal(forms[0][0], mask.to_table()[0])
+    assert patterns == [build_pattern(name, 16, num_heads=4) for name in PATTERNS]
 
 
 def test_remember_keeps_what_was_made():

@@ -203,7 +203,8 @@ def token_pairs(start: int, end: int, block_size: int, num_parameters: int) -> t
     How many ordered pairs of the tokens from `start` to `end - 1` each parameter of a Toeplitz form decides, without
     those of a token with itself: float64 `(K,)`.
     """
-    sizes = (torch.arange(start, end) // block_size).bincount(minlength=num_parameters).double()  # tokens per block
+    blocks = torch.arange(start, end, device="cpu") // block_size
+    sizes = blocks.bincount(minlength=num_parameters).double()  # tokens per block
     spectrum = torch.fft.rfft(sizes, 2 * len(sizes))
     pairs = torch.fft.irfft(spectrum.abs() ** 2, 2 * len(sizes))[:num_parameters].round()
     pairs[1:] *= 2
@@ -273,15 +274,15 @@ def num_empty_rows(
     if diagonal:
         return 0
     size = block_size or 1
-    token = torch.arange(length)
+    token = torch.arange(length, device=keep.device)
     window = length if window is None else window
-    distances = torch.arange(keep.shape[-1]).expand_as(keep).masked_fill(~keep, length)
+    distances = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep).masked_fill(~keep, length)
     # Without any other block in the mask, as far as `length`, like one that is off.
     nearest = torch.nn.functional.pad(distances[..., 1:], (0, 1), value=length).amin(-1, keepdim=True)
     # The nearest keys in other blocks are the last token of one before and the first token of one after.
     before, after = token % size + (nearest - 1) * size + 1, nearest * size - token % size  # (L, H, n)
     full = (before <= token.clamp(max=window)) | (after <= (length - 1 - token).clamp(max=window))
-    company = torch.ones(length, dtype=torch.bool)  # in its own block, itself included
+    company = torch.ones_like(token, dtype=torch.bool)  # in its own block, itself included
     if diagonal is False:
         company = (token % size > 0) | ((token % size < size - 1) & (token < length - 1))
         company &= window > 0

@@ -341,11 +341,12 @@ def build_pattern(
     if "seed" in signature:
         drawn = {"num_heads": num_heads, "seed": seed}
         metadata["pattern_seed"] = seed
-    mask = function(length, **drawn, **parameters)
-    keep = mask.keep
-    if name in CYCLES:
-        head_configuration = head_configuration or "sequential"
-        metadata["head_configuration"] = head_configuration
-        keep = _arrange(keep, head_configuration, num_layers, num_heads)
+    with torch.device("cpu"):  # whatever the default device is: a mask is data
+        mask = function(length, **drawn, **parameters)
+        keep = mask.keep
+        if name in CYCLES:
+            head_configuration = head_configuration or "sequential"
+            metadata["head_configuration"] = head_configuration
+            keep = _arrange(keep, head_configuration, num_layers, num_heads)
     keep = keep.expand(-1, num_heads, *keep.shape[2:])
     return mask.replace(keep=keep, diagonal=mask.diagonal if diagonal else False, metadata=metadata)
