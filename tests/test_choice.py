@@ -237,6 +237,16 @@ def test_measuring_in_inference_mode_leaves_a_mask_that_can_be_trained():
     assert query.grad.isfinite().all()
 
 
+def test_under_vmap_nothing_is_measured():
+    states, mask = torch.randn(3, 5, 2, HEADS, 16, 8), mask_of(0.2, 16)
+
+    def attention(*states):
+        return sparse_dot_product_attention(*states, mask, backend="sparse_measure")
+
+    got = torch.vmap(attention)(*states)
+    torch.testing.assert_close(got, torch.stack([attention(*each) for each in states.unbind(1)]))
+
+
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_choice_is_logged_once(tiny_config, name, monkeypatch, caplog):
     monkeypatch.setattr(backends, "_SAID", set())
