@@ -428,6 +428,19 @@ def test_no_allocation_of_n_times_n():
     assert growth(train) < table / 4
 
 
+def test_the_output_can_be_changed_in_place():
+    query, key, value = torch.randn(3, 2, 4, 12, 8)
+    gradients = []
+    for change in (torch.Tensor.mul, torch.Tensor.mul_):
+        query.grad = None
+        output = sparse_dot_product_attention(
+            query.requires_grad_(), key, value, build_pattern("window", 12, 4), backend="sparse_cpu"
+        )
+        change(output, 2).sum().backward()
+        gradients.append(query.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -53,8 +53,9 @@ _NO_ARRAYS = (0,) * 12
 
 def _rows(tensor):
     """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`, which the host's next layer reads."""
-    batch, heads, rows, size = tensor.shape
-    return tensor.new_empty((batch, rows, heads, size)).transpose(1, 2)
+    _, heads, rows, size = tensor.shape
+    # Not a view, of which autograd would refuse changes in place.
+    return tensor.new_empty_strided(tensor.shape, (rows * heads * size, size, heads * size, 1))
 
 
 def _fits(tensor, dtype, shape):
