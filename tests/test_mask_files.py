@@ -179,6 +179,7 @@ NESTED = "[" * 100_000 + "]" * 100_000
         ("diagonal", "0", "diagonal must be False, got 0"),
         ("length_policy", "null", "length_policy must be 'extend', got None"),
         ("form", "[]", "form must be one of"),
+        ("form", '"rows"', "form must be one of 'offsets', 'blocks', 'table', got 'rows'"),
         ("special_tokens", "{}", "special_tokens must be one of"),
         ("search", "[1]", "search must be a name or null"),
         ("base_model", '{"a": 1}', "base_model must be a name or null"),

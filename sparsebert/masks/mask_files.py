@@ -18,8 +18,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from ..checks import check_choice
 from ..files import replace_files
 from ..version import __version__
+from .expansion import FORMS
 
 
 MASK_CONFIG_NAME = "mask_config.json"
@@ -69,8 +71,9 @@ def check_sizes(description: dict[str, Any]) -> None:
         description (`dict`): What [`SparseMask.description`] returns.
 
     Raises:
-        ValueError: If a size is not an integer, or larger than that of any real mask.
+        ValueError: If the form is unknown, or a size is not an integer, or larger than that of any real mask.
     """
+    check_choice("form", description["form"], FORMS)
     bounds = {"num_layers": MAX_LAYERS, "num_heads": MAX_HEADS, "length": MAX_MASK_LENGTH}
     bounds |= dict.fromkeys(("num_parameters", "block_size"), MAX_MASK_LENGTH)
     for name, most in bounds.items():
