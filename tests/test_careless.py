@@ -472,6 +472,7 @@ MISTAKES = {
     "metadata tensor": (lambda m: saved(loss=torch.tensor(1.0)), "metadata: loss must hold JSON values"),
     "metadata search": (lambda m: saved(search=5), "metadata: search must be a name or null, got 5"),
     "metadata form": (lambda m: saved(form="mine"), "metadata: the names must be text, and not those of a mask's own"),
+    "metadata sample": (lambda m: saved(model_weights_sample=""), "not those of a mask's own fields, got 'model_w"),
     "length text": (lambda m: window().to_table("8"), "length must be an integer from 1 to 65536, got '8'"),
     "length fraction": (lambda m: window().to_table(2.5), "length must be an integer from 1 to 65536, got 2.5"),
     "pattern huge": (lambda m: build_pattern("random", 10**6, 12), "length must be an integer from 1 to 65536"),

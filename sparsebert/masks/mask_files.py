@@ -194,7 +194,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
             a name.
     """
     for name, value in metadata.items():
-        if name in (*_DESCRIPTION, *_WRITTEN) or not isinstance(name, str):
+        if name in (*_DESCRIPTION, *_WRITTEN, _SAMPLE_FIELD) or not isinstance(name, str):
             raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")
         if name in PROVENANCE and not isinstance(value, str | None):
             raise ValueError(f"metadata: {name} must be a name or null, got {value!r}")
