@@ -475,6 +475,8 @@ MISTAKES = {
     "metadata sample": (lambda m: saved(model_weights_sample=""), "not those of a mask's own fields, got 'model_w"),
     "length text": (lambda m: window().to_table("8"), "length must be an integer from 1 to 65536, got '8'"),
     "length fraction": (lambda m: window().to_table(2.5), "length must be an integer from 1 to 65536, got 2.5"),
+    "density of no token": (lambda m: window().density_at(0), "length must be an integer of at least 1, got 0"),
+    "empty rows of fewer": (lambda m: window().num_empty_rows(-3), "length must be an integer of at least 1, got -3"),
     "pattern huge": (lambda m: build_pattern("random", 10**6, 12), "length must be an integer from 1 to 65536"),
     "plan name": (lambda m: plan("window"), "expected a model of transformers, got str"),
     "plan dtype": (lambda m: plan(window(), 32, dtype="bfloat16"), "dtype must be a dtype of torch, got 'bfloat16'"),

@@ -220,8 +220,10 @@ class SparseMask:
         Check that the mask says what is kept in inputs of a length.
 
         Raises:
-            ValueError: If inputs of `length` tokens are longer than the mask and `length_policy` is `"error"`.
+            ValueError: If `length` is less than 1, or exceeds the mask's and `length_policy` is `"error"`.
         """
+        if not (hasattr(length, "__index__") and length >= 1):
+            raise ValueError(f"length must be an integer of at least 1, got {length!r}")
         if self.length_policy == "error":
             check_length(length, self.length, self.form)
 
