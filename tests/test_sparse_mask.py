@@ -77,6 +77,8 @@ def test_mask_is_a_snapshot():
     mask.to_table().fill_(True)
     mask.to_table(4).fill_(True)
     assert torch.equal(mask.keep, before)
+    with pytest.raises(AttributeError, match=r"a SparseMask does not change: mask.replace\(diagonal=...\)"):
+        mask.diagonal = False
 
 
 @pytest.mark.parametrize("form", ["offsets", "blocks"])

@@ -87,6 +87,7 @@ class SparseMask:
     # Masks by `handle`, a number that stands for the mask where an object cannot: in constants of a compiled graph.
     instances: "weakref.WeakValueDictionary[int, SparseMask]" = weakref.WeakValueDictionary()
     _handles = itertools.count()
+    handle: int
 
     def __init__(
         self,
@@ -145,8 +146,14 @@ class SparseMask:
         self.metadata = dict(metadata or {})
         self._register()
 
+    # What was made of its fields is kept, here and for the kernels.
+    def __setattr__(self, name, value):
+        if "handle" in vars(self):
+            raise AttributeError(f"a SparseMask does not change: mask.replace({name}=...) is one with another {name}")
+        super().__setattr__(name, value)
+
     def _register(self):
-        self.handle = next(self._handles)
+        vars(self)["handle"] = next(self._handles)
         self.instances[self.handle] = self
 
     def __setstate__(self, state):
