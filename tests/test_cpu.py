@@ -441,6 +441,19 @@ def test_the_output_can_be_changed_in_place():
     torch.testing.assert_close(*gradients)
 
 
+def test_gradients_of_torch_func_are_refused():
+    query, key, value = torch.randn(3, 2, 4, 12, 8)
+
+    def loss(query, backend):
+        mask = build_pattern("window", 12, 4, window_size=1)
+        return sparse_dot_product_attention(query, key, value, mask, backend=backend).sum()
+
+    with pytest.raises(ValueError, match="^sparse_cpu cannot run here: it has no gradients under torch.func"):
+        torch.func.grad(loss)(query, "sparse_cpu")
+    expected = torch.autograd.grad(loss(query.requires_grad_(), "sparse_cpu"), query)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(query.detach(), "sparse_auto"), expected)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

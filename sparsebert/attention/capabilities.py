@@ -21,6 +21,17 @@ WANTED = {
 }
 
 
+NO_FUNC_GRADIENTS = "it has no gradients under torch.func, such as torch.func.grad"
+
+
+def in_func_grad() -> bool:
+    """Whether `torch.func` computes gradients, which PyTorch does not support for operators of other libraries."""
+    functorch: Any = torch._C._functorch
+    return torch._C._are_functorch_transforms_active() and any(
+        transform.key() == functorch.TransformType.Grad for transform in functorch.get_interpreter_stack()
+    )
+
+
 @dataclass(frozen=True)
 class Request:
     """

@@ -12,19 +12,16 @@ import os
 import struct
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ..masks.compiled import compiled, compiled_parameters
 from ..masks.sparse_mask import SparseMask
+from .capabilities import NO_FUNC_GRADIENTS, Request, in_func_grad
 from .compilation import FOLDER, LEVELS, CompilationError, compile_library, library_name
 from .mask_inputs import MaskInputs, per_sequence
-
-
-if TYPE_CHECKING:
-    from .capabilities import Request
 
 
 logger = logging.get_logger(__name__)
@@ -320,7 +317,7 @@ def unavailable() -> str | None:
     return None
 
 
-def refuse(request: "Request") -> str | None:
+def refuse(request: Request) -> str | None:
     """The reason why this backend cannot serve a request, or `None` if it can."""
     if request.device != "cpu":
         return f"it runs on CPUs, got device {request.device!r}"
@@ -328,6 +325,8 @@ def refuse(request: "Request") -> str | None:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
     if request.head_size > MAX_HEAD_SIZE:
         return f"head size must be at most {MAX_HEAD_SIZE}, got {request.head_size}"
+    if in_func_grad():
+        return NO_FUNC_GRADIENTS
     return unavailable()
 
 

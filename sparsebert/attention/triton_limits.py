@@ -5,16 +5,12 @@ Letters: B batch, H heads, n length (queries and keys), d head size.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..masks.tiles import TILE, TileForm
+from .capabilities import NO_FUNC_GRADIENTS, Request, in_func_grad
 from .triton_launch import interpreted
-
-
-if TYPE_CHECKING:
-    from .capabilities import Request
 
 
 HEAD_SIZES = (32, 64, 128)
@@ -106,7 +102,7 @@ def unsupported_gpu(head_size: int, index: int | None = None) -> str | None:
     return f"with heads of {head_size} it needs a GPU of compute capability {listed}, got {found / 10:.1f}"
 
 
-def refuse(request: "Request") -> str | None:
+def refuse(request: Request) -> str | None:
     """The reason why this backend cannot serve a request, or `None` if it can."""
     try:
         on_cpu = interpreted()
@@ -124,4 +120,6 @@ def refuse(request: "Request") -> str | None:
         return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
     if on_cpu and request.dtype == torch.bfloat16:
         return INTERPRETED_BFLOAT16
+    if in_func_grad():
+        return NO_FUNC_GRADIENTS
     return None
