@@ -106,6 +106,21 @@ def test_rocm_is_refused(gpus, monkeypatch):
     assert reason == "it runs on NVIDIA GPUs, and this PyTorch is built for ROCm"
 
 
+def test_an_interpreter_that_is_chosen_too_late(monkeypatch):
+    """Triton reads the variable for its own functions when it is imported, for the kernels when they are."""
+    from sparsebert.attention import triton_kernels
+
+    states, mask = torch.randn(3, 1, 2, 8, 32), SparseMask(torch.ones(2, 8, 8, dtype=torch.bool), 8)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "0" if INTERPRETED else "1")
+            importlib.reload(triton_kernels)
+        with pytest.raises(ValueError, match="TRITON_INTERPRET was changed after Triton was imported: set it before"):
+            sparse_dot_product_attention(*states, mask, backend="sparse_triton")
+    finally:
+        importlib.reload(triton_kernels)
+
+
 # In the interpreter
 
 

@@ -69,13 +69,16 @@ def interpreted() -> bool:
     Whether Triton runs its interpreter, that is, whether `TRITON_INTERPRET=1` was set when Triton was imported.
 
     Raises:
-        ValueError: If Triton is not installed.
+        ValueError: If Triton is not installed, or `TRITON_INTERPRET` was changed after it was imported.
     """
     try:
         from . import triton_kernels
     except ImportError as error:
         raise ValueError("sparse_triton needs Triton: pip install 'sparsebert[gpu]'") from error
-    return type(triton_kernels.row_kernel).__name__ == "InterpretedFunction"
+    ours, tritons = type(triton_kernels.row_kernel), type(triton_kernels.tl.sum)
+    if ours is not tritons:
+        raise ValueError("TRITON_INTERPRET was changed after Triton was imported: set it before")
+    return ours.__name__ == "InterpretedFunction"
 
 
 def configurations(
