@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from sparsebert import SparseMask
-from sparsebert.attention import choice
-from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, choose_backend, run_backend
+from sparsebert.attention.backends import BACKENDS, run_backend
 from sparsebert.attention.capabilities import Request
+from sparsebert.attention.choice import ATTENTION_NAMES, automatic, choose_backend
 from sparsebert.attention.mask_inputs import MaskInputs
 
 from ._masks import build_mask, kept
@@ -198,7 +198,7 @@ UNMASKED = ("sdpa_unmasked", "flash", "cudnn")
 
 def auto_choice(case, gradients, dropout):
     """Name and reason of what `sparse_auto` chooses."""
-    return choice.automatic(BACKENDS, case.mask, case.request(gradients, dropout))
+    return automatic(case.mask, case.request(gradients, dropout))
 
 
 def _exact(case, keep):

@@ -23,8 +23,9 @@ from pathlib import Path
 import yaml
 
 import sparsebert
-from sparsebert.attention.backends import BACKENDS, CHOICES
-from sparsebert.attention.choice import WANTED
+from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.capabilities import WANTED
+from sparsebert.attention.choice import CHOICES
 from sparsebert.commands import VERBS
 from sparsebert.data.tasks import TASKS
 from sparsebert.experiments import EXPERIMENTS

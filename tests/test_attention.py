@@ -38,9 +38,9 @@ from sparsebert import (
     sparse_dot_product_attention,
 )
 from sparsebert.attention import sdpa
-from sparsebert.attention.backends import ATTENTION_NAMES, BACKENDS, CHOICES
+from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import WANTED, Request
-from sparsebert.attention.choice import refusal
+from sparsebert.attention.choice import ATTENTION_NAMES, CHOICES
 from sparsebert.attention.interface import sparse_attention_forward
 from sparsebert.masks.sparse_mask import SPECIAL_TOKENS
 
@@ -52,7 +52,7 @@ TRAINING = Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True, pa
 def serving(**fields):
     """The backends whose rows do not refuse a request like `TRAINING` with these fields."""
     request = replace(TRAINING, **fields)
-    return [name for name in BACKENDS if refusal(BACKENDS, name, request) is None]
+    return [name for name in BACKENDS if refusal(name, request) is None]
 
 
 NAMES = [*serving(), *CHOICES]
@@ -143,7 +143,7 @@ BLOCK_SIZE = 16
 def able(name, device, field, values):
     """The values of a field of a request that a backend serves, or all if it refuses any."""
     request = replace(TRAINING, device=device, head_size=64)
-    return [v for v in values if refusal(BACKENDS, name, replace(request, **{field: v})) is None] or values
+    return [v for v in values if refusal(name, replace(request, **{field: v})) is None] or values
 
 
 @functools.cache
@@ -307,7 +307,7 @@ def check(case):
     query, key, value, grad = laid_out(case, 2 if padding is None else len(padding))
     shape = (*query.shape[:3], *key.shape[2:])
     flags = {"gradients": True, "padded": padding is not None, "causal": case.causal}
-    reason = refusal(BACKENDS, case.name, Request(case.device, case.dtype, *shape, case.dropout, **flags))
+    reason = refusal(case.name, Request(case.device, case.dtype, *shape, case.dropout, **flags))
     on_device = None if padding is None else padding.to(case.device)
     if reason is not None:
         with pytest.raises(ValueError, match=re.escape(f"{case.name} cannot run here: {reason}. Use ")):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
-from sparsebert.attention import backends, choice
-from sparsebert.attention.backends import BACKENDS, CHOICES
+from sparsebert.attention import choice
+from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import WANTED, Request
-from sparsebert.attention.choice import _has_amx, by_measurement, by_table, check, measure
+from sparsebert.attention.choice import CHOICES, _has_amx, by_measurement, by_table
+from sparsebert.attention.timing import measure
 
 
 HEADS = 2
@@ -29,7 +30,7 @@ shared_mask = functools.cache(mask_of)
 
 def auto(density, **fields):
     request = replace(REQUEST, **fields)
-    return by_table(BACKENDS, shared_mask(density, request.num_keys), request)[0]
+    return by_table(shared_mask(density, request.num_keys), request)[0]
 
 
 @pytest.mark.parametrize(
@@ -68,14 +69,14 @@ def test_auto_by_the_density_of_the_input(policy, length, causal, expected):
     keep[:, : 10 if policy == "dense" else 90] = True
     mask = SparseMask(keep, 128, form="offsets", length_policy=policy, special_tokens="none")
     request = replace(REQUEST, num_keys=length, num_queries=length, causal=causal)
-    name, reason = by_table(BACKENDS, mask, request)
+    name, reason = by_table(mask, request)
     assert name == expected and f"density {mask.density_at(length, causal):.3f} is" in reason
 
 
 def test_auto_by_the_dtype_of_autocast(monkeypatch, caplog):
     """In bfloat16 dense attention is faster at a lower density."""
     mask, states = mask_of(0.45), torch.randn(3, 2, HEADS, 128, 64)
-    monkeypatch.setattr(backends, "_SAID", set())
+    monkeypatch.setattr(choice, "_SAID", set())
     with caplog.at_level(logging.WARNING, logger="sparsebert"), torch.autocast("cpu", torch.bfloat16):
         sparse_dot_product_attention(*states, mask)
     assert "sparse_auto runs sparse_eager: " in caplog.text
@@ -83,7 +84,7 @@ def test_auto_by_the_dtype_of_autocast(monkeypatch, caplog):
 
 @pytest.mark.parametrize("fields", [{"dtype": torch.float64}, {"head_size": 300}], ids=str)
 def test_auto_goes_round_what_cannot_run(fields):
-    name, reason = by_table(BACKENDS, mask_of(0.1), replace(REQUEST, **fields))
+    name, reason = by_table(mask_of(0.1), replace(REQUEST, **fields))
     assert name == "sparse_sdpa" and reason.startswith("sparse_cpu cannot run: ")
 
 
@@ -91,7 +92,7 @@ def test_auto_goes_round_what_cannot_run(fields):
 def test_auto_serves_every_need(need):
     request = replace(REQUEST, needs=frozenset({need}))
     for mask in (mask_of(0.1), None):
-        name, _ = by_table(BACKENDS, mask, request)
+        name, _ = by_table(mask, request)
         assert need in BACKENDS[name].supports
 
 
@@ -115,7 +116,7 @@ def test_auto_serves_every_need(need):
 )
 def test_auto_while_searching(fields, expected):
     fields = fields | {"needs": frozenset(fields["needs"])}
-    assert by_table(BACKENDS, None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
+    assert by_table(None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -128,8 +129,8 @@ def test_auto_never_chooses_what_refuses(device, dtype, length, padded, dropout)
         REQUEST, device=device, dtype=dtype, num_keys=length, num_queries=length, padded=padded, dropout=dropout
     )
     for mask in (shared_mask(0.1, length), shared_mask(0.9, length), build_pattern("window", length, HEADS)):
-        name, reason = by_table(BACKENDS, mask, request)
-        assert choice.refusal(BACKENDS, name, request) is None and reason
+        name, reason = by_table(mask, request)
+        assert refusal(name, request) is None and reason
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,10 @@ def test_auto_never_chooses_what_refuses(device, dtype, length, padded, dropout)
 )
 def test_errors_name_what_can_run(name, fields, reason):
     request = replace(REQUEST, **fields)
-    able = [other for other in BACKENDS if choice.refusal(BACKENDS, other, request) is None]
+    able = [other for other in BACKENDS if refusal(other, request) is None]
     assert "sparse_eager" in able and name not in able
     with pytest.raises(ValueError) as error:
-        check(BACKENDS, name, request)
+        check_request(name, request)
     assert str(error.value) == f"{name} cannot run here: {reason}. Use {', '.join(able)} or sparse_auto"
 
 
@@ -157,30 +158,33 @@ def test_errors_name_what_can_run(name, fields, reason):
 TRAINED = replace(REQUEST, num_queries=16, num_keys=16, head_size=8, gradients=True)
 
 
-def counting(calls):
-    """The backends, with their calls recorded."""
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the backends that run, in order."""
+    found = []
 
     def noted(name, function):
         def wrapped(*arguments):
-            calls.append(name)
+            found.append(name)
             return function(*arguments)
 
         return wrapped
 
-    return {name: replace(backend, function=noted(name, backend.function)) for name, backend in BACKENDS.items()}
+    for name, backend in BACKENDS.items():
+        monkeypatch.setitem(BACKENDS, name, replace(backend, function=noted(name, backend.function)))
+    return found
 
 
-def test_measure_times_all_that_can_run_once_per_shape():
-    calls, mask = [], mask_of(0.2, 16)
-    backends = counting(calls)
-    name, reason = by_measurement(backends, mask, TRAINED)
-    assert set(calls) == {name for name in BACKENDS if choice.refusal(BACKENDS, name, TRAINED) is None}
-    assert len(set(calls)) > 2 and choice.refusal(BACKENDS, name, TRAINED) is None
+def test_measure_times_all_that_can_run_once_per_shape(calls):
+    mask = mask_of(0.2, 16)
+    name, reason = by_measurement(mask, TRAINED)
+    assert set(calls) == {name for name in BACKENDS if refusal(name, TRAINED) is None}
+    assert len(set(calls)) > 2 and refusal(name, TRAINED) is None
     assert reason.startswith("the fastest of ") and f"{name} " in reason and " ms" in reason
     number = len(calls)
-    assert by_measurement(backends, mask, TRAINED) == (name, reason) and len(calls) == number
-    by_measurement(backends, mask, replace(TRAINED, num_queries=15, num_keys=15))
-    by_measurement(backends, mask_of(0.2, 16), TRAINED)
+    assert by_measurement(mask, TRAINED) == (name, reason) and len(calls) == number
+    by_measurement(mask, replace(TRAINED, num_queries=15, num_keys=15))
+    by_measurement(mask_of(0.2, 16), TRAINED)
     assert len(calls) == 3 * number
 
 
@@ -191,17 +195,17 @@ def test_measure_times_all_that_can_run_once_per_shape():
 )
 def test_measure_serves_every_shape(fields):
     request = replace(TRAINED, **fields)
-    name, _ = by_measurement(BACKENDS, mask_of(0.2, 16), request)
-    assert choice.refusal(BACKENDS, name, request) is None
+    name, _ = by_measurement(mask_of(0.2, 16), request)
+    assert refusal(name, request) is None
 
 
-def test_measure_only_what_is_able():
-    calls, mask = [], mask_of(0.2, 16)
+def test_measure_only_what_is_able(calls):
+    mask = mask_of(0.2, 16)
     request = replace(TRAINED, needs=frozenset({"weights"}))
-    able = {name for name in BACKENDS if choice.refusal(BACKENDS, name, request) is None}
-    assert by_measurement(counting(calls), mask, request)[0] in able and set(calls) <= able
+    able = {name for name in BACKENDS if refusal(name, request) is None}
+    assert by_measurement(mask, request)[0] in able and set(calls) <= able
     calls.clear()
-    assert by_measurement(counting(calls), None, replace(TRAINED, needs=frozenset({"additive"})))[0] == "sparse_eager"
+    assert by_measurement(None, replace(TRAINED, needs=frozenset({"additive"})))[0] == "sparse_eager"
     assert not calls
 
 
@@ -217,9 +221,9 @@ def test_measure_takes_the_faster():
 def test_measuring_leaves_random_numbers_alone():
     query, key, value = torch.randn(3, 2, HEADS, 16, 8).requires_grad_().unbind(0)
     mask, before = mask_of(0.2, 16), torch.get_rng_state()
-    by_measurement(BACKENDS, mask, replace(TRAINED, dropout=0.1))
+    by_measurement(mask, replace(TRAINED, dropout=0.1))
     assert torch.equal(torch.get_rng_state(), before)
-    chosen = by_measurement(BACKENDS, mask, replace(TRAINED, dropout=0.1))[0]
+    chosen = by_measurement(mask, replace(TRAINED, dropout=0.1))[0]
     outputs = []
     for name in (chosen, "sparse_measure"):
         torch.manual_seed(4)
@@ -230,7 +234,7 @@ def test_measuring_leaves_random_numbers_alone():
 def test_measuring_in_inference_mode_leaves_a_mask_that_can_be_trained():
     mask = mask_of(0.2, 16)
     with torch.inference_mode():
-        by_measurement(BACKENDS, mask, replace(TRAINED, gradients=False, dtype=torch.float64))
+        by_measurement(mask, replace(TRAINED, gradients=False, dtype=torch.float64))
     query, key, value = torch.randn(3, 2, HEADS, 16, 8).unbind(0)
     query.requires_grad_()
     sparse_dot_product_attention(query, key, value, mask, backend="sparse_eager").sum().backward()
@@ -249,7 +253,7 @@ def test_under_vmap_nothing_is_measured():
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_choice_is_logged_once(tiny_config, name, monkeypatch, caplog):
-    monkeypatch.setattr(backends, "_SAID", set())
+    monkeypatch.setattr(choice, "_SAID", set())
     model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name))
     with caplog.at_level(logging.WARNING, logger="sparsebert"):
         for length in (11, 11, 13):  # the mask has another density there

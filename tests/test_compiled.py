@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
-from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import refusal
 from sparsebert.masks import compiled as module
 from sparsebert.masks.compiled import base_table, compiled, remember
 from sparsebert.masks.patterns import PATTERNS
@@ -121,7 +120,7 @@ def test_what_is_made_in_inference_mode_serves_training():
     leaves = torch.randn(3, 2, HEADS, 20, 8).unbind(0)
     padding = torch.arange(20) < torch.tensor([20, 12])[:, None]
     request = Request("cpu", torch.float32, 2, HEADS, 20, 20, 8, gradients=True, padded=True)
-    for name in (name for name in BACKENDS if refusal(BACKENDS, name, request) is None):
+    for name in (name for name in BACKENDS if refusal(name, request) is None):
         for given in (None, padding):
             with torch.inference_mode():
                 sparse_dot_product_attention(*leaves, mask, given, backend=name)

@@ -38,7 +38,7 @@ from sparsebert import (
     load,
     sparse_dot_product_attention,
 )
-from sparsebert.attention import backends, cpu
+from sparsebert.attention import choice, cpu
 from sparsebert.commands import main
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
@@ -791,7 +791,7 @@ def backend_missing(tiny_config, caplog, monkeypatch, request, tmp_path):
     config = tiny_config(pattern="window", mask_length=32)
     model = SparseBertModel(config).eval()
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "_SAID", set())
+        patch.setattr(choice, "_SAID", set())
         patch.setenv("CXX", "no-such-compiler")
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         patch.setattr(cpu, "FOLDER", tmp_path)  # installed without the operator

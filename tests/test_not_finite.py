@@ -7,10 +7,9 @@ import torch
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
-from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.bias_attention import bias_attention
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import refusal
 from sparsebert.attention.eager import power_of_two
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.padded_tokens import without_padding
@@ -27,7 +26,7 @@ compiling = pytest.param("sparse_flex", marks=pytest.mark.slow)
 
 def serving(**fields):
     request = Request("cpu", torch.float32, 3, HEADS, LENGTH, LENGTH, SIZE, padded=True, **fields)
-    return [name for name in BACKENDS if refusal(BACKENDS, name, request) is None]
+    return [name for name in BACKENDS if refusal(name, request) is None]
 
 
 def a_mask(special_tokens="first_last"):

@@ -15,9 +15,8 @@ from transformers import BertConfig, BertModel, DataCollatorWithFlattening, Trai
 
 import sparsebert
 from sparsebert import PATTERNS, SEARCHES, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach
-from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import refusal
 from sparsebert.attention.packed_batches import packed_documents
 from sparsebert.commands import main
 from sparsebert.data.examples import causal_collator, pretraining_collator, pretraining_dataset
@@ -36,7 +35,7 @@ IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed
 FROZEN = [
     name
     for name in BACKENDS
-    if refusal(BACKENDS, name, Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True)) is None
+    if refusal(name, Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True)) is None
 ]
 LEARNING = [name for name in FROZEN if BACKENDS[name].supports >= {"additive", "learned"}]
 

@@ -26,9 +26,9 @@ from sparsebert import (
     plan,
     sparse_dot_product_attention,
 )
-from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import by_measurement, by_table, check, refusal
+from sparsebert.attention.choice import by_measurement, by_table
 from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map
 from sparsebert.commands import main
 from sparsebert.training.trainer import SparseBertTrainer
@@ -72,7 +72,7 @@ PADDING = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
 def able(name, **fields):
     """The backends that can apply a map."""
     request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name, **fields)
-    return [backend for backend in BACKENDS if refusal(BACKENDS, backend, request) is None]
+    return [backend for backend in BACKENDS if refusal(backend, request) is None]
 
 
 def probabilities(name, scores):
@@ -286,7 +286,7 @@ def test_backends_refuse_maps_that_they_cannot_apply(name, backend):
     request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name)
     said = f"{backend} cannot run here: it does not support probability_map '{name}'. Use {', '.join(able(name))} or"
     with pytest.raises(ValueError, match=said):
-        check(BACKENDS, backend, request)
+        check_request(backend, request)
 
 
 @EVERY_OTHER
@@ -295,7 +295,7 @@ def test_the_choosing_backends_take_the_one_that_can(name):
     request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name)
     for needs in (frozenset(), frozenset({"learned"}), frozenset({"weights"})):
         for choose in (by_table, by_measurement):
-            chosen, reason = choose(BACKENDS, mask, replace(request, needs=needs))
+            chosen, reason = choose(mask, replace(request, needs=needs))
             assert chosen in able(name, needs=needs) and reason
 
 

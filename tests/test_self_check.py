@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from sparsebert import SparseMask, build_pattern, sparse_dot_product_attention
-from sparsebert.attention import backends, choice, flex, self_check_process, self_check_results
-from sparsebert.attention.backends import BACKENDS, CHOICES
+from sparsebert.attention import choice, flex, self_check_process, self_check_results
+from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import by_earlier_measurement, by_measurement, by_table
+from sparsebert.attention.choice import CHOICES, by_earlier_measurement, by_measurement, by_table
 from sparsebert.attention.self_check import examine, near_tiles, request_of, times
 from sparsebert.attention.self_check_process import found_out, known_outcome, program, self_check
 from sparsebert.attention.self_check_results import (
@@ -395,7 +395,7 @@ def outcome_of(asked=(), **milliseconds):
 
 
 def auto(ask, mask=TILES, **fields):
-    return by_table(BACKENDS, mask, replace(REQUEST, **fields), ask)
+    return by_table(mask, replace(REQUEST, **fields), ask)
 
 
 @needs_triton
@@ -512,7 +512,7 @@ def test_no_check_while_a_graph_is_made(name, monkeypatch):
     """An ordinary call may run one; a call that is compiled or captured may not."""
     calls = []
 
-    def noted(backends_, mask, request):
+    def noted(mask, request):
         calls.append(request)
         return "sparse_eager", "asked"
 
@@ -528,8 +528,8 @@ def test_no_check_while_a_graph_is_made(name, monkeypatch):
     assert len(calls) == 1
     torch.compile(attention, backend="eager", fullgraph=True)()
     assert len(calls) == 1
-    assert not backends._capturing("cpu")
-    monkeypatch.setattr(backends, "_capturing", lambda device: True)
+    assert not choice._capturing("cpu")
+    monkeypatch.setattr(choice, "_capturing", lambda device: True)
     attention()
     assert len(calls) == 1
 
@@ -542,7 +542,7 @@ def timed(monkeypatch):
     """The names that are timed, each twice as fast as the one before, instead of runs on a GPU."""
     names = []
 
-    def times_of(backends_, these, mask, request):
+    def times_of(these, mask, request):
         names.append(tuple(these))
         return {name: 0.5**place for place, name in enumerate(these)}
 
@@ -569,19 +569,19 @@ PLAIN = ("sparse_eager", "sparse_sdpa")
 def test_only_what_has_passed_is_timed(found, right, length, timed):
     orders = []
     request = replace(REQUEST, num_queries=length, num_keys=length)
-    name, reason = by_measurement(BACKENDS, TILES, request, outcome_of(orders, **found))
+    name, reason = by_measurement(TILES, request, outcome_of(orders, **found))
     assert timed == [(*PLAIN, *right)] and name == timed[0][-1]
     for other in {"sparse_triton", "sparse_flex"} - set(right):
         assert f"not {other}: it has not passed the self-check on that GPU" in reason
     (order,) = orders
     assert order.backends == ("sparse_triton", "sparse_flex", TRUSTED) and order.device == "cuda:1"
-    assert by_measurement(BACKENDS, TILES, request, outcome_of(orders)) == (name, reason) and len(orders) == 1
+    assert by_measurement(TILES, request, outcome_of(orders)) == (name, reason) and len(orders) == 1
 
 
 @needs_triton
 def test_nothing_is_timed_before_its_check(timed):
     for ask in (lambda order, mask: None, lambda order, mask: Outcome(order.setting, ended="it was ended by SIGSEGV")):
-        name, reason = by_measurement(BACKENDS, TILES, REQUEST, ask)
+        name, reason = by_measurement(TILES, REQUEST, ask)
         assert name == PLAIN[-1] and "not sparse_triton: " in reason and "not sparse_flex: " in reason
         choice._MEASURED.clear()
     assert timed == [PLAIN, PLAIN]
@@ -591,16 +591,16 @@ def test_nothing_is_timed_before_its_check(timed):
 def test_what_sparse_auto_does_not_check_is_not_timed(timed):
     """In float32 no check is about `sparse_triton`; with dropout none is needed."""
     orders = []
-    by_measurement(BACKENDS, TILES, replace(REQUEST, dtype=torch.float32), outcome_of(orders, sparse_flex=1.0))
+    by_measurement(TILES, replace(REQUEST, dtype=torch.float32), outcome_of(orders, sparse_flex=1.0))
     assert timed == [(*PLAIN, "sparse_flex")] and orders[0].backends == ("sparse_flex", TRUSTED)
-    by_measurement(BACKENDS, TILES, replace(REQUEST, dtype=torch.float32, dropout=0.1), outcome_of(orders))
+    by_measurement(TILES, replace(REQUEST, dtype=torch.float32, dropout=0.1), outcome_of(orders))
     assert timed[1:] == [PLAIN] and len(orders) == 1
 
 
 @needs_triton
 def test_in_a_graph_only_earlier_measurements_count(timed):
     """Nothing is timed, and what was chosen then does not stand for a measurement."""
-    assert by_earlier_measurement(BACKENDS, TILES, REQUEST)[0] == TRUSTED and not timed
-    name, reason = by_measurement(BACKENDS, TILES, REQUEST, outcome_of([], sparse_triton=1.0, sparse_flex=2.0))
+    assert by_earlier_measurement(TILES, REQUEST)[0] == TRUSTED and not timed
+    name, reason = by_measurement(TILES, REQUEST, outcome_of([], sparse_triton=1.0, sparse_flex=2.0))
     assert len(timed) == 1 and name != TRUSTED
-    assert by_earlier_measurement(BACKENDS, TILES, REQUEST) == (name, reason) and len(timed) == 1
+    assert by_earlier_measurement(TILES, REQUEST) == (name, reason) and len(timed) == 1

@@ -15,9 +15,8 @@ import torch
 
 from sparsebert import SparseMask, sparse_dot_product_attention
 from sparsebert.attention import triton as backend
-from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import refusal
 from sparsebert.attention.self_check import examine
 from sparsebert.attention.self_check_process import self_check
 from sparsebert.attention.self_check_results import FINISHED, Order, Setting
@@ -84,7 +83,7 @@ def test_only_known_gpus_are_served(gpus, capability, head_sizes):
     gpus(capability)
     major, minor = capability
     for size in (32, 64, 128):
-        reason = refusal(BACKENDS, "sparse_triton", replace(REQUEST, head_size=size))
+        reason = refusal("sparse_triton", replace(REQUEST, head_size=size))
         assert (reason is None) == (size in head_sizes)
         if reason is not None:
             able = "9.0, 10.0" if size == 128 else "8.0, 8.6, 8.9, 9.0, 10.0"
@@ -94,15 +93,15 @@ def test_only_known_gpus_are_served(gpus, capability, head_sizes):
 
 def test_the_gpu_is_that_of_the_tensors(gpus):
     gpus((7, 5), (9, 0))
-    assert "got 7.5" in refusal(BACKENDS, "sparse_triton", REQUEST)
-    assert "got 7.5" in refusal(BACKENDS, "sparse_triton", replace(REQUEST, index=0))
-    assert refusal(BACKENDS, "sparse_triton", replace(REQUEST, index=1)) is None
+    assert "got 7.5" in refusal("sparse_triton", REQUEST)
+    assert "got 7.5" in refusal("sparse_triton", replace(REQUEST, index=0))
+    assert refusal("sparse_triton", replace(REQUEST, index=1)) is None
 
 
 def test_rocm_is_refused(gpus, monkeypatch):
     gpus((9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    reason = refusal(BACKENDS, "sparse_triton", REQUEST)
+    reason = refusal("sparse_triton", REQUEST)
     assert reason == "it runs on NVIDIA GPUs, and this PyTorch is built for ROCm"
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..attention import cpu
-from ..attention.backends import BACKENDS
+from ..attention.backends import BACKENDS, refusal
 from ..attention.capabilities import Request
-from ..attention.choice import GPU_BACKENDS, TILE_SIZE, refusal
+from ..attention.choice import GPU_BACKENDS, TILE_SIZE
 from ..attention.compilation import CompilationError, find_compiler
 from ..attention.self_check_process import TIMEOUT, keep_outcome, self_check
 from ..attention.self_check_results import TRUSTED, Order, Outcome, Setting, driver, installed, setting_for
@@ -138,7 +138,7 @@ def diagnose(
     check_range("length", length, 1, 2**14 if mask is None or mask.length_policy != "error" else mask.length)
     check_range("timeout", timeout, 1, None, (int, float))
     general = Request(where.type, getattr(torch, dtypes[0]), 1, 1, length, length, head_sizes[0], index=where.index)
-    reasons = {name: refusal(BACKENDS, name, general) for name in BACKENDS}
+    reasons = {name: refusal(name, general) for name in BACKENDS}
     problems = _missing(where, reasons)
     with TemporaryDirectory() as folder:
         if mask is not None:
@@ -185,7 +185,7 @@ def _orders(where, dtypes, head_sizes, length, mask, folder):
         shape = (1, 1, length, length, size)
         flags = {"dropout": 0.1 * dropout, "gradients": gradients, "padded": padded, "index": where.index}
         request = Request(where.type, getattr(torch, dtype), *shape, **flags)
-        able = [name for name in candidates if refusal(BACKENDS, name, request) is None]
+        able = [name for name in candidates if refusal(name, request) is None]
         if mask is None:
             setting = Setting(dtype, size, padded, dropout, gradients, length=length)
         else:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import CONFIG_NAME
 
-from ..attention import choice
-from ..attention.backends import BACKENDS
 from ..attention.capabilities import Request
+from ..attention.choice import by_table
 from ..checks import check_range
 from ..hub import check_path
 from ..masks.mask_files import MAX_MASK_LENGTH
@@ -146,7 +145,7 @@ def make_plan(
         request = Request(
             device_type, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
         )
-        choices[phase] = choice.by_table(BACKENDS, mask, request)
+        choices[phase] = by_table(mask, request)
     return Plan(
         length,
         device_type,

@@ -13,7 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from .backends import ATTENTION_NAMES, run_backend
+from .backends import run_backend
+from .choice import ATTENTION_NAMES
 from .mask_inputs import MaskInputs, check_arguments
 
 

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 from ..masks.sparse_mask import SparseMask
-from .backends import BACKENDS
 from .bias_entries import REMOVED, REMOVED_BELOW
 from .capabilities import Request
-from .choice import measure, trial
 from .dot_product import sparse_dot_product_attention
 from .eager import power_of_two
 from .mask_biases import prepare_bias
 from .mask_inputs import MaskInputs
 from .self_check_results import TRUSTED, Finding, Order, Setting
+from .timing import measure, trial
 
 
 HEADS = 2
@@ -263,7 +262,7 @@ def times(names: Iterable[str], order: Order) -> tuple[dict[str, float], dict[st
     with torch.enable_grad():
         for name in names:
             try:
-                trials[name] = trial(BACKENDS[name], name, mask, request)
+                trials[name] = trial(name, mask, request)
                 trials[name]()
                 _synchronize(device)
             except Exception as error:

@@ -8,8 +8,9 @@ import torch
 
 from ..masks.compiled import narrowed, windowed
 from ..masks.exported import exporting
-from .backends import BACKENDS, choose_backend
+from .backends import BACKENDS
 from .bias_entries import REMOVED
+from .choice import choose_backend
 from .mask_biases import near_entries
 from .mask_inputs import MaskInputs
 

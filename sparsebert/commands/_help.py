@@ -5,7 +5,7 @@ import re
 import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 
-from ..attention.backends import ATTENTION_NAMES
+from ..attention.choice import ATTENTION_NAMES
 from ..attention.probability_maps import PROBABILITY_MAPS
 from ..data.tasks import TASKS
 from ..hub import HubArguments

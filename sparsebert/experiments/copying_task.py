@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
-from ..attention.backends import check_backend
+from ..attention.choice import check_backend
 from ..attention.dot_product import sparse_dot_product_attention
 from ..checks import check_range
 from ..files import METRICS_NAME, write_metrics

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.backends import sparse_name
+from ..attention.choice import sparse_name
 from ..checks import nearest
 from ..hub import explained
 from ..masks.mask_files import weights_changed

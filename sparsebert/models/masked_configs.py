@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..attention.backends import check_returns_attentions, sparse_name
+from ..attention.backends import check_returns_attentions
+from ..attention.choice import sparse_name
 from ..files import replace_files
 from .derived import Derived
 from .remote_code import AUTO_MAP_FIELD, CODE_PATH, forget_saved_fields, saved_fields

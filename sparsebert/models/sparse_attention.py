@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..attention.backends import BACKENDS, check_backend, choose_backend
+from ..attention.backends import BACKENDS
+from ..attention.choice import check_backend, choose_backend
 from ..attention.mask_inputs import MaskInputs
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap

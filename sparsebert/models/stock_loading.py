@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import hub, logging
 
-from ..attention.backends import ATTENTION_NAMES, sparse_name
+from ..attention.choice import ATTENTION_NAMES, sparse_name
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask

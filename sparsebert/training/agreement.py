@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
-from ..attention.choice import measure
+from ..attention.timing import measure
 from ..models.saving import get_sparse_attention
 from .matching import carrier, running_through
 from .objectives import Batch, hidden_states, inputs_of, squared_errors, token_logits

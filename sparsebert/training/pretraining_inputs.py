@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from ..attention.backends import check_backend
+from ..attention.choice import check_backend
 from ..data.documents import load_documents
 from ..data.examples import causal_collator, pretraining_collator, pretraining_dataset
 from ..data.packing import PackedCollator

@@ -12,8 +12,7 @@ from transformers.optimization import get_scheduler
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..attention import choice
-from ..attention.backends import BACKENDS
+from ..attention.backends import BACKENDS, check_request
 from ..attention.capabilities import Request
 from ..checks import LARGEST_SEED, check_range, nearest
 from ..hub import HubArguments, mask_arguments, read_config
@@ -382,4 +381,4 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
             probability_map=config.probability_map,
             index=training.device.index,
         )
-        choice.check(BACKENDS, name, request)
+        check_request(name, request)

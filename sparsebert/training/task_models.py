@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import transformers
 
-from ..attention.backends import ATTENTION_NAMES, check_backend
+from ..attention.choice import ATTENTION_NAMES, check_backend
 from ..hub import mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
