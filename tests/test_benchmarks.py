@@ -35,7 +35,7 @@ from benchmarks.gpu import model as gpu_model
 from benchmarks.gpu import run as queue
 from sparsebert import SparseBertConfig, SparseMask, attach, extend_positions
 from sparsebert.attention import sdpa
-from sparsebert.attention.bias_attention import bias_attention
+from sparsebert.attention.bias_operator import bias_attention
 from sparsebert.commands import main
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.tiles import tile_shares

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sparsebert import SEARCHES, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.attention import bias_attention as module
+from sparsebert.attention import bias_operator as module
 from sparsebert.attention.backends import BACKENDS
-from sparsebert.attention.bias_attention import bias_attention
+from sparsebert.attention.bias_operator import bias_attention
 from sparsebert.attention.mask_inputs import MaskInputs
 
 

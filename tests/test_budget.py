@@ -8,7 +8,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from sparsebert import SparseAttention, SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.models.described_masks import mask_search
+from sparsebert.models.described_masks import described_search
 from sparsebert.search.budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from sparsebert.search.decided_entries import TiedEntries
 from sparsebert.search.learned_mask import LearnedMask
@@ -251,7 +251,7 @@ def test_one_budget_is_met_by_all_heads_together(search, spread):
     fields = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global", "share_layers": False}
     fields |= {"mask_length": 64, "block_size": 32, "allow_empty_rows": True, "target_sparsity": 0.8}
     config = SparseBertConfig(num_hidden_layers=6, num_attention_heads=12, hidden_size=24, search=search, **fields)
-    rules = mask_search(config)
+    rules = described_search(config)
     logits = torch.randn(6, 12, rules.num_parameters)
     logits += spread * torch.randn(6, 12, 1) - logits.mean(-1, keepdim=True)
     learned = LearnedMask(rules, logits / rules.logit_scale, torch.tensor(1.0))

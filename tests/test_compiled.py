@@ -8,8 +8,8 @@ import torch
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.masks import compiled as module
-from sparsebert.masks.compiled import base_table, compiled, remember
+from sparsebert.masks import compiled_forms as module
+from sparsebert.masks.compiled_forms import base_table, compiled, remember
 from sparsebert.masks.patterns import PATTERNS
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, RobertaCo
 from transformers.utils import logging
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.models.described_masks import mask_search
+from sparsebert.models.described_masks import described_search
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_defaults_that_depend_on_the_search(tiny_config, search, constant, speci
     assert (made.mask_constant, made.special_tokens) == (constant, special_tokens)
     assert (made.last_token, made.diagonal) == ("real", None)
     assert made.length_policy == ("extend" if search in ("dam_s", "dam_b") else "error")
-    decoder = mask_search(tiny_config(search=search, is_decoder=True))
+    decoder = described_search(tiny_config(search=search, is_decoder=True))
     assert decoder.special_tokens == ("none" if special_tokens == "none" else "first")
-    asked = mask_search(tiny_config(search=search, special_tokens="first", mask_constant=7))
+    asked = described_search(tiny_config(search=search, special_tokens="first", mask_constant=7))
     assert (asked.special_tokens, asked.mask_constant) == ("first", 7.0)
 
 

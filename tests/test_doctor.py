@@ -56,7 +56,7 @@ def checked(monkeypatch):
 
     def make(outcome=OUTCOME):
         monkeypatch.setattr(
-            diagnosis, "self_check", lambda orders, timeout: [replace(outcome, setting=o.setting) for o in orders]
+            diagnosis, "run_self_checks", lambda orders, timeout: [replace(outcome, setting=o.setting) for o in orders]
         )
 
     return make

@@ -211,7 +211,7 @@ spec.loader.exec_module(kernel)
 process = importlib.import_module(f"{identity}.attention.self_check_process")
 results = importlib.import_module(f"{identity}.attention.self_check_results")
 order = results.Order("cpu", results.Setting("float32", 16, length=64), ("sparse_cpu",), lengths=(5,))
-(outcome,) = process.self_check([order])
+(outcome,) = process.run_self_checks([order])
 assert "sparsebert" not in sys.modules
 print(outcome.ended, outcome.passed())
 """

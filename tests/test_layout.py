@@ -101,6 +101,14 @@ def test_modules_have_names_of_their_own():
     assert not (folders | set(seen)) & (set(sparsebert.__all__) - {"__version__"})
 
 
+def test_no_function_or_class_has_the_name_of_a_module():
+    modules = {module.stem for module in MODULES if module.parts[0] != "commands"}
+    for module in MODULES:
+        for node in ast.parse((PACKAGE / module).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert node.name not in modules, f"{node.name} in {module} has the name of a module"
+
+
 def test_commands_are_the_verbs():
     names = {path.stem for path in (PACKAGE / "commands").glob("*.py") if not path.stem.startswith("_")}
     assert names == set(VERBS)

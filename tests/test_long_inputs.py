@@ -15,7 +15,7 @@ from conftest import TINY, growth
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
 from sparsebert.analysis.plans import make_plan
 from sparsebert.attention.cpu import signed_offsets, unavailable
-from sparsebert.masks.compiled import base_table
+from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.expansion import SPECIAL_TOKENS, parameter_index
 from sparsebert.masks.tiles import mask_tile_shares, tile_shares
 from sparsebert.models.configuration_sparsebert import SparseBertConfig

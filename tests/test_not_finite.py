@@ -8,7 +8,7 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS, refusal
-from sparsebert.attention.bias_attention import bias_attention
+from sparsebert.attention.bias_operator import bias_attention
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.eager import power_of_two
 from sparsebert.attention.mask_inputs import MaskInputs

@@ -6,7 +6,7 @@ import transformers
 from test_attach import MODELS, base_model, config_of, head_model
 
 from sparsebert import attach, build_pattern
-from sparsebert.training.agreement import agreement
+from sparsebert.training.dense_agreement import agreement
 from sparsebert.training.matching import random_batches, recover
 from sparsebert.training.objectives import OBJECTIVES, POOLED_WEIGHT, hidden_states, squared_errors
 

@@ -10,9 +10,9 @@ from conftest import growth
 from test_bias_attention import HEADS, assert_right, formula, paddings, ragged, tensors, trained
 
 from sparsebert import SparseBertForMaskedLM, SparseBertModel
-from sparsebert.attention import bias_attention as module
-from sparsebert.attention.bias_attention import bias_attention
+from sparsebert.attention import bias_operator as module
 from sparsebert.attention.bias_entries import REMOVED
+from sparsebert.attention.bias_operator import bias_attention
 from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.attention.offset_biases import OffsetBias
 

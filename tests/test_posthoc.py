@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach, build_pattern, load
 from sparsebert.commands import main
-from sparsebert.training.agreement import agreement
+from sparsebert.training.dense_agreement import agreement
 from sparsebert.training.finetuning import finetune
 from sparsebert.training.matching import (
     carrier,
@@ -273,7 +273,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def short_times(monkeypatch):
     """Inference is timed on few tokens."""
-    monkeypatch.setattr("sparsebert.training.agreement.TIMED_TOKENS", 256)
+    monkeypatch.setattr("sparsebert.training.dense_agreement.TIMED_TOKENS", 256)
 
 
 def search(model, text, output, **fields):

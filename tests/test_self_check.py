@@ -21,7 +21,7 @@ from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choice import CHOICES, by_earlier_measurement, by_measurement, by_table
 from sparsebert.attention.self_check import examine, near_tiles, request_of, times
-from sparsebert.attention.self_check_process import found_out, known_outcome, program, self_check
+from sparsebert.attention.self_check_process import found_out, known_outcome, program, run_self_checks
 from sparsebert.attention.self_check_results import (
     FINISHED,
     TRUSTED,
@@ -163,11 +163,11 @@ PASSES = MESSAGES + 'for order in orders: say(doing="x"); say(backend="sparse_cp
 
 
 def ending(code, timeout=60.0, orders=(ORDER,)):
-    return self_check(orders, timeout, [sys.executable, "-c", MESSAGES + code])
+    return run_self_checks(orders, timeout, [sys.executable, "-c", MESSAGES + code])
 
 
 def test_a_process_that_passes():
-    (outcome,) = self_check([ORDER], 60.0, [sys.executable, "-c", "print('a library says hello')\n" + PASSES])
+    (outcome,) = run_self_checks([ORDER], 60.0, [sys.executable, "-c", "print('a library says hello')\n" + PASSES])
     assert outcome == Outcome(SETTING, {"sparse_cpu": Finding(True, milliseconds=0.5)})
     assert not outcome.problems() and outcome.fastest()[0] == "sparse_cpu"
 
@@ -212,7 +212,7 @@ def test_too_little_memory_is_not_for_ever():
 
 
 def test_a_process_that_cannot_start():
-    (outcome,) = self_check([ORDER], 60.0, ["/no/such/program"])
+    (outcome,) = run_self_checks([ORDER], 60.0, ["/no/such/program"])
     assert outcome.ended.startswith("its process could not be started: ") and not outcome.lasting
 
 
@@ -228,7 +228,7 @@ def test_the_program_ends_with_the_process_that_asked():
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_program_on_a_device_that_is_not_there():
-    (outcome,) = self_check([replace(ORDER, device="cuda:0")], 300.0)
+    (outcome,) = run_self_checks([replace(ORDER, device="cuda:0")], 300.0)
     assert "it ended with exit code 1: " in outcome.ended and not outcome.lasting
 
 

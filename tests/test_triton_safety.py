@@ -18,7 +18,7 @@ from sparsebert.attention import triton as backend
 from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.self_check import examine
-from sparsebert.attention.self_check_process import self_check
+from sparsebert.attention.self_check_process import run_self_checks
 from sparsebert.attention.self_check_results import FINISHED, Order, Setting
 
 
@@ -201,6 +201,6 @@ def test_interpreter_passes_at_other_sizes(size, dtype, dropout):
 @interpreted
 @pytest.mark.slow
 def test_interpreter_passes_in_a_process_of_its_own():
-    (outcome,) = self_check([replace(ORDER, setting=replace(SETTING, gradients=False), num_heads=1)], 600.0)
+    (outcome,) = run_self_checks([replace(ORDER, setting=replace(SETTING, gradients=False), num_heads=1)], 600.0)
     assert outcome.ended == FINISHED and outcome.problems() == []
     assert outcome.backends["sparse_triton"].milliseconds > 0

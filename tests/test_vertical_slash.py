@@ -14,7 +14,7 @@ from sparsebert.search.budget import budget_shift, collapsed, disagreement, head
 from sparsebert.search.decided_entries import VerticalSlash
 from sparsebert.search.searches import gumbel_noise, parameter_distance, sample_mask
 from sparsebert.search.selection import keep_largest
-from sparsebert.training.agreement import agreement
+from sparsebert.training.dense_agreement import agreement
 from sparsebert.training.matching import carrier, learn_mask, random_batches, start_from_attention
 
 

@@ -20,7 +20,7 @@ from sparsebert.analysis.runs import SavedMask
 from sparsebert.analysis.web_page import PageMask, make_page
 from sparsebert.commands import main
 from sparsebert.files import replace_files, write_metrics
-from sparsebert.masks.compiled import base_table
+from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.tiles import tile_shares
 
 

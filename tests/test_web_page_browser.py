@@ -14,7 +14,7 @@ from sparsebert import SparseMask
 from sparsebert.analysis.page_masks import TILES
 from sparsebert.analysis.runs import SavedMask
 from sparsebert.analysis.web_page import PageMask, write_page
-from sparsebert.masks.compiled import base_table
+from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.tiles import tile_shares
 
 

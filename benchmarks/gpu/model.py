@@ -27,7 +27,7 @@ import torch
 
 from sparsebert.attention.flex import block_map, full_map
 from sparsebert.attention.triton_launch import configurations
-from sparsebert.masks.compiled import base_table
+from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.tiles import tile_form
 
 from .._masks import build_mask

@@ -20,7 +20,7 @@ from ..attention.backends import BACKENDS, refusal
 from ..attention.capabilities import Request
 from ..attention.choice import GPU_BACKENDS, TILE_SIZE
 from ..attention.compilation import CompilationError, find_compiler
-from ..attention.self_check_process import TIMEOUT, keep_outcome, self_check
+from ..attention.self_check_process import TIMEOUT, keep_outcome, run_self_checks
 from ..attention.self_check_results import TRUSTED, Order, Outcome, Setting, driver, installed, setting_for
 from ..checks import check_choice, check_range
 from ..masks.sparse_mask import SparseMask
@@ -144,7 +144,7 @@ def diagnose(
         if mask is not None:
             mask.save_pretrained(folder)
         orders = _orders(where, dtypes, head_sizes, length, mask, folder)
-        outcomes = self_check(orders, timeout)
+        outcomes = run_self_checks(orders, timeout)
     for outcome in outcomes:
         problems += [f"{outcome.setting}: {problem}" for problem in outcome.problems()]
         if where.type == "cuda":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..masks.compiled import compiled, compiled_parameters
+from ..masks.compiled_forms import compiled, compiled_parameters
 from ..masks.sparse_mask import SparseMask
 from .capabilities import NO_FUNC_GRADIENTS, Request, in_func_grad
 from .compilation import FOLDER, LEVELS, CompilationError, compile_library, library_name

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.utils import logging
 
-from ..masks.compiled import compiled, remember
+from ..masks.compiled_forms import compiled, remember
 from ..masks.sparse_mask import SparseMask
 from .mask_inputs import MaskInputs
 from .padded_tokens import without_padding

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..masks.compiled import compiled
+from ..masks.compiled_forms import compiled
 from ..masks.expansion import special_entries
 from ..masks.exported import exported_structure, exporting
 from ..masks.sparse_mask import SparseMask

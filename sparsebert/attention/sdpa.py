@@ -3,7 +3,7 @@
 import torch
 
 from ..masks.exported import exporting
-from .bias_attention import bias_attention
+from .bias_operator import bias_attention
 from .mask_inputs import MaskInputs, autocast_dtype
 from .padded_tokens import without_padding
 

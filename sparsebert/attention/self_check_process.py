@@ -49,7 +49,7 @@ def program() -> list[str]:
     return [sys.executable, "-c", _PROGRAM, json.dumps(found)]
 
 
-def self_check(
+def run_self_checks(
     orders: Sequence[Order], timeout: float = TIMEOUT, command: Sequence[str] | None = None
 ) -> list[Outcome]:
     """
@@ -237,7 +237,7 @@ def _with_mask(order, mask, timeout, command):
             if mask is not None:
                 mask.save_pretrained(folder)
                 order = replace(order, mask=folder)
-            return self_check([order], timeout, command)[0]
+            return run_self_checks([order], timeout, command)[0]
     except OSError as error:  # a full disk
         return Outcome(order.setting, {}, f"it could not be started: {error}", lasting=False)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..masks.compiled import compiled
+from ..masks.compiled_forms import compiled
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import TILE, TileForm, tile_form
 from .mask_inputs import MaskInputs, per_sequence

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..masks.compiled import narrowed, windowed
+from ..masks.compiled_forms import narrowed, windowed
 from ..masks.exported import exporting
 from .backends import BACKENDS
 from .bias_entries import REMOVED

@@ -25,7 +25,7 @@ from ..files import METRICS_NAME
 from ..hub import read_config
 from ..models.architectures import num_positions
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..models.described_masks import mask_search, pattern_mask
+from ..models.described_masks import described_search, pattern_mask
 from ..models.modeling_sparsebert import SparseBertForMaskedLM
 from ..training.pretraining import pretrain
 from ..training.search_start import check_no_decay
@@ -117,7 +117,7 @@ def check_continued(cell: dict[str, Any]) -> None:
     if "model" in cell:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **cell["model"])
-        mask_search(config) if config.search else pattern_mask(config)
+        described_search(config) if config.search else pattern_mask(config)
     check_texts(cell)
 
 

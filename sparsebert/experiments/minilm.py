@@ -20,7 +20,7 @@ from ..data.tasks import glue
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..models.described_masks import mask_search
+from ..models.described_masks import described_search
 from ..models.loading import load
 from ..search.selection import SCOPES
 from ..training.objectives import OBJECTIVES
@@ -164,7 +164,7 @@ def check(cell: dict[str, Any]) -> None:
         sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
         sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
         # Rejects a sparsity out of reach.
-        mask_search(SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell))))
+        described_search(SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell))))
     check_texts(cell)
     if cell["stsb"] is not None:
         if not Path(cell["stsb"]).is_dir():

@@ -15,7 +15,7 @@ from ..data.tasks import TASKS
 from ..hub import read_config
 from ..masks.matched import MATCHED, VARIED
 from ..models.configuration_sparsebert import SparseBertConfig
-from ..models.described_masks import mask_search
+from ..models.described_masks import described_search
 from ..models.loading import check_folder
 from ..search.searches import SEARCHES
 from ..training.objectives import ANSWERING
@@ -124,7 +124,7 @@ def check_masks(cell: dict[str, Any]) -> None:
     sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
     fields = POST_HOC_FIELDS | sizes | {"mask_length": cell["max_length"]}
     # Rejects a sparsity out of reach.
-    mask_search(SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]}))
+    described_search(SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]}))
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .compiled import base_table
+from .compiled_forms import base_table
 from .sparse_mask import SparseMask
 
 

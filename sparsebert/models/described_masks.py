@@ -73,7 +73,7 @@ def pattern_mask(config: SparseBertConfig) -> SparseMask:
     return with_changes(mask, **asked)
 
 
-def mask_search(config: SparseBertConfig) -> MaskSearch:
+def described_search(config: SparseBertConfig) -> MaskSearch:
     """
     The search of a configuration, with all its defaults.
 

@@ -19,7 +19,7 @@ from ..attention.mask_inputs import MaskInputs
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
 from ..attention.windows import local_inputs
-from ..masks.compiled import with_real_last
+from ..masks.compiled_forms import with_real_last
 from ..masks.exported import exporting
 from ..masks.mask_files import check_metadata
 from ..masks.sparse_mask import SparseMask
@@ -28,7 +28,7 @@ from ..search.learned_mask import LearnedMask
 from ..search.mask_search import MaskSearch
 from ..search.searches import SEARCHES
 from .configuration_sparsebert import REQUESTS, SparseBertConfig
-from .described_masks import mask_search, pattern_mask, requests, with_changes
+from .described_masks import described_search, pattern_mask, requests, with_changes
 
 
 logger = logging.get_logger(__name__)
@@ -106,7 +106,7 @@ class SparseAttention(Float32Module):
             with torch.device("cpu"):
                 self._use_mask(pattern_mask(config))
         elif not config.frozen:
-            self.search = mask_search(config)
+            self.search = described_search(config)
             shape = (self.search.num_layers, self.search.num_heads, self.search.num_parameters)
             # Whatever the dtype of the model: steps of a search are too small for half precision.
             self.mask_logits = nn.Parameter(torch.empty(shape, dtype=torch.float32))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..attention.bias_attention import has_many_blocks
 from ..attention.bias_entries import MAX_MASK_CONSTANT, kept_entries, set_entries
+from ..attention.bias_operator import has_many_blocks
 from ..attention.mask_biases import bias_and_live, causal_entries, fix_entries, real_tokens, special_rows, with_cuts
 from ..attention.mask_inputs import MaskInputs
 from ..attention.offset_biases import OffsetBias

@@ -18,7 +18,7 @@ from .single_run import read_predictions
 from .task_data import TaskData
 
 
-def run_folders(folder: str | os.PathLike) -> dict[int, Path]:
+def seed_folders(folder: str | os.PathLike) -> dict[int, Path]:
     """
     Folders of the single runs in an output folder.
 
@@ -60,7 +60,7 @@ def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[in
     try:
         task, runs = read_metrics([folder])[Path(folder)].get("task"), {}
         if task == data.task.name:
-            runs = run_folders(folder)
+            runs = seed_folders(folder)
     except ValueError as error:
         raise ValueError(f"baseline: {error}") from error
     if task != data.task.name:
@@ -88,7 +88,7 @@ def compare(folder: str | os.PathLike, baseline: str | os.PathLike, resamples: i
     Raises:
         ValueError: If they have no seed in common, or were evaluated on different examples.
     """
-    ours, theirs = run_folders(folder), run_folders(baseline)
+    ours, theirs = seed_folders(folder), seed_folders(baseline)
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:
         raise ValueError(f"{folder} and {baseline} have no seed in common")

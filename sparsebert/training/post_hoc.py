@@ -27,7 +27,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.loading import model_class_of, warn_of_modules
 from ..search.budget import scheduled
 from ..search.learned_mask import LearnedMask, expand_probs, save_probs
-from .agreement import agreement, inference_seconds
+from .dense_agreement import agreement, inference_seconds
 from .matching import carrier, learn_mask, recover, running_through, start_from_attention
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask

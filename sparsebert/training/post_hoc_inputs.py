@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from ..data.documents import load_documents
 from ..data.examples import pretraining_dataset
-from .agreement import TIMED_TOKENS
+from .dense_agreement import TIMED_TOKENS
 from .finetuning_arguments import FinetuningArguments
 from .matching import random_batches
 from .objectives import Batch
