@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available, logging
 
+from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from .architectures import check_architecture
 from .configuration_sparsebert import STATE_FIELDS, read_search
-from .saving import carries_sparse_attention, get_sparse_attention, save_with_adapter, without_adapters
+from .saving import get_sparse_attention, save_with_adapter
 from .stock_loading import attach_from
 
 
@@ -58,7 +59,7 @@ def load_mask_of_adapter(
         return
     assert found.search is not None
     fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
-    if not carries_sparse_attention(inner):
+    if sparse_attention_of(inner) is None:
         attach_from(source, inner, None, **fields)
     sparse_attention = get_sparse_attention(inner)
     parameter = sparse_attention.mask_logits
@@ -92,10 +93,10 @@ def load_mask_of_adapter(
 
 
 def _load_frozen(model, source, mask):
-    if not carries_sparse_attention(model):
+    sparse_attention = sparse_attention_of(model)
+    if sparse_attention is None:
         attach_from(source, model, mask)
         return
-    sparse_attention = get_sparse_attention(model)
     if sparse_attention.mask == mask:
         return
     if sparse_attention.mask is not None or sparse_attention.searching:
@@ -148,7 +149,7 @@ def _extended_save_pretrained(stock):
     def save_pretrained(self, save_directory, *args, **kwargs):
         result = stock(self, save_directory, *args, **kwargs)
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
-        if arguments.get("is_main_process", True) and carries_sparse_attention(self):
+        if arguments.get("is_main_process", True) and sparse_attention_of(self) is not None:
             for name in arguments.get("selected_adapters") or self.peft_config:
                 save_with_adapter(self, Path(save_directory, "" if name == "default" else name))
         return result

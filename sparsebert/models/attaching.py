@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.choice import sparse_name
+from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import explained
 from ..masks.mask_files import weights_changed
@@ -26,7 +27,7 @@ from .derived import derived_class
 from .forwards import MaskedBase
 from .masked_configs import AttachedConfig, MaskedConfigMixin
 from .remote_code import forget_saved_fields
-from .saving import AttachedModel, get_sparse_attention, without_adapters
+from .saving import AttachedModel, get_sparse_attention
 from .sparse_attention import SparseAttention
 
 
@@ -176,7 +177,7 @@ def attach(
     inner = without_adapters(model)
     if not isinstance(inner, PreTrainedModel):
         raise ValueError(f"attach needs a model of transformers, got {type(inner).__name__}")
-    if "sparse_attention" in inner.base_model._modules:
+    if sparse_attention_of(inner) is not None:
         raise ValueError(
             f"{type(inner).__name__} carries a mask already: change it with set_mask, or detach the model first"
         )

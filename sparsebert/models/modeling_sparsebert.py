@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME
 
+from ..attention.model_masks import sparse_attention_of
 from ..hub import check_available
 from ..masks.mask_sources import check_subfolder, find_mask_files, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
@@ -56,7 +57,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
 
     def post_init(self) -> None:
         # Heads are built around a stock base model. Either way the mask is attached once, before initialization.
-        if "sparse_attention" not in self.base_model._modules:
+        if sparse_attention_of(self) is None:
             put_mixers(self)
             register(self, make_sparse_attention(self, self.config))
         super().post_init()

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..files import replace_files
 from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import (
@@ -37,12 +38,6 @@ else:
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
 
 
-def without_adapters(model: Any) -> Any:
-    """The model inside a PEFT or sentence-transformers model."""
-    model = getattr(model, "transformers_model", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def get_sparse_attention(model: nn.Module) -> SparseAttention:
     """
     The [`SparseAttention`] of a base model or head.
@@ -50,19 +45,12 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     Raises:
         ValueError: If the model carries no mask.
     """
-    inner: Any = without_adapters(model)
+    sparse_attention, inner = sparse_attention_of(model), without_adapters(model)
     if not hasattr(inner, "base_model"):
         raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
-    sparse_attention = inner.base_model._modules.get("sparse_attention")
     if sparse_attention is None:
         raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
-
-
-def carries_sparse_attention(model: Any) -> bool:
-    """Whether a model, or the one inside a PEFT model, has a mask, frozen or searched."""
-    base = getattr(without_adapters(model), "base_model", None)
-    return isinstance(base, nn.Module) and "sparse_attention" in base._modules
 
 
 def save_with_adapter(model: nn.Module, folder: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import hub, logging
 
 from ..attention.choice import ATTENTION_NAMES, sparse_name
+from ..attention.model_masks import sparse_attention_of
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
@@ -50,7 +51,7 @@ def _searching_class(model_class: Any, source: Any, fields: dict[str, Any]) -> A
         _keep_in_fp32_modules_strict = {"mask_logits", *(model_class._keep_in_fp32_modules_strict or ())}
 
         def post_init(self):
-            if "sparse_attention" not in self.base_model._modules:
+            if sparse_attention_of(self) is None:
                 try:
                     sparse_attention = make_sparse_attention(self, describe(self, **fields))
                 except (ValueError, StrictDataclassError) as error:
@@ -141,7 +142,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _attach_of_base(model, source)
-        if "sparse_attention" not in model.base_model._modules and hasattr(model.config, NOTE_FIELD):
+        if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD):
             warn_of_missing_mask(source, "the model was loaded without a mask")
             forget_saved_fields(model.config)
         return loaded
@@ -160,7 +161,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     mask = SparseMask.from_pretrained(source, **hub_arguments)
     loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    if "sparse_attention" not in model.base_model._modules:  # an adapter brings a mask of its own
+    if sparse_attention_of(model) is None:  # an adapter brings a mask of its own
         over = f"If a model without a mask was saved over one that had it, delete {MASK_CONFIG_NAME}."
         warn_of_changed_weights(source, found.mask, over)
         attach_from(source, model, mask, attn_implementation, **fields)
@@ -170,7 +171,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
 def _attach_of_base(model, source):
     """Attach the mask of the base model that transformers went on to from the folder of an adapter."""
     base = model.config.name_or_path
-    if not base or str(base) == str(source) or "sparse_attention" in model.base_model._modules:
+    if not base or str(base) == str(source) or sparse_attention_of(model) is not None:
         return
     found = find_descriptions(base)
     if found.mask is not None:

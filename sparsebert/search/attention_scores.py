@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .search_schedule import sparse_attention_of
+from ..attention.model_masks import sparse_attention_of
 
 
 class AttentionScores:

@@ -20,13 +20,14 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
+from ..attention.model_masks import sparse_attention_of
 from ..checks import check_choice, nearest
 from ..masks.expansion import table_policy
 from ..masks.sparse_mask import SparseMask
 from .attention_scores import AttentionScores
 from .budget import scheduled
 from .learned_mask import LearnedMask, save_probs
-from .search_schedule import forget, sparse_attention_of
+from .search_schedule import forget
 from .selection import SCOPES, prune
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ..attention.model_masks import sparse_attention_of
 from ..checks import check_range
 from ..masks.mask_files import MASK_CONFIG_NAME, check_metadata
 from ..masks.sparse_mask import SparseMask
@@ -188,12 +189,6 @@ class SearchSchedule(TrainerCallback):
         """Save what was found when the mask was frozen, see [`save_probs`]."""
         if self.probs is not None and self.log_odds is not None and self.mask is not None:
             save_probs(folder, self.probs, self.log_odds, self.mask, self.outcome)
-
-
-def sparse_attention_of(model: Any) -> Any:
-    """The [`SparseAttention`] of a model, or of the one in a sentence-transformers model; `None` if it has none."""
-    inner = getattr(model, "transformers_model", model)  # that of a sentence-transformers model
-    return getattr(getattr(inner, "base_model", None), "sparse_attention", None)
 
 
 def forget(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:

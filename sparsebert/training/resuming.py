@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.utils import CONFIG_NAME, logging
 
+from ..attention.model_masks import sparse_attention_of
 from ..hub import without_secrets
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ..masks.sparse_mask import SparseMask
@@ -101,7 +102,7 @@ def check_checkpoint(
     Raises:
         ValueError: If they differ. The message names the first field that does.
     """
-    sparse_attention = getattr(model.base_model, "sparse_attention", None)
+    sparse_attention = sparse_attention_of(model)
     if sparse_attention is None or not Path(checkpoint).is_dir():
         return
     stored, config = _stored_fields(checkpoint), sparse_attention.config

@@ -13,6 +13,7 @@ from ..analysis.mask_pictures import plot_heads
 from ..analysis.plans import make_plan
 from ..analysis.reports import RECOVERED, own_mask, report_tables
 from ..analysis.tables import Table
+from ..attention.model_masks import sparse_attention_of
 from ..data.tasks import TASKS, Task, glue, squad, swag
 from ..files import PICTURE_NAME
 from ..masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
@@ -196,9 +197,7 @@ def draw_heads(folder: Path, network: Any) -> None:
     Draw the masks of a model's heads into a folder, unless they remove nothing, the picture exists already or
     matplotlib is missing.
     """
-    mask: SparseMask | None = None
-    if "sparse_attention" in network.base_model._modules:
-        mask = get_sparse_attention(network).mask
+    mask: SparseMask | None = getattr(sparse_attention_of(network), "mask", None)
     if mask is None or not mask.sparsity or not _is_small(mask):
         return
     if not (folder / PICTURE_NAME).exists() and find_spec("matplotlib"):

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS, check_request
 from ..attention.capabilities import Request
+from ..attention.model_masks import sparse_attention_of
 from ..checks import LARGEST_SEED, check_range, nearest
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
@@ -353,7 +354,7 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
     Raises:
         ValueError: If it cannot (the message names those that can), or if the mask does not cover the length.
     """
-    sparse_attention: Any = getattr(model.base_model, "sparse_attention", None)
+    sparse_attention = sparse_attention_of(model)
     name = model.config._attn_implementation
     if sparse_attention is None or not sparse_attention.num_layers:
         return

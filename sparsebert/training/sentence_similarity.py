@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from scipy.stats import spearmanr
 
+from ..attention.model_masks import sparse_attention_of
 from .task_models import input_sparsity
 
 
@@ -70,8 +71,7 @@ def similarity(
     count = len(pairs)
     embeddings, lengths = embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
     cosines = (embeddings[:count] * embeddings[count:]).sum(-1)
-    sparse_attention = getattr(model, "sparse_attention", None)
-    mask = None if sparse_attention is None else sparse_attention.mask
+    mask = getattr(sparse_attention_of(model), "mask", None)
     agreement = torch.ones(2 * count) if dense is None else (embeddings * dense).sum(-1)
     return {
         "sparsity": 0.0 if mask is None else mask.sparsity,

@@ -9,6 +9,7 @@ import numpy as np
 import transformers
 
 from ..attention.choice import ATTENTION_NAMES, check_backend
+from ..attention.model_masks import sparse_attention_of
 from ..hub import mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import check_architecture, num_positions
@@ -225,7 +226,7 @@ def input_sparsity(mask: "SparseMask", lengths: np.ndarray | list[int]) -> float
 
 def mask_metrics(model: "PreTrainedModel", data: TaskData) -> dict[str, Any]:
     """Name of the model's mask, its sparsity at its own length, and its sparsity on the evaluated inputs."""
-    sparse_attention = getattr(model.base_model, "sparse_attention", None)
+    sparse_attention = sparse_attention_of(model)
     if sparse_attention is None:
         return {"mask": "dense", "sparsity": 0.0, "input_sparsity": 0.0}
     mask = sparse_attention.mask

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
+from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..data.streams import RowStream
 from ..files import replace_files
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
 from ..models.masked_predictions import skips_logits
-from ..models.saving import without_adapters
 from ..search.learned_mask import is_of_mask
 from ..search.progressive_pruning import ProgressivePruning
 from ..search.search_schedule import SearchSchedule
@@ -215,7 +215,7 @@ class SparseBertTrainer(HubTrainer, ShardedTrainer):
         model: Any = self.model
         # Unwrapping goes through all modules of a model.
         model = model if isinstance(model, PreTrainedModel) else self.accelerator.unwrap_model(model)
-        return getattr(model.base_model, "sparse_attention", None)
+        return sparse_attention_of(model)
 
     def _inner_model(self) -> Any:
         """The model inside wrappers of processes, compilation and adapters."""
