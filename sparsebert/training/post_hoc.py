@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import set_seed
 
-from ..analysis.importance import analyzed_special_tokens
-from ..analysis.importance_pictures import plot_mean_probs, plot_offset_profile
-from ..analysis.mask_pictures import plot_heads
 from ..analysis.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ..analysis.tables import Table
 from ..files import METRICS_NAME, locked_output, write_metrics
@@ -32,7 +29,7 @@ from .matching import carrier, learn_mask, recover, running_through, start_from_
 from .objectives import predicts_tokens
 from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
 from .post_hoc_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
-from .run_cards import add_search, hardware
+from .run_cards import add_search, draw_run, hardware
 from .run_checks import warn_of_slow_bfloat16
 from .run_folders import run_folder
 
@@ -126,15 +123,12 @@ def _search(
         inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    if mask.sparsity and find_spec("matplotlib"):
-        plot_heads(mask, output / "heads.png")
+    probs = None
     if learned is not None:
         probs = learned.found_probs()
         save_probs(output, probs, learned.log_odds(), mask, outcome)
-        if find_spec("matplotlib"):
-            probs = expand_probs(probs, mask)
-            plot_mean_probs(probs, output / "mean_probs.png")
-            plot_offset_profile(probs, output / "offset_profile.png", analyzed_special_tokens(mask))
+    if find_spec("matplotlib") and (mask.sparsity or probs is not None):
+        draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
     parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
     seconds["total"] = time.perf_counter() - start
     metrics = {

@@ -11,8 +11,6 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..analysis.importance import analyzed_special_tokens, position_groups
-from ..analysis.importance_pictures import plot_mean_probs, plot_offset_profile
-from ..analysis.mask_pictures import plot_heads
 from ..files import METRICS_NAME, check_other_folder, locked_output, write_metrics
 from ..masks.mask_files import MASK_PROBS_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
@@ -25,7 +23,7 @@ from .evaluation_metrics import causal_metrics, pretraining_metrics, reduce_caus
 from .pretraining_arguments import PretrainingArguments
 from .pretraining_inputs import make_inputs, make_model
 from .resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record
-from .run_cards import add_pretraining, hardware
+from .run_cards import add_pretraining, draw_run, hardware
 from .run_checks import check_evaluation, check_pretraining, check_schedule, check_training
 from .run_folders import resume_from, run_folder
 from .search_start import check_rows_fill_mask, check_search_start, start_search
@@ -156,10 +154,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     metrics["hardware"] = hardware()
     masked = model.config.search is not None or metrics["sparsity"] > 0  # those of a dense model would be all white
     if trainer.is_world_process_zero() and data.pictures and masked and find_spec("matplotlib"):
-        plot_heads(model.sparse_attention.mask, output / "heads.png")
-        plot_mean_probs(probs, output / "mean_probs.png")
-        special_tokens = analyzed_special_tokens(model.sparse_attention.mask)
-        plot_offset_profile(probs, output / "offset_profile.png", special_tokens)
+        draw_run(output, model.sparse_attention.mask, probs)
     trainer.save_state()
     if trainer.is_world_process_zero():
         add_pretraining(output, metrics, model, data.text)

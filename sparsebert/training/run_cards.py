@@ -9,13 +9,15 @@ import torch
 from huggingface_hub import EvalResult
 
 from ..analysis.diagnosis import cpu_name
+from ..analysis.importance import analyzed_special_tokens
+from ..analysis.importance_pictures import plot_mean_probs, plot_offset_profile
 from ..analysis.mask_pictures import plot_heads
 from ..analysis.plans import make_plan
 from ..analysis.reports import RECOVERED, own_mask, report_tables
 from ..analysis.tables import Table
 from ..attention.model_masks import sparse_attention_of
 from ..data.tasks import TASKS, Task, glue, squad, swag
-from ..files import PICTURE_NAME
+from ..files import PICTURE_NAME, PROBS_PICTURES
 from ..masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
 from ..masks.sparse_mask import SparseMask
 from ..models.model_cards import PIPELINE_TAGS
@@ -192,6 +194,22 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, f
     _add(folder, results, datasets, report_tables({folder: metrics}), metrics, network)
 
 
+def draw_run(folder: Path, mask: SparseMask, probs: torch.Tensor | None = None) -> None:
+    """
+    Draw the mask of a run and, if it was searched, P.
+
+    Args:
+        folder (`Path`): Output folder of the run.
+        mask ([`SparseMask`]): Its frozen mask.
+        probs (`torch.Tensor` of shape `(L, H, n, n)`, *optional*): P before freezing.
+    """
+    plot_heads(mask, folder / PICTURE_NAME)
+    if probs is not None:
+        mean_probs, offset_profile = (folder / name for name in PROBS_PICTURES)
+        plot_mean_probs(probs, mean_probs)
+        plot_offset_profile(probs, offset_profile, analyzed_special_tokens(mask))
+
+
 def draw_heads(folder: Path, network: Any) -> None:
     """
     Draw the masks of a model's heads into a folder, unless they remove nothing, the picture exists already or
@@ -201,4 +219,4 @@ def draw_heads(folder: Path, network: Any) -> None:
     if mask is None or not mask.sparsity or not _is_small(mask):
         return
     if not (folder / PICTURE_NAME).exists() and find_spec("matplotlib"):
-        plot_heads(mask, folder / PICTURE_NAME)
+        draw_run(folder, mask)
