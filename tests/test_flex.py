@@ -9,7 +9,7 @@ import torch
 
 from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
 from sparsebert.attention import flex
-from sparsebert.attention.flex import BLOCK_SIZES, block_attention, block_map, full_map, make_block_mask
+from sparsebert.attention.flex import BLOCK_SIZES, block_attention, full_tiles, live_tiles, make_block_mask
 
 
 HEADS = 2
@@ -78,7 +78,7 @@ def ragged(length, **fields):
 
 def block_mask(case, device="cpu", block=None):
     block = block or BLOCK_SIZES[device]
-    maps = [block_map(case.base, block), full_map(case.base, block) if case.full else None]
+    maps = [live_tiles(case.base, block), full_tiles(case.base, block) if case.full else None]
     base, padding, first, last, *maps = (
         None if tensor is None else tensor.to(device)
         for tensor in (case.base, case.padding, case.first, case.last, *maps)
@@ -264,9 +264,9 @@ def test_inside_torch_compile(full):
         padding = attention_mask.bool()
         base = base != 0
         last = (padding * torch.arange(40)).argmax(-1).to(torch.int32)
-        full = full_map(base, 32) if case.full else None
+        full = full_tiles(base, 32) if case.full else None
         first = padding.int().argmax(-1).to(torch.int32)
-        mask = make_block_mask(base, block_map(base, 32), 32, padding, first, last, None, False, full)
+        mask = make_block_mask(base, live_tiles(base, 32), 32, padding, first, last, None, False, full)
         return block_attention(query + 1, key, value, mask, 0.5) * 2
 
     output = torch.compile(attention, fullgraph=True)(query, key, value, case.base.int(), case.padding.long())

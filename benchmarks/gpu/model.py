@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from sparsebert.attention.flex import block_map, full_map
+from sparsebert.attention.flex import full_tiles, live_tiles
 from sparsebert.attention.triton_launch import configurations
 from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.tiles import tile_form
@@ -287,8 +287,8 @@ def mask_counts(name, length):
         found[key] = tuple((start[..., -1] - start[..., 0]).flatten().tolist() for start in starts)
     whole = base_table(mask, length, special="all")[0]
     for side in (64, 128):
-        full = full_map(whole, side)
-        counts = full.sum(-1), (block_map(whole, side) & ~full).sum(-1)
+        full = full_tiles(whole, side)
+        counts = full.sum(-1), (live_tiles(whole, side) & ~full).sum(-1)
         found[side] = tuple(count.flatten().tolist() for count in counts)
     return found, (form.tiles > 0).float().mean().item()
 

@@ -56,7 +56,7 @@ def _tiles(values, block):
     return torch.nn.functional.pad(values, (0, num_tiles * block - length)).unflatten(-1, (num_tiles, block))
 
 
-def block_map(base: torch.Tensor, block: int) -> torch.Tensor:
+def live_tiles(base: torch.Tensor, block: int) -> torch.Tensor:
     """
     The tiles of a mask that have any entry on.
 
@@ -71,7 +71,7 @@ def block_map(base: torch.Tensor, block: int) -> torch.Tensor:
     return _tiles(rows, block).any(-1)
 
 
-def full_map(base: torch.Tensor, block: int) -> torch.Tensor:
+def full_tiles(base: torch.Tensor, block: int) -> torch.Tensor:
     """
     The tiles of a mask whose entries are all on. A tile that reaches beyond the mask is never full.
 
@@ -102,7 +102,7 @@ def _materialized(tensor):
 
 def make_block_mask(
     base: torch.Tensor,
-    block_map: torch.Tensor,
+    live_map: torch.Tensor,
     block: int,
     padding: torch.Tensor | None,
     first: torch.Tensor | None,
@@ -117,7 +117,7 @@ def make_block_mask(
     Args:
         base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend: the mask with its `diagonal` override and,
             in a decoder, without future keys, but without special tokens.
-        block_map (`torch.Tensor` of shape `(H, t, t)`): The result of [`block_map`].
+        live_map (`torch.Tensor` of shape `(H, t, t)`): The result of [`live_tiles`].
         block (`int`): Side of a tile.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Without it the block mask
             serves a batch of any size.
@@ -126,19 +126,19 @@ def make_block_mask(
         last (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
         diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
         causal (`bool`): Whether to remove keys j > query i.
-        full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): The result of [`full_map`]. These tiles are not
+        full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): The result of [`full_tiles`]. These tiles are not
             masked entry by entry unless they contain a padded token, which is faster and changes no result.
 
     Returns:
         `BlockMask` of shape `(B or 1, H, m, m)`.
     """
-    length, num_tiles = base.shape[-1], block_map.shape[-1]
+    length, num_tiles = base.shape[-1], live_map.shape[-1]
     tile = torch.arange(num_tiles, device=base.device)
     special = torch.zeros(1, num_tiles, dtype=torch.bool, device=base.device)
     for token in (first, last):
         if token is not None:
             special = special | (tile == token[:, None] // block)
-    live = block_map | special[:, None, :, None] | special[:, None, None, :]  # (B or 1, H, t, t)
+    live = live_map | special[:, None, :, None] | special[:, None, None, :]  # (B or 1, H, t, t)
     if causal:
         live = live & (tile[:, None] >= tile)
     full = full_map
@@ -213,12 +213,12 @@ def num_compiled() -> int:
 
 def _cpu_forms(table):
     block = BLOCK_SIZES["cpu"]
-    return table, block_map(table, block), full_map(table, block)
+    return table, live_tiles(table, block), full_tiles(table, block)
 
 
 def _cuda_forms(table):
     block = BLOCK_SIZES["cuda"]
-    return table, block_map(table, block), full_map(table, block)
+    return table, live_tiles(table, block), full_tiles(table, block)
 
 
 def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
