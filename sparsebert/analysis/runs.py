@@ -121,8 +121,6 @@ def _find(source, name, hub_arguments, warn=False):
         if warn and known is not _CACHED_NO_EXIST:
             logger.warning(f"{source}: {name} is not in the cache, and without the Hub it is left out.")
         return None
-    except HFValidationError as error:
-        raise ValueError(f"{source}: no such folder, and not a Hub id") from error
 
 
 def _read_config(source, hub_arguments):

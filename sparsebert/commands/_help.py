@@ -67,7 +67,7 @@ def overview(verbs: dict[str, str]) -> str:
 
 def short_help(verb: str, command: Command) -> str:
     """What a verb does, examples, and its fields with their defaults, a line each."""
-    description = inspect.cleandoc(inspect.getdoc(inspect.getmodule(command.run)) or "").split("\n\n")
+    description = (inspect.getdoc(inspect.getmodule(command.run)) or "").split("\n\n")
     lines = [f"usage: sparsebert {verb} {command.words} [--field value ...]", ""]
     lines += [*_wrapped(" ".join(description[0].split()), hanging=""), "", "examples:"]
     lines += [f"  sparsebert {verb} {example}" for example in command.examples]
@@ -84,7 +84,7 @@ def short_help(verb: str, command: Command) -> str:
 def long_help(verb: str, command: Command) -> str:
     """All that the docstrings say about a verb and its fields."""
     texts = [f"usage: sparsebert {verb} {command.words} [--field value ...]"]
-    texts.append(inspect.cleandoc(inspect.getdoc(inspect.getmodule(command.run)) or ""))
+    texts.append(inspect.getdoc(inspect.getmodule(command.run)) or "")
     texts.append("examples:\n" + "\n".join(f"  sparsebert {verb} {example}" for example in command.examples))
     if recipes := command.positional is None and recipe_names(command.sections):
         texts.append("\n".join(_wrapped(f"recipes: {', '.join(recipes)}, or the path of one")))

@@ -129,23 +129,16 @@ def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descri
         source (`str` or `os.PathLike`): Folder or Hub id.
         hub_arguments: Any of `HUB_ARGUMENTS`.
     """
-    found: list[Path | None] = [None, None]
-    for index, name in enumerate((MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)):
-        path: Path | None
-        if Path(source).is_dir():
-            path = Path(source, hub_arguments.get("subfolder") or "", name)
-            path = path if path.is_file() else None
-        else:
-            file = cached_file(
-                source,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                _raise_exceptions_for_gated_repo=False,
-                **hub_arguments,
-            )
-            path = None if file is None else Path(file)
+    for name in (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME):
+        path = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+            **hub_arguments,
+        )
         if path is not None:
-            found[index] = path
-            break
-    return Descriptions(*found)
+            found = Path(path)
+            return Descriptions(found, None) if name == MASK_CONFIG_NAME else Descriptions(None, found)
+    return Descriptions(None, None)

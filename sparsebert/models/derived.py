@@ -28,6 +28,7 @@ def derived_class(mixin: type, stock_class: Any) -> Any:
     return _made(mixin, stock_class)
 
 
+# Apart from derived_class, as to mypy a class is no hashable argument.
 @cache
 def _made(mixin, stock_class):
     # Transformers looks up what it knows about a class by its names.
