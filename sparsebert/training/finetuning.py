@@ -1,17 +1,14 @@
 """
 Fine-tuning: the runs that a recipe asks for, over seeds, a grid of settings or all of GLUE, and their summary.
 
-Finished runs are read from their folders, not repeated.
+Finished runs are read from their folders, not repeated, see [`run_or_read`].
 """
 
-import hashlib
 import io
-import json
 import math
 import shutil
 import zipfile
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +25,18 @@ from ..data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
 from ..files import (
     EXPERIMENT_NAME,
     METRICS_NAME,
-    RECIPE_NAME,
     SUBMISSION_NAME,
     check_other_folder,
     locked_output,
     replace_files,
     write_metrics,
 )
-from ..hub import SECRETS, without_secrets
+from ..hub import without_secrets
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.progressive_pruning import ProgressivePruning
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
+from .finished_runs import run_or_read
 from .run_cards import add_finetuning
 from .run_checks import check_training
 from .run_folders import remove_replaced, resume_from, stored_metrics
@@ -49,10 +46,9 @@ from .several_runs import (
     layout_of,
     read_grid,
     read_seeds,
-    read_stored_recipe,
     write_recipe,
 )
-from .single_run import run_once, training_arguments
+from .single_run import training_arguments
 from .sources import check_source
 from .task_data import MissingSplitError, TaskData, prepare
 from .task_models import check_model, model_and_mask_arguments
@@ -72,9 +68,6 @@ _LOWEST = {
     "n_best_size": 1,
     "max_answer_length": 1,
 }
-# Fields that say which runs there are, not what one of them computes.
-_LAYOUT = ("all", "seeds", "sweep", "baseline", "resume", "allow_partial_resume", "overwrite")
-_NOT_OF_RESULT = ("output_dir", "resume_from_checkpoint", *SECRETS)
 _OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 
 
@@ -258,10 +251,10 @@ def _run_task(
     if grid:
         return _run_grid(data, recipe, seeds, grid, output)
     if len(seeds) == 1:
-        return _run_or_read(data, recipe, {"seed": seeds[0]}, output)
+        return run_or_read(data, recipe, {"seed": seeds[0]}, output)
     folders = {seed: output / f"seed-{seed}" for seed in seeds}
     return _aggregate(
-        {folder.name: _run_or_read(data, recipe, {"seed": seed}, folder) for seed, folder in folders.items()}
+        {folder.name: run_or_read(data, recipe, {"seed": seed}, folder) for seed, folder in folders.items()}
     )
 
 
@@ -274,7 +267,7 @@ def _run_grid(
     for settings in cells_of(grid):
         folder = output / ",".join(f"{name}={value}" for name, value in settings.items())
         try:
-            run = _run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
+            run = run_or_read(data, recipe, settings | {"seed": seeds[0]}, folder / f"seed-{seeds[0]}")
         except FloatingPointError as error:
             logger.warning(f"{folder}: {error}")
             run = {"score": math.nan}
@@ -296,80 +289,9 @@ def _run_grid(
         if seed == seeds[0] and any(folder.glob("model*.safetensors")):
             metrics = first_runs[best["folder"]]
         else:
-            metrics = _run_or_read(data, recipe, best["settings"] | {"seed": seed}, folder, need_weights=True)
+            metrics = run_or_read(data, recipe, best["settings"] | {"seed": seed}, folder, need_weights=True)
         runs[f"{best['folder']}/{folder.name}"] = metrics
     return _aggregate(runs) | {"sweep": {"best": best["settings"], "cells": cells}}
-
-
-def _run_or_read(
-    data: TaskData,
-    recipe: dict[str, dict[str, Any]],
-    settings: dict[str, Any],
-    folder: Path,
-    need_weights: bool = False,
-) -> dict[str, Any]:
-    """
-    The metrics of a run with `settings` over the `training` of the recipe: those in the folder if it holds a finished
-    run of the same recipe, model and mask.
-    """
-    training = recipe["training"] | settings
-    written = _describe(data, recipe, training)
-    path = folder / RECIPE_NAME
-    if (folder / METRICS_NAME).is_file() and path.is_file() and not data.options.overwrite:
-        stored = read_stored_recipe(path)
-        if stored is None:
-            raise ValueError(f"{path} was changed or is damaged: choose another output_dir, or pass --overwrite")
-        _check_same(folder, stored, written)
-        if not need_weights or any(folder.glob("model*.safetensors")):
-            logger.warning(f"{folder} is finished and is not run again.")
-            metrics = json.loads((folder / METRICS_NAME).read_text())
-            return {name: value for name, value in metrics.items() if name != "comparison"}
-    logger.warning(f"{folder}: training with seed {training['seed']}.")
-    metrics = run_once(data, recipe["model"], training, folder)
-    if PartialState().is_main_process:
-        write_recipe(path, written)
-    return metrics
-
-
-def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[str, Any]) -> dict[str, dict]:
-    """Everything that the result of a run depends on."""
-    options = data.options
-    inputs: dict[str, Any] = {
-        "model": _digest(options.model, options.subfolder),
-        "mask": _digest(options.mask, options.mask_subfolder),
-    }
-    inputs |= {f"{split} examples": len(examples) for split, examples in data.examples.items()}
-    section = recipe["data"] | {"task": data.task.name}
-    return {
-        "data": {name: value for name, value in section.items() if name not in _LAYOUT},
-        "model": dict(recipe["model"]),
-        "training": {name: value for name, value in training.items() if name not in _NOT_OF_RESULT},
-        "inputs": inputs,
-    }
-
-
-def _check_same(folder: Path, stored: dict[str, dict], written: dict[str, dict]) -> None:
-    for section, values in written.items():
-        for name in sorted(values.keys() | stored[section].keys()):
-            if stored[section].get(name) != values.get(name):
-                old, new = (repr(where.get(name, "unset")) for where in (stored[section], values))
-                raise ValueError(
-                    f"{folder} holds a run with {section}.{name} {old}, not {new}: choose another output_dir, or "
-                    "pass --overwrite"
-                )
-
-
-def _digest(name: str | None, subfolder: str | None) -> str | None:
-    """Hash of the contents of a model's or mask's folder, to notice when they were replaced."""
-    if name is None or not Path(name).is_dir():
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(Path(name, subfolder or "").glob("*")):
-        if path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "mask_config.json"):
-            with open(path, "rb") as file:
-                for block in iter(partial(file.read, 2**20), b""):
-                    digest.update(block)
-    return digest.hexdigest()
 
 
 def _aggregate(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
