@@ -26,9 +26,9 @@ def nearest(what: str, name: object, allowed: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {what} {name!r}; {hint}")
 
 
-def shortened(text: str, most: int = 300) -> str:
-    """A text for a message, without its middle if it has more than `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 100]} ... {text[-95:]}"
+def shortened(text: str) -> str:
+    """A text for a message, without its middle if it has more than 300 characters."""
+    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 
 def check_choice(field: str, value: object, allowed: Collection[Any]) -> None:

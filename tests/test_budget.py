@@ -130,7 +130,6 @@ def test_hard_search_without_noise_trains_the_mask_it_freezes_to(tiny_config):
 def test_schedules():
     at = [scheduled(progress, 0.2, 0.6, 0.0, 0.9).item() for progress in (0.0, 0.2, 0.3, 0.4, 0.6, 1.0)]
     assert at == pytest.approx([0.0, 0.0, 0.9 * (1 - 0.75**3), 0.9 * (1 - 0.5**3), 0.9, 0.9])
-    assert scheduled(0.4, 0.2, 0.6, 0.0, 0.9, power=1).item() == pytest.approx(0.45)
     assert scheduled(0.5, 0.5, 0.5, 0.1, 0.9).item() == pytest.approx(0.1)
     assert geometric(0.5, 4.0, 1.0) == pytest.approx(2.0)
 

@@ -124,14 +124,14 @@ def _csr_limit(request):
 def _on_cuda(mask, request, ask):
     if request.num_keys <= 256:
         return None, "with at most 256 tokens a masked kernel has little to skip"
-    live, full = _tile_shares(mask.handle, request.num_keys, request.causal)
+    live, _ = _tile_shares(mask.handle, request.num_keys, request.causal)
     if live > 0.6 and not (request.dropout or request.padded):
         percent = f"{100 * live:.0f} % of the {TILE_SIZE} x {TILE_SIZE} tiles hold an entry"
         return None, f"{percent}, so there is little to skip (search dam_b learns whole tiles)"
     able, why_not = _to_check(request)
     if not able:
         return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
-    outcome = ask(_order(mask, request, able, live, full), mask)
+    outcome = ask(_order(mask, request, able), mask)
     if outcome is None:
         return None, _unchecked(able)
     worth = [name for name in (*able, TRUSTED) if name != "sparse_flex" or num_compiled() <= FEW_COMPILED]
@@ -148,11 +148,12 @@ def _to_check(request):
     return able, {name: reason for name, reason in why_not.items() if reason is not None}
 
 
-def _order(mask, request, able, live, full):
+def _order(mask, request, able):
     """The self-check of these backends for a request, on the GPU of its tensors."""
     longest = mask.length if mask.length_policy == "error" else None
     index = torch.cuda.current_device() if request.index is None and torch.cuda.is_available() else request.index
-    return Order(f"cuda:{index or 0}", setting_for(request, longest, live, full), (*able, TRUSTED))
+    shares = _tile_shares(mask.handle, request.num_keys, request.causal)
+    return Order(f"cuda:{index or 0}", setting_for(request, longest, *shares), (*able, TRUSTED))
 
 
 def _unchecked(able):
@@ -215,8 +216,7 @@ def _not_passed(mask, request, ask):
     """The backends for GPUs that no self-check has found right, with reasons. They are not to run in this process."""
     able, why_not = _to_check(request)
     if able:
-        live, full = _tile_shares(mask.handle, request.num_keys, request.causal)
-        outcome = ask(_order(mask, request, able, live, full), mask)
+        outcome = ask(_order(mask, request, able), mask)
         if outcome is None:
             return why_not | dict.fromkeys(able, _unchecked(able))
         passed = outcome.passed()

@@ -20,9 +20,9 @@ def _windows(length, _):
     return [[{"window_size": size} for size in range(1, length // 2)]]
 
 
-def _windows_and(name, extra):
+def _windows_and(name):
     return lambda length, _: [
-        [{"window_size": size, name: min(size + more, length)} for size in range(length // 2)] for more in extra
+        [{"window_size": size, name: min(size + more, length)} for size in range(length // 2)] for more in range(3)
     ]
 
 
@@ -33,8 +33,8 @@ VARIED: dict[str, Callable[[int, float], list[list[dict[str, Any]]]]] = {
     "fixed": _strides(math.isqrt),
     "logsparse": lambda length, _: [[{}]],
     "star": _windows,
-    "bigbird": _windows_and("num_random_keys", (0, 1, 2)),
-    "longformer": _windows_and("num_global_tokens", (0, 1, 2)),
+    "bigbird": _windows_and("num_random_keys"),
+    "longformer": _windows_and("num_global_tokens"),
     "window": lambda length, _: [[{"window_size": size, "num_global_tokens": 2} for size in range(length)]],
     "random": lambda length, sparsity: [[{"sparsity": sparsity}]],
     "strided_cycle": _strides(math.isqrt),

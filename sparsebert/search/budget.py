@@ -20,12 +20,10 @@ _LEAST_BUDGET = 1e-3
 _LEAST_SLOPE = 1e-3
 
 
-def scheduled(
-    progress: float | torch.Tensor, start: float, end: float, initial: float, final: float, power: int = 3
-) -> torch.Tensor:
+def scheduled(progress: float | torch.Tensor, start: float, end: float, initial: float, final: float) -> torch.Tensor:
     """
-    A value that is `initial` before `start`, `final` after `end`, and `final + (initial - final) (1 - u)^power` at the
-    fraction u of the way between them.
+    A value that is `initial` before `start`, `final` after `end`, and `final + (initial - final) (1 - u)^3` at the
+    fraction u of the way between them: it changes fast at first and slowly at the end.
 
     Args:
         progress (`float` or `torch.Tensor`): Fraction of the training that is done, in [0, 1].
@@ -33,8 +31,6 @@ def scheduled(
         end (`float`): Fraction at which it has reached `final`. Equal to `start` for a step.
         initial (`float`): Value at the beginning.
         final (`float`): Value at the end.
-        power (`int`, *optional*, defaults to 3): 3 is the cubic schedule, fast at first and slow at the end; 1 is
-            linear.
 
     Returns:
         `torch.Tensor`: 0-dimensional.
@@ -44,7 +40,7 @@ def scheduled(
     if not torch.is_tensor(progress):
         progress = torch.tensor(float(progress), dtype=torch.float32)
     passed = ((progress - start) / max(end - start, 1e-9)).clamp(0, 1)
-    return final + (initial - final) * (1 - passed) ** power
+    return final + (initial - final) * (1 - passed) ** 3
 
 
 def geometric(progress: torch.Tensor, initial: float, final: float) -> torch.Tensor:
