@@ -75,7 +75,7 @@ On CPUs it compiles its operator at the first use if it holds none for the machi
 
 def write(folder: Path, repository: str) -> Path:
     """
-    Writes the kernel.
+    Write the kernel.
 
     Args:
         folder (`Path`): The repository; it must not exist yet.

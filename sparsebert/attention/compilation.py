@@ -55,7 +55,7 @@ def find_compiler() -> list[str]:
 
 def compile_library(level: str, target: Path, flags: Sequence[str] = ()) -> None:
     """
-    Compiles the operator. Takes some seconds.
+    Compile the operator, which takes some seconds.
 
     Args:
         level (`str`): One of `LEVELS`.

@@ -82,7 +82,7 @@ def _run(
     window=-1,
 ):
     """
-    Calls a function of the compiled library on `arrays`: query, key, value, output and gradients.
+    Call a function of the compiled library on `arrays`: query, key, value, output and gradients.
 
     What is checked here keeps the library within its memory; callers have checked the same with better messages.
     """

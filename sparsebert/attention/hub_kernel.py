@@ -26,7 +26,7 @@ _READ: dict[int, tuple["weakref.ref[Any]", SparseMask]] = {}
 
 def set_mask(model: nn.Module, mask: SparseMask) -> None:
     """
-    Gives every attention layer of a stock model a mask, instead of the one beside its weights.
+    Give every attention layer of a stock model a mask, instead of the one beside its weights.
 
     Args:
         model (`torch.nn.Module`): A model of transformers.

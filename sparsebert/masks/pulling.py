@@ -47,6 +47,7 @@ def pull_folder(
     Raises:
         FileExistsError: If the folder is not empty and `overwrite` is not set, or holds neither model nor mask, or if
             another process is pulling into it.
+        FileNotFoundError: If the repository has nothing in `subfolder`.
         ValueError: If it is the current folder.
         OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
     """

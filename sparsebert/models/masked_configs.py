@@ -71,8 +71,10 @@ class MaskedConfigMixin(_ConfigBase):
 
 
 class AttachedConfig(Derived, MaskedConfigMixin):
-    """The configuration of a stock model with a mask from [`attach`]. The file that it saves stays
-    that of a stock model, with fields that say where its mask is."""
+    """
+    The configuration of a stock model with a mask from [`attach`]. The file that it saves stays that of a stock model,
+    with fields that say where its mask is.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -35,6 +35,9 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
     """
     Base class of all SparseBERT models: a stock BERT with a mask, which its configuration describes and which is saved
     and loaded with the weights.
+
+    Raises:
+        TypeError: If the configuration is not a [`SparseBertConfig`].
     """
 
     config: SparseBertConfig

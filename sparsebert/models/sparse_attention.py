@@ -65,6 +65,10 @@ class SparseAttention(Float32Module):
         num_layers (`int`): Number of layers with attention.
         weights_wanted (`bool`): Whether every forward returns attention probabilities, see
             [`~SparseAttention.return_weights`].
+
+    Raises:
+        ValueError: If the configuration asks for a mask per layer where all layers are the same module, or `mask` or
+            the pattern does not fit the model, see [`~SparseAttention.set_mask`].
     """
 
     mask_logits: nn.Parameter | None
@@ -147,8 +151,6 @@ class SparseAttention(Float32Module):
         if self._mask is None:
             raise ValueError(NOT_LOADED)
         return self._mask
-
-    # Changes of state
 
     def set_progress(self, done: float) -> None:
         """
@@ -293,8 +295,6 @@ class SparseAttention(Float32Module):
             FloatingPointError: If a probability is NaN.
         """
         return self.end_search(threshold, sparsity, metadata)[0]
-
-    # Questions
 
     def mask_probs(self) -> torch.Tensor:
         """
