@@ -43,8 +43,6 @@ VARIED: dict[str, Callable[[int, float], list[list[dict[str, Any]]]]] = {
 }
 # How many neighbors in a series are tried too, because of the dips.
 _NEIGHBORS = 3
-
-
 # Note of tables that show them.
 MATCHED = "manual masks: with the parameters that come nearest to the sparsity; window: first and last token global"
 
