@@ -187,33 +187,12 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
         NotADirectoryError: If `cache_dir` is a file, or below one.
     """
     _check_streaming(data, max_steps)
-    for name in ("text", "validation"):
-        check_text_files(name, getattr(data, name), data.streaming)
-    for folder in () if data.cache_dir is None else (Path(data.cache_dir), *Path(data.cache_dir).parents):
-        if folder.is_file():
-            raise NotADirectoryError(f"cache_dir {data.cache_dir} cannot be made: {folder} is a file")
-    check_range("max_length", data.max_length, 8)
-    for name in ("max_tokens", "max_validation_tokens"):
-        if getattr(data, name) is not None and getattr(data, name) < data.max_length:
-            raise ValueError(f"{name} must be at least max_length {data.max_length}, got {getattr(data, name)!r}")
+    _check_text(data)
     if model.get("is_decoder") and data.mlm_probability != type(data).mlm_probability:
         raise ValueError("mlm_probability has no meaning with is_decoder true, which predicts the next token")
     if not 0 < data.mlm_probability < 1:
         raise ValueError(f"mlm_probability must be in (0, 1), got {data.mlm_probability!r}")
-    for name in ("freeze_threshold", "freeze_sparsity"):
-        value = getattr(data, name)
-        if value is not None and not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
-    if data.freeze_threshold is not None and data.freeze_sparsity is not None:
-        raise ValueError(
-            f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
-            "give one of them"
-        )
-    for name, unset in _END_OF_SEARCH.items():
-        if data.pruning is not None and getattr(data, name) != unset:
-            raise ValueError(
-                f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask itself"
-            )
+    _check_end_of_search(data)
     if data.nsp and model.get("is_decoder"):
         raise ValueError(
             "nsp true has no meaning with is_decoder true, which predicts the next token: set nsp to false"
@@ -229,6 +208,59 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
     check_source("mask", data.mask, **mask_arguments(data))
     _check_given_mask(data, model)
     check_model_fields(model)
+    _check_positions(data, model)
+
+
+def _check_streaming(data, max_steps):
+    check_range("shuffle_buffer", data.shuffle_buffer, 1)
+    if not data.streaming:
+        if data.shuffle_buffer != type(data).shuffle_buffer:
+            raise ValueError(f"shuffle_buffer {data.shuffle_buffer} has no meaning without streaming true")
+        return
+    if max_steps < 1:
+        raise ValueError(f"streaming true needs max_steps, since the text has no known length, got {max_steps}")
+    if data.max_tokens is not None:
+        raise ValueError(
+            f"max_tokens {data.max_tokens} has no meaning with streaming true: set it to null, and max_steps instead"
+        )
+    for name in ("text", "validation"):
+        if getattr(data, name) == "builtin":
+            raise ValueError(f"{name} 'builtin' cannot be streamed: set streaming to false, or name files")
+
+
+def _check_text(data):
+    """Check the text, and how much of it is read."""
+    for name in ("text", "validation"):
+        check_text_files(name, getattr(data, name), data.streaming)
+    for folder in () if data.cache_dir is None else (Path(data.cache_dir), *Path(data.cache_dir).parents):
+        if folder.is_file():
+            raise NotADirectoryError(f"cache_dir {data.cache_dir} cannot be made: {folder} is a file")
+    check_range("max_length", data.max_length, 8)
+    for name in ("max_tokens", "max_validation_tokens"):
+        if getattr(data, name) is not None and getattr(data, name) < data.max_length:
+            raise ValueError(f"{name} must be at least max_length {data.max_length}, got {getattr(data, name)!r}")
+
+
+def _check_end_of_search(data):
+    """Check when the mask is frozen, and what it keeps."""
+    for name in ("freeze_threshold", "freeze_sparsity"):
+        value = getattr(data, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+    if data.freeze_threshold is not None and data.freeze_sparsity is not None:
+        raise ValueError(
+            f"freeze_threshold {data.freeze_threshold} and freeze_sparsity {data.freeze_sparsity} exclude each other: "
+            "give one of them"
+        )
+    for name, unset in _END_OF_SEARCH.items():
+        if data.pruning is not None and getattr(data, name) != unset:
+            raise ValueError(
+                f"{name} {getattr(data, name)} has no meaning with pruning, which freezes the mask itself"
+            )
+
+
+def _check_positions(data, model):
+    """Check the sizes of the model, and that it takes inputs of `max_length` tokens."""
     config: PreTrainedConfig
     if data.base_model:
         config = read_config(data.base_model, **data.hub_arguments(data.base_model))
@@ -247,23 +279,6 @@ def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> 
             f"max_length must be at most the model's {positions} positions (max_position_embeddings), got "
             f"{data.max_length}"
         )
-
-
-def _check_streaming(data, max_steps):
-    check_range("shuffle_buffer", data.shuffle_buffer, 1)
-    if not data.streaming:
-        if data.shuffle_buffer != type(data).shuffle_buffer:
-            raise ValueError(f"shuffle_buffer {data.shuffle_buffer} has no meaning without streaming true")
-        return
-    if max_steps < 1:
-        raise ValueError(f"streaming true needs max_steps, since the text has no known length, got {max_steps}")
-    if data.max_tokens is not None:
-        raise ValueError(
-            f"max_tokens {data.max_tokens} has no meaning with streaming true: set it to null, and max_steps instead"
-        )
-    for name in ("text", "validation"):
-        if getattr(data, name) == "builtin":
-            raise ValueError(f"{name} 'builtin' cannot be streamed: set streaming to false, or name files")
 
 
 def check_sizes_of(what: str, config: "PreTrainedConfig", model: dict[str, Any]) -> None:
