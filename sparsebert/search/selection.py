@@ -55,16 +55,9 @@ def select(
 
     Returns:
         `torch.Tensor` of shape `(L, H, K)`, bool.
-
-    Raises:
-        ValueError: If `threshold` or `sparsity` is out of its range.
     """
     if sparsity is None:
-        if not 0.0 <= threshold < 1.0:
-            raise ValueError(f"threshold must be in [0, 1), got {threshold!r}")
         return probs > threshold
-    if not 0.0 <= sparsity < 1.0:
-        raise ValueError(f"sparsity must be in [0, 1), got {sparsity!r}")
     return keep_largest(probs, entries, (1.0 - sparsity) * length**2 - fixed, scope)
 
 
