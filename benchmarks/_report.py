@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from sparsebert.analysis.diagnosis import DTYPES, cpu_name
+from sparsebert.analysis.figures import COLORS, VERMILION, new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.files import replace_files
 
@@ -35,10 +36,8 @@ _SETTINGS = (
     *("quick", "batches"),
 )
 FORWARD, TRAINING, DROPOUT = PHASES = ("forward", "training", "training with dropout")
-# Color-blind safe (Okabe and Ito), with a marker each, so that print without color works too.
-STYLES = list(
-    zip(("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"), "osD^vPX", strict=True)
-)
+# A marker for each color, so that print without color works too.
+STYLES = list(zip(COLORS, "osD^vPX", strict=True))
 
 
 def argument_parser(name, description, phases=PHASES):
@@ -264,11 +263,9 @@ def plot_ratios(options, report, title, panels, xlabel, ylabel):
     if find_spec("matplotlib") is None:
         print("no plot: install sparsebert[viz]")
         return
-    from matplotlib.figure import Figure
-
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns + 0.6, 3.5 * lines + 1.5), layout="constrained", dpi=150)
+    figure = new_figure(4.2 * columns + 0.6, 3.5 * lines + 1.5, "constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
@@ -296,7 +293,7 @@ def plot_ratios(options, report, title, panels, xlabel, ylabel):
         axis.set_xticks([], minor=True)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
         axis.axhline(1, color="black", lw=1)
-        axis.axhspan(0.9 * lowest, 1, color="#D55E00", alpha=0.12, lw=0)
+        axis.axhspan(0.9 * lowest, 1, color=VERMILION, alpha=0.12, lw=0)
         axis.set_title(panel, fontsize=10)
         axis.set_xlabel(xlabel)
         axis.grid(alpha=0.3)
@@ -305,7 +302,7 @@ def plot_ratios(options, report, title, panels, xlabel, ylabel):
         axis.set_ylabel(ylabel)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(f"{title}\n{hardware_line(report['hardware'])}; shaded: slower", fontsize=10)
-    figure.savefig(options.output.with_name(options.output.name + ".png"))
+    save_figure(figure, options.output.with_name(options.output.name + ".png"))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
+from sparsebert.analysis.figures import new_figure, save_figure
 from sparsebert.experiments.base_models import PACKAGE, located
 
 from ._masks import HELP, build_mask
@@ -240,10 +241,8 @@ def plot(options, result):
     if find_spec("matplotlib") is None:
         print("no plot: install sparsebert[viz]")
         return
-    from matplotlib.figure import Figure
-
     names = list(dict.fromkeys(cell["model"] for cell in result["cells"]))
-    figure = Figure(figsize=(4.6 * len(names) + 0.4, 4.6), layout="constrained", dpi=150)
+    figure = new_figure(4.6 * len(names) + 0.4, 4.6, "constrained")
     handles = {}
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         cells = sorted((cell for cell in result["cells"] if cell["model"] == name), key=lambda cell: cell["n"])
@@ -273,7 +272,7 @@ def plot(options, result):
         f"{hardware_line(result['hardware'])}",
         fontsize=9,
     )
-    figure.savefig(options.output.with_name(options.output.name + ".png"))
+    save_figure(figure, options.output.with_name(options.output.name + ".png"))
 
 
 def command_line():

@@ -34,6 +34,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import extend_positions, load
+from sparsebert.analysis.figures import new_figure, save_figure
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
@@ -208,9 +209,7 @@ def plot(report, path):
     if find_spec("matplotlib") is None:
         print("no plot: install sparsebert[viz]")
         return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 5), layout="constrained", dpi=150)
+    figure = new_figure(6, 5, "constrained")
     axis = figure.subplots()
     lines = {}
     for cell in report["cells"]:
@@ -241,7 +240,7 @@ def plot(report, path):
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     precision = "" if several else f", {report['cells'][0]['precision']}"
     figure.suptitle(title + precision, fontsize=10)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(arguments=None):

@@ -15,6 +15,7 @@ import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
+from sparsebert.analysis.figures import new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.masks.matched import VARIED, matched_patterns
 
@@ -154,10 +155,8 @@ def tables(cells, options):
 
 def plot(cells, options, path):
     """Training loss along the searches at the longest budget, first seed."""
-    from matplotlib.figure import Figure
-
     steps = max(options.steps)
-    figure = Figure(figsize=(10, 5), layout="constrained", dpi=150)
+    figure = new_figure(10, 5, "constrained")
     axis = figure.subplots()
     names = [f"manual_{name}" for name in ("dense", "window", "bigbird", "longformer")]
     # A loss with a penalty in it is no loss to compare.
@@ -183,7 +182,7 @@ def plot(cells, options, path):
     axis.set_ylabel("training loss (nats per masked token)")
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(arguments=None):

@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+from sparsebert.analysis.figures import new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
@@ -111,9 +112,7 @@ def table(results):
 
 def plot(results, path):
     """Sparsity against lambda, and where the penalty's gradient is as large as the task's."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=150)
+    figure = new_figure(7, 4.5, "constrained")
     axis = figure.subplots()
     for (name, result), (color, marker) in zip(results.items(), STYLES, strict=False):
         runs = {weight: metrics for weight, metrics in result["runs"].items() if weight > 0}
@@ -129,7 +128,7 @@ def plot(results, path):
     axis.set_title("Sparsity of the mask against the weight of the penalty")
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(arguments=None):
