@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModel, AutoTokenizer, BertForMaskedLM
 
 from benchmarks.sentences import main
 from sparsebert import attach, build_pattern
-from sparsebert.training.sentence_similarity import embed
+from sparsebert.training.sentence_similarity import embed, similarity
 
 
 def test_embeddings_do_not_depend_on_the_batch(checkpoints):
@@ -21,6 +22,22 @@ def test_embeddings_do_not_depend_on_the_batch(checkpoints):
     assert lengths == [6, 3, 5, 4]
     states = model(**tokenizer("w5", return_tensors="pt")).last_hidden_state[0].mean(0)
     torch.testing.assert_close(together[1], states / states.norm(), atol=1e-5, rtol=1e-4)
+
+
+def test_similarity_of_pairs(checkpoints):
+    texts = [" ".join(f"w{(7 * row + word) % 90}" for word in range(row % 6 + 1)) for row in range(16)]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["stock"])
+    masked = attach(AutoModel.from_pretrained(checkpoints["stock"]).eval(), build_pattern("window", 32, 4))
+    embeddings, _ = embed(masked, tokenizer, texts)
+    dense = torch.nn.functional.normalize(embeddings + 0.2 * torch.randn(embeddings.shape), dim=-1)
+    cosines = (embeddings[:8] * embeddings[8:]).sum(-1)
+    pairs = {"text": texts[:8], "text_pair": texts[8:], "label": (-cosines).tolist()}
+    found, again = similarity(masked, tokenizer, Dataset.from_dict(pairs), dense)
+    torch.testing.assert_close(again, embeddings)
+    agreement = (embeddings * dense).sum(-1)
+    assert found["spearman"] == pytest.approx(-1)
+    assert found["cosine"] == pytest.approx(agreement.mean().item(), abs=1e-5)
+    assert found["cosine_5"] == pytest.approx(agreement.quantile(0.05).item(), abs=1e-5)
 
 
 def test_table(checkpoints, glue_folder, tmp_path, capsys):
