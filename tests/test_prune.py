@@ -20,7 +20,7 @@ from sparsebert.masks.mask_files import MASK_PROBS_NAME, MaskFileError
 from sparsebert.search.learned_mask import save_probs
 from sparsebert.training.pruned_masks import make_masks, prune_by_probs, random_control
 from sparsebert.training.stopping import StopOnSignal
-from sparsebert.training.two_stage_pruning import PruningArguments, prune_run, pruning_table
+from sparsebert.training.two_stage_pruning import PruningArguments, curves, prune_run, pruning_table
 
 
 def search(folder, frozen=True, **fields):
@@ -141,6 +141,7 @@ def test_random_control_removes_as_many(tmp_path):
         assert torch.equal(control.to_table().sum((-1, -2)), mask.to_table().sum((-1, -2)))
         assert control.to_table()[..., ~learned].all() and control.special_tokens == "first_last"
         assert control.metadata["pattern"] == "random" and control.metadata["asked_sparsity"] == 0.6
+        assert control.metadata["search"] is None  # which did not find it
     # Anywhere: the share kept in the upper half is about that in the lower.
     kept = first.to_table().float()
     assert kept[..., 1:16, 1:31].mean() == pytest.approx(kept[..., 16:31, 1:31].mean().item(), abs=0.06)
@@ -258,6 +259,25 @@ def test_fine_tuning_through_each(checkpoints, glue_folder, tmp_path):
     weights = (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns
     prune(run, output, [0.4, 0.7], recipe, random_controls=1)
     assert (output / "finetuned/p_0.4/model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_curves_show_the_deviation_over_seeds_or_over_draws():
+    sparsities = {"p_0.5": 0.5, "p_0.75": 0.75, "random_0.5_seed0": 0.5, "random_0.5_seed1": 0.5}
+    masks = {
+        name: build_pattern("random", 8, 2, sparsity=sparsity).replace(metadata={"asked_sparsity": sparsity})
+        for name, sparsity in sparsities.items()
+    }
+    values = {
+        "p_0.5": (0.9, 0.02),
+        "p_0.75": (0.8, None),
+        "random_0.5_seed0": (0.7, 0.03),
+        "random_0.5_seed1": (0.6, 0),
+    }
+    scores = {name: {"score": score, "score_std": deviation} for name, (score, deviation) in values.items()}
+    assert curves(masks, scores) == {
+        "lowest P removed": ([0.5, 0.75], [0.9, 0.8], [0.02, None]),
+        "random control": ([0.5], [pytest.approx(0.65)], [pytest.approx(0.1 / 2**0.5)]),
+    }
 
 
 def test_other_masks_replace_scores_too(checkpoints, glue_folder, tmp_path):
