@@ -1,5 +1,6 @@
 """Progressive pruning: what is removed when, that freezing changes nothing, resumption, bad input."""
 
+import copy
 import json
 import shutil
 
@@ -230,6 +231,54 @@ def test_run(finished):
     assert sparsities[:3] == [0.0] * 3 and sparsities[7:] == [sparsities[-1]] * 3
     assert all(not (found[step + 1].to_table(LENGTH) & ~found[step].to_table(LENGTH)).any() for step in range(1, 10))
     assert sparsities[4] == pytest.approx(0.26, abs=0.08)
+
+
+def test_entries_are_removed_every_so_many_steps(tmp_path):
+    settings = {"every": 3, "schedule": "linear", "end": 0.9}
+    found = history(train(tmp_path, model_of("dam_u"), settings, save_strategy="no"), "sparsity")
+    assert found[:5] == [0.0] * 5 and 0 < found[5] == found[6] == found[7] < found[8] < 0.65
+
+
+@pytest.mark.parametrize("score", ["probs", "attention"])
+def test_one_budget_for_all_heads(score, tmp_path):
+    model = model_of(*(["dam_u"] if score == "probs" else ["dense"]), symmetric=False)
+    train(tmp_path, model, {"score": score, "scope": "global"}, save_strategy="no", max_steps=4)
+    mask = model.sparse_attention.mask
+    removed = [sparsity for layer in mask.head_sparsities() for sparsity in layer]
+    assert mask.sparsity == pytest.approx(0.65, abs=0.01) and max(removed) - min(removed) > 0.03
+
+
+def negate_queries(model):
+    """Let every query attend least to what it has attended to most."""
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight.neg_()
+
+
+class Negate(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            negate_queries(model)
+
+
+def test_attention_since_the_last_step_ranks_the_entries(tmp_path):
+    """The mean over examples and layers, through the mask of the last step; the learning rate is 0."""
+    model, examples = model_of("dense"), rows(8)
+    other = copy.deepcopy(model).eval()
+    settings = {"score": "attention", "schedule": "step", "end": 0.4}
+    arguments = {"dataset": examples, "learning_rate": 0.0, "save_strategy": "no", "callbacks": [Negate()]}
+    train(tmp_path, model, settings, **arguments)
+    other.set_attn_implementation("sparse_eager")
+    ids = torch.stack([example["input_ids"] for example in examples])
+    index, kept = torch.arange(LENGTH**2).view(LENGTH, LENGTH), torch.ones(1, 4, LENGTH**2, dtype=torch.bool)
+    for sparsity in (0.1, 0.4, 0.65):  # at steps 2, 3 and 4
+        if sparsity == 0.65:
+            negate_queries(other)
+        with torch.no_grad():
+            scores = torch.stack(other(ids, output_attentions=True).attentions).mean((0, 1)).view(kept.shape)
+        kept = prune(kept, scores, index, torch.full_like(index, -1), sparsity)
+        other.set_mask(SparseMask(kept.view(1, 4, LENGTH, LENGTH), LENGTH))
+    assert torch.equal(model.sparse_attention.mask.to_table(), other.sparse_attention.mask.to_table())
 
 
 def test_optimizer_after_freezing(finished):
