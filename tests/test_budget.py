@@ -221,6 +221,13 @@ def test_sparsity_grows_on_schedule(tiny_config):
     assert found[0] == found[1] < found[2] < found[3] == found[4]
 
 
+def test_a_search_starts_no_sparser_than_its_target(tiny_config):
+    attention = searching(tiny_config, 0.5, initial_sparsity=0.8).sparse_attention
+    for progress in (0.0, 1.0):
+        attention.set_progress(progress)
+        assert attention.learned.current_sparsity().item() == pytest.approx(0.5)
+
+
 def test_one_budget_for_all_heads(tiny_config):
     fields = {"sparsity_scope": "global", "share_layers": False, "num_hidden_layers": 2}
     attention = searching(tiny_config, 0.7, **fields).sparse_attention
@@ -306,6 +313,15 @@ def test_outcome_warns_of_what_is_wrong(tiny_config, caplog):
         attention.mask_logits.fill_(-1.0)
     assert attention.outcome()["empty_heads"] == 4
     assert "4 remove everything" in attention.outcome()["warnings"][0]
+
+
+def test_heads_may_be_empty_with_one_budget_for_all(tiny_config):
+    for scope in ("head", "global"):
+        attention = searching(tiny_config, 0.8, "dam_u", sparsity_scope=scope, allow_empty_rows=True).sparse_attention
+        with torch.no_grad():
+            attention.mask_logits[:, 0] = -100.0
+        outcome = attention.outcome()
+        assert outcome["empty_heads"] == (scope == "global") and outcome["warnings"] == []
 
 
 def test_undecided_share_falls_as_the_search_hardens(tiny_config):
