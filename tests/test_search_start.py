@@ -1,19 +1,21 @@
 """A search that starts from what the weights attend to already."""
 
+import copy
 import random
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, TrainingArguments
 from transformers.integrations import HfDeepSpeedConfig
 
 from sparsebert import SparseBertForMaskedLM
 from sparsebert.analysis.runs import read_run
 from sparsebert.training.matching import random_batches
 from sparsebert.training.pretraining import pretrain
-from sparsebert.training.search_start import START_ROWS
+from sparsebert.training.search_start import START_ROWS, start_search
 
 
 LENGTH = 24
@@ -93,6 +95,24 @@ def test_the_start_takes_no_more_memory_with_a_large_batch(recipe, tmp_path, mon
     pretrain(recipe("large", training={"per_device_train_batch_size": 64}))
     pretrain(recipe("small", training={"per_device_train_batch_size": 4}))
     assert sizes == [START_ROWS, 4]
+
+
+def test_the_start_is_from_rows_of_the_whole_text_that_the_seed_draws(tiny_config, tmp_path):
+    """Without dropout, so that the same rows give the same start."""
+    torch.manual_seed(0)
+    dropout = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+    model = SparseBertForMaskedLM(tiny_config(search="dam_s", mask_length=LENGTH, initializer_range=0.5, **dropout))
+    rows = torch.randint(5, 100, (600, LENGTH)).tolist()
+
+    def started(seed, rows=rows):
+        training = TrainingArguments(str(tmp_path), seed=seed, per_device_train_batch_size=8, use_cpu=True)
+        started = copy.deepcopy(model).train()
+        start_search(started, Dataset.from_dict({"input_ids": rows}), training)
+        return started.sparse_attention.mask_logits.detach()
+
+    first = started(1)
+    assert torch.equal(first, started(1)) and not torch.equal(first, started(2))
+    assert not torch.equal(first, started(1, rows[:300] + rows[:300]))  # also of the second half
 
 
 def test_a_resumed_run_keeps_its_logits(recipe, tmp_path, monkeypatch):
