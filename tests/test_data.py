@@ -271,6 +271,27 @@ class TestNextSentence:
                 assert (from_a == from_b) == (row["next_sentence_label"] == 0)
         assert set(dataset["next_sentence_label"][:]) == {0, 1}
 
+    def test_all_text_is_used_but_for_the_second_segments_of_other_documents(self, word_tokenizer):
+        # Paragraphs of two words, seven of which fill a row, so that nothing is cut off.
+        words = [[f"w{44 * document + i}" for i in range(44)] for document in range(2)]
+        documents = [[" ".join(own[i : i + 2]) for i in range(0, 44, 2)] for own in words]
+        for seed in range(4):
+            rows = pretraining_dataset(documents, word_tokenizer, 17, nsp=True, seed=seed, short_seq_prob=0.0)
+            used = set()
+            for row in rows:
+                ids = row["input_ids"]
+                used |= set(ids[: row["token_type_ids"].index(1)] if row["next_sentence_label"] else ids)
+            assert used >= set(word_tokenizer.convert_tokens_to_ids(sum(words, [])))
+            assert set(rows["next_sentence_label"][:]) == {0, 1}
+
+    def test_long_segments_are_cut_at_both_ends(self, word_tokenizer):
+        documents = [[" ".join(f"w{i}" for i in range(40))] * 2 for _ in range(20)]
+        rows = pretraining_dataset(documents, word_tokenizer, 23, nsp=True, short_seq_prob=0.0)
+        begins, ends = (
+            {word_tokenizer.convert_ids_to_tokens(row["input_ids"][place]) for row in rows} for place in (1, -2)
+        )
+        assert len(begins) > 3 and len(ends) > 3 and max(map(len, rows["input_ids"][:])) == 23
+
     def test_about_half_are_random(self, pairs):
         assert 0.4 < np.mean(pairs["next_sentence_label"][:]) < 0.6
 
