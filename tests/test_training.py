@@ -6,6 +6,7 @@ import json
 import math
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,6 +177,36 @@ def test_a_signal_saves_what_can_be_resumed(tiny_config, tmp_path, fields):
     assert trainer.args.save_only_model == ("save_only_model" in fields)
 
 
+def test_a_signal_after_the_last_step_is_not_lost(tiny_config, tmp_path):
+    """There is no step to stop at: whoever had the signal before gets it."""
+
+    class Terminate(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(SparseBertForMaskedLM(tiny_config()), tmp_path, callbacks=[Terminate()])
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with StopOnSignal(trainer):
+            trainer.train()
+        assert received == [signal.SIGTERM] and trainer.state.global_step == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_limit_of_checkpoints_spares_the_best(tiny_config, tmp_path):
+    arguments = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    arguments |= {"save_total_limit": 2, "metric_for_best_model": "loss", "greater_is_better": False}
+    arguments |= {"learning_rate": 5.0, "optim": "sgd"}  # steps so large make it worse
+    model = SparseBertForMaskedLM(tiny_config(pattern="window", search=None))
+    trainer = make_trainer(model, tmp_path, **arguments)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint).name
+    assert best not in ("checkpoint-4", "checkpoint-5")
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {best, "checkpoint-5"}
+
+
 def test_a_damaged_p_does_not_end_the_training(tiny_config, tmp_path):
     (tmp_path / "mask_probs.safetensors").write_bytes(b"{}")
     model = SparseBertForMaskedLM(tiny_config(pattern="window", search=None))
@@ -251,6 +282,17 @@ def test_a_stock_trainer_does_not_search_again_after_the_freeze(tiny_config, tmp
     mask = frozen.sparse_attention.mask
     trainer(frozen, 6).train(resume_from_checkpoint=True)
     assert frozen.sparse_attention.mask == mask
+
+
+def test_a_search_goes_on_if_its_mask_cannot_be_frozen(tiny_config, tmp_path, caplog):
+    """A mask with empty rows is said once, and costs no training."""
+    model = SparseBertForMaskedLM(tiny_config(search="dam_u", mask_length=LENGTH))
+    with torch.no_grad():
+        model.sparse_attention.mask_logits.fill_(-3.0)
+    trainer = make_trainer(model, tmp_path, callbacks=[SearchSchedule(0.5)], max_steps=6)
+    trainer.train()
+    assert trainer.state.global_step == 6 and model.sparse_attention.searching
+    assert caplog.text.count("cannot be frozen yet") == 1
 
 
 @pytest.mark.parametrize("end", [0.0, -1.0, 1.5])
@@ -545,6 +587,20 @@ def test_overflow_in_every_step_stops_the_training(half_trainer, tmp_path, clip)
     assert history(trainer, "skipped_steps") == [0, 0, *range(1, 20)]
     reloaded = SparseBertForMaskedLM.from_pretrained(tmp_path / "checkpoint-20")
     assert all(weight.isfinite().all() for weight in reloaded.parameters())
+
+
+def test_overflows_now_and_then_do_not_stop_the_training(half_trainer):
+    class Now(Breaker):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 0:
+                model.get_parameter(self.name).register_hook(
+                    lambda gradient: gradient * (torch.nan if state.global_step % 3 else 1.0)
+                )
+
+    trainer = half_trainer(1.0, callbacks=[Now(QUERY, "gradient")], max_steps=12)
+    trainer.most_skipped_steps = 3
+    trainer.train()
+    assert history(trainer, "skipped_steps")[-1] == 8
 
 
 def test_a_weight_that_is_not_finite_is_no_overflow(half_trainer):
