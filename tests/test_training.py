@@ -14,12 +14,14 @@ from accelerate import Accelerator
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, sparsity, sparsity_loss
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForPreTraining, sparsity, sparsity_loss
 from sparsebert.commands import main
 from sparsebert.files import check_output_dir, write_metrics
 from sparsebert.search.search_schedule import SearchSchedule
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME, check_whole
 from sparsebert.training.evaluation_metrics import pretraining_metrics, reduce_logits
+from sparsebert.training.pretraining_arguments import PretrainingArguments
+from sparsebert.training.pretraining_inputs import make_inputs
 from sparsebert.training.run_checks import warn_of_slow_bfloat16
 from sparsebert.training.stopping import StopOnSignal, TrainingStopped
 from sparsebert.training.trainer import SparseBertTrainer
@@ -664,6 +666,38 @@ def test_metrics_without_sentence_pairs():
     prediction = EvalPrediction((guesses.numpy(), losses.numpy()), labels.numpy())
     assert set(pretraining_metrics(prediction)) == {"mlm_loss", "mlm_accuracy"}
     assert (losses[labels == -100] == 0).all()
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name, value, removed", [("freeze_sparsity", 0.75, 0.75), ("freeze_threshold", 0.0, 0.0)])
+def test_a_recipe_says_what_the_mask_is_frozen_by(pretraining_flags, tmp_path, name, value, removed):
+    words = pretraining_flags(tmp_path, "--search", "dam_u", "--allow_empty_rows", "true", f"--{name}", value)
+    assert main(words) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["sparsity"] == pytest.approx(removed, abs=0.005)
+    tokens = metrics["steps"] * 4 * 16
+    assert metrics["tokens_per_second"] * metrics["train_seconds"] == pytest.approx(tokens, rel=1e-3)
+
+
+def test_a_recipe_says_which_tokens_are_predicted(word_tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(f"w{i % 90} w{i % 7} w{i % 11}" for i in range(400)))
+    word_tokenizer.save_pretrained(tmp_path / "words")
+    text = {"text": str(tmp_path / "text.txt"), "validation": str(tmp_path / "text.txt")}
+    sizes = {"nsp": False, "max_length": 16, "max_validation_tokens": 320}
+
+    def labels_of(seed, data_seed, share=0.15):
+        data = PretrainingArguments(**text, **sizes, tokenizer=str(tmp_path / "words"), mlm_probability=share)
+        training = TrainingArguments(str(tmp_path), seed=seed, data_seed=data_seed, use_cpu=True)
+        inputs = make_inputs(data, training, SparseBertConfig(vocab_size=100))
+        assert len(inputs.validation_set) == 320 / 16
+        return inputs.collator(list(inputs.train_set))["labels"]
+
+    assert torch.equal(labels_of(1, 5), labels_of(2, 5)) and torch.equal(labels_of(5, None), labels_of(2, 5))
+    assert not torch.equal(labels_of(1, 5), labels_of(1, 6))
+    for share in (0.15, 0.5):
+        assert (labels_of(1, 5, share) != -100).float().mean().item() == pytest.approx(share * 14 / 16, abs=0.04)
 
 
 # Output
