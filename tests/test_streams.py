@@ -170,6 +170,18 @@ def test_epochs_have_other_orders(text_shards, tokenizer):
     assert torch.equal(again["input_ids"], second["input_ids"]) and torch.equal(again["labels"], second["labels"])
 
 
+def test_the_seed_decides_the_order_of_shards_and_of_rows(text_shards, tokenizer):
+    def epoch(source, seed):
+        stream = RowStream(open_documents(source), tokenizer, 16, 10_000, unmasked, seed=seed, split="all")
+        return [tuple(row["input_ids"]) for row in next(iter(stream))[2]]
+
+    one = text_shards.replace("*", "part-0")
+    first, again, other = (epoch(one, seed) for seed in (1, 1, 2))
+    assert first == again != other and sorted(first) == sorted(other)
+    # Where the order of the shards is another, other documents share a row.
+    assert sorted(epoch(text_shards, 1)) != sorted(epoch(text_shards, 2))
+
+
 def test_pairs_are_those_of_the_dataset(tokenizer, tmp_path):
     """Half of them random, from another document of the same part; the others follow."""
     source = write_shards(tmp_path / "text", ".txt")
