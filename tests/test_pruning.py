@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.masks.expansion import parameter_index, special_entries
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
+from sparsebert.search.attention_scores import AttentionScores
 from sparsebert.search.learned_mask import expand_probs
 from sparsebert.search.progressive_pruning import PRUNING_NAME, SCHEDULES, ProgressivePruning
 from sparsebert.search.selection import best_of_rows, prune
@@ -279,6 +280,21 @@ def test_attention_since_the_last_step_ranks_the_entries(tmp_path):
         kept = prune(kept, scores, index, torch.full_like(index, -1), sparsity)
         other.set_mask(SparseMask(kept.view(1, 4, LENGTH, LENGTH), LENGTH))
     assert torch.equal(model.sparse_attention.mask.to_table(), other.sparse_attention.mask.to_table())
+
+
+def test_attention_is_averaged_over_the_examples_that_have_both_tokens():
+    model, inputs, scores = model_of("dense", share_layers=False).train(), batch(), AttentionScores()
+    scores.watch(model)
+    model(**inputs)
+    found = scores.mean()
+    scores.unwatch(model)
+    model.eval().set_attn_implementation("sparse_eager")
+    with torch.no_grad():
+        attention = torch.stack(model(**inputs, output_attentions=True).attentions)  # (L, B, H, n, n)
+    real = inputs["attention_mask"].float()
+    both = real[:, :, None] * real[:, None, :]
+    torch.testing.assert_close(found, (attention * both[:, None]).sum(1) / both.sum(0))
+    assert not scores.sums
 
 
 def test_optimizer_after_freezing(finished):
