@@ -108,6 +108,10 @@ def test_recovery_with_each(name):
     losses = []
     recover(model, stock, random_batches(ROWS, 16, 25), 25, 1e-3, lambda step, loss: losses.append(loss), name)
     assert losses[-1] < 0.9 * losses[0]
+    head = [each for each, _ in model.named_parameters() if not each.startswith(f"{model.base_model_prefix}.")]
+    assert any(not torch.equal(model.get_parameter(each), stock.get_parameter(each)) for each in head) == (
+        OBJECTIVES[name].of_head
+    )
     if name == "pooled":
         assert agreement(model, {"own": None}, ROWS, stock)["own"]["cosine"] > 0.9
 

@@ -30,7 +30,7 @@ from sparsebert.training.matching import (
     running_through,
     start_from_attention,
 )
-from sparsebert.training.objectives import hidden_states, recorded, squared_errors
+from sparsebert.training.objectives import OBJECTIVES, Objective, hidden_states, recorded, squared_errors
 from sparsebert.training.post_hoc import agreement_table, search_post_hoc
 from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments, given_mask
 from sparsebert.training.post_hoc_inputs import read_text
@@ -80,7 +80,7 @@ def test_batches_use_every_row_and_keep_the_last_token():
 
 @pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
 def test_start_is_the_mean_attention(search):
-    model = searching("bert", search=search, special_tokens="none", hard=search != "soft")
+    model = searching("bert", search=search, special_tokens="none", hard=search != "soft", mask_logit_scale=10.0)
     stock = base_model("bert")
     start_from_attention(model, carrier(model), [ROWS[:8], {"input_ids": ROWS[8:16]}])
     stock.set_attn_implementation("eager")
@@ -94,6 +94,7 @@ def test_start_is_the_mean_attention(search):
         expected = attention.flatten(-2)
     expected = expected.log()
     torch.testing.assert_close(alpha.detach(), expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
+    assert model.config._attn_implementation == "sparse_sdpa"  # as before
 
 
 def test_start_from_short_inputs():
@@ -203,6 +204,52 @@ def test_norms_are_learned_only_when_asked():
     learn_mask(model, random_batches(ROWS, 8, 3), 3, 0.1, train_norms=True)
     changed = {name for name, value in stock.named_parameters() if not torch.equal(model.get_parameter(name), value)}
     assert changed and all("LayerNorm" in name for name in changed)
+    # Adam moves by no more than the learning rate, which is a hundredth of that of the mask.
+    steps = [(value - model.get_parameter(name)).abs().max().item() for name, value in stock.named_parameters()]
+    assert max(steps) < 3 * 0.1 / 100 * 1.01
+
+
+def test_norms_of_the_dense_model_stay(monkeypatch):
+    """What is to be matched does not move with the norms that are learned."""
+    model, layers, targets = searching("bert"), OBJECTIVES["layers"], []
+
+    def record(model, batch):
+        states = layers.record(model, batch)
+        if not torch.is_grad_enabled():
+            targets.append(states[-1])
+        return states
+
+    monkeypatch.setitem(OBJECTIVES, "layers", Objective(record, layers.loss))
+    learn_mask(model, [ROWS[:4]] * 3, 3, 0.1, train_norms=True, objective="layers")
+    assert len(targets) == 3 and torch.equal(targets[0], targets[-1])
+
+
+def test_rates_and_progress_of_a_search(monkeypatch):
+    """With a gradient that does not change, Adam moves alpha by the learning rate, whatever its scale."""
+    model, seen = searching("bert", mask_logit_scale=10.0), []
+    sparse_attention = model.sparse_attention
+
+    def record(_, batch):
+        if torch.is_grad_enabled():
+            seen.append((sparse_attention.progress.item(), sparse_attention.learned.alpha().mean().item()))
+        return (sparse_attention.mask_logits,)
+
+    monkeypatch.setitem(OBJECTIVES, "logits", Objective(record, lambda ours, theirs: ours[0].sum()))
+    learn_mask(model, [ROWS[:1]] * 20, 20, 0.1, objective="logits")
+    progress, alpha = torch.tensor(seen, dtype=torch.float64).unbind(1)
+    assert progress.tolist() == pytest.approx([step / 20 for step in range(1, 21)])
+    rates = [0.1 * max(1 - step / 20, 0.1) for step in range(19)]  # to a tenth
+    assert (-alpha.diff()).tolist() == pytest.approx(rates, rel=1e-3)
+
+
+def test_rates_of_a_recovery(monkeypatch):
+    model, seen = masked(base_model("bert"), build_pattern("window", LENGTH, HEADS)), []
+    bias = model.encoder.layer[0].output.dense.bias
+    monkeypatch.setitem(OBJECTIVES, "bias", Objective(lambda *_: (bias,), lambda ours, theirs: ours[0].sum()))
+    recover(model, model, [ROWS[:1]] * 20, 20, 0.1, lambda *_: seen.append(bias.mean().item()), "bias")
+    rates = [0.05, *(0.1 * (20 - step) / 18 for step in range(1, 20))]  # after a tenth the highest, at the end 0
+    rates[1] = 0.1
+    assert (-torch.tensor(seen, dtype=torch.float64).diff()).tolist() == pytest.approx(rates[1:], rel=1e-3)
 
 
 def test_agreement():
@@ -219,6 +266,29 @@ def test_agreement():
     states, targets = hidden_states(masked(stock, window), ROWS[:16]), hidden_states(stock, ROWS[:16])
     errors = agreement(model, {"window": window}, ROWS[:16], stock)["window"]["layer_error"]
     torch.testing.assert_close(torch.tensor(errors), squared_errors(states, targets).sqrt())
+    again, other = (
+        agreement(model, {"own": None}, ROWS, stock, tokenizer, seed)["own"]["mlm_loss"] for seed in (0, 1)
+    )
+    assert again == pytest.approx(report["own"]["mlm_loss"], rel=1e-6) and abs(other - again) > 1e-4
+
+
+def test_rows_count_alike_in_batches_of_any_size():
+    """Also where the dense model has other weights."""
+    stock = base_model("bert")
+    model = masked(stock, build_pattern("window", LENGTH, HEADS, window_size=1))
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight.mul_(2)
+    batches, cosines, errors = [ROWS[:3], ROWS[3:20], ROWS[20:]], [], torch.zeros(3)
+    found = agreement(model, {"own": None}, batches, stock)["own"]
+    with torch.no_grad():
+        for batch in batches:
+            states, targets = hidden_states(model, batch), hidden_states(stock, batch)
+            cosines += torch.cosine_similarity(states[-1].mean(1), targets[-1].mean(1))
+            errors += len(batch) * squared_errors(states, targets)
+    cosines = torch.stack(cosines)
+    assert found["cosine"] == pytest.approx(cosines.mean().item(), abs=1e-5)
+    assert found["cosine_5"] == pytest.approx(cosines.quantile(0.05).item(), abs=1e-5)
+    assert found["layer_error"] == pytest.approx((errors / len(ROWS)).sqrt().tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -333,14 +403,23 @@ def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys, monkeypatc
     assert "times as fast" in capsys.readouterr().out and (tmp_path / "out/heads.png").is_file()
 
 
-def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folder, text, tmp_path):
-    fields = {"recover": 8, "recover_from": 0.3, "recover_objective": "tokens", "sparsity_scope": "global"}
+def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folder, text, tmp_path, monkeypatch):
+    begun = {}
+
+    def recover_and_record(*arguments, masks, **fields):
+        begun.update({step: mask.sparsity for step, mask in masks.items()})
+        recover(*arguments, masks=masks, **fields)
+
+    monkeypatch.setattr("sparsebert.training.post_hoc.recover", recover_and_record)
+    fields = {"recover": 16, "recover_from": 0.3, "recover_objective": "tokens", "sparsity_scope": "global"}
     metrics = search(model_folder, text, tmp_path / "out", objective="attention", patterns=False, **fields)
     mask = load(tmp_path / "out").sparse_attention.mask
     assert metrics["sparsity"]["learned, recovered"] == pytest.approx(mask.sparsity, abs=1e-6)
     assert mask.sparsity == pytest.approx(0.7, abs=0.01)
     assert len({sparsity for layer in mask.head_sparsities() for sparsity in layer}) > 1
     assert mask.metadata["search"] == "dam_s" and metrics["objectives"] == ["attention", "tokens"]
+    grown = {step: 0.7 - 0.4 * (1 - step / 8) ** 3 for step in range(9)}  # in the first half
+    assert begun == pytest.approx(grown, abs=0.01)
 
 
 def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
