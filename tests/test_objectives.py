@@ -124,5 +124,10 @@ def test_models_without_what_is_compared():
         recover(model, model, [], 0, 1e-3, objective="tokens")
     with pytest.raises(ValueError, match="objective 'answers' has no meaning here: ModernBertModel has no head"):
         recover(model, model, [], 0, 1e-3, objective="answers")
+    # It is pre-trained to tell replaced tokens, and has no logits of a vocabulary.
+    electra = masked(transformers.ElectraForPreTraining(config_of("electra")))
+    with pytest.raises(ValueError, match="objective 'tokens' has no meaning here: ElectraForPreTraining does not"):
+        recover(electra, electra, [], 0, 1e-3, objective="tokens")
+    assert OBJECTIVES["tokens"].refuse(transformers.BertForPreTraining(config_of("bert"))) is None
     with pytest.raises(ValueError, match="objective must be one of"):
         recover(model, model, [], 0, 1e-3, objective="cosine")
