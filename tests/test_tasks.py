@@ -87,6 +87,14 @@ def test_seed_and_caps(documents):
     assert majority_share(first["train"]) == pytest.approx(1 / 3)
 
 
+def test_the_seed_draws_the_modules_that_are_held_out_and_the_examples_to_train_on():
+    labels, paragraphs = ("email", "asyncio"), [" ".join(["word"] * 60)] * 5
+    documents = [Document(label, f"{label}.{index}", paragraphs) for label in labels for index in range(20)]
+    first, other = (load(labels=labels, documents=documents, train_size=20, seed=seed) for seed in (0, 1))
+    assert set(first["validation"]["module"][:]) != set(other["validation"]["module"][:])
+    assert len(set(first["train"]["module"][:])) > 8  # not all five of each of a few
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
