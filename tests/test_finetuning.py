@@ -171,6 +171,12 @@ def test_sparsity_on_the_inputs_is_that_of_their_lengths(options):
     assert metrics["input_sparsity"] < metrics["sparsity"] == mask.sparsity
 
 
+def test_a_mask_in_a_subfolder_is_called_by_it(options, tmp_path):
+    build_pattern("window", 32, 4).save_pretrained(tmp_path / "near")
+    data = prepare(options(mask=str(tmp_path), mask_subfolder="near"))
+    assert mask_metrics(load_model(data, {}), data)["mask"] == "near"
+
+
 def test_a_field_that_the_model_lacks(options, word_tokenizer, tmp_path):
     config = DistilBertConfig(vocab_size=100, dim=32, n_layers=1, n_heads=4, hidden_dim=64, max_position_embeddings=40)
     DistilBertModel(config).save_pretrained(tmp_path)
