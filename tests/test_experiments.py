@@ -101,6 +101,11 @@ def test_another_model_at_the_same_place_is_noticed(recipe, checkpoints, tmp_pat
     model = tmp_path / "model"
     shutil.copytree(checkpoints["window"], model)
     finetune(recipe(seeds=1, model=str(model)))
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(json.dumps(json.loads(config) | {"hidden_dropout_prob": 0.3}))
+    with pytest.raises(ValueError, match="holds a run with inputs.model"):
+        finetune(recipe(seeds=1, model=str(model)))
+    (model / "config.json").write_text(config)
     weights = load_file(model / "model.safetensors")
     weights["bert.embeddings.LayerNorm.weight"] += 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -244,6 +249,14 @@ def test_comparison_with_a_baseline(recipe, tmp_path):
     low, high = result["interval"]
     assert low <= result["difference"] <= high and low < high
     assert compare(folder, folder)["validation"]["interval"] == [0, 0]
+    low, high = compare(folder, baseline, resamples=1)["validation"]["interval"]
+    assert low == high
+
+
+def test_a_finished_run_forgets_its_baseline(recipe, tmp_path):
+    baseline = finetune(recipe({"output_dir": str(tmp_path / "baseline")}))
+    assert "comparison" in metrics_of(finetune(recipe(baseline=str(baseline))))
+    assert "comparison" not in metrics_of(finetune(recipe()))
 
 
 def test_comparison_of_answers(recipe, squad_folder, tmp_path):
