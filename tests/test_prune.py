@@ -137,6 +137,8 @@ def test_random_control_removes_as_many(tmp_path):
     first, again, other = (random_control(mask, seed) for seed in (0, 0, 1))
     learned = fixed_entries(mask.length, mask.special_tokens, mask.diagonal) == -1
     assert first == again and not torch.equal(first.keep, other.keep)
+    policies = [random_control(mask.replace(length_policy=policy), 0).length_policy for policy in ("extend", "dense")]
+    assert policies == ["error", "dense"]
     for control in (first, other):
         assert torch.equal(control.to_table().sum((-1, -2)), mask.to_table().sum((-1, -2)))
         assert control.to_table()[..., ~learned].all() and control.special_tokens == "first_last"

@@ -280,6 +280,7 @@ def test_attention_since_the_last_step_ranks_the_entries(tmp_path):
         kept = prune(kept, scores, index, torch.full_like(index, -1), sparsity)
         other.set_mask(SparseMask(kept.view(1, 4, LENGTH, LENGTH), LENGTH))
     assert torch.equal(model.sparse_attention.mask.to_table(), other.sparse_attention.mask.to_table())
+    assert model.sparse_attention.mask.length_policy == "dense"  # that of the pattern
 
 
 def test_attention_is_averaged_over_the_examples_that_have_both_tokens():
