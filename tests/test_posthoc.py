@@ -33,7 +33,7 @@ from sparsebert.training.matching import (
 from sparsebert.training.objectives import OBJECTIVES, Objective, hidden_states, recorded, squared_errors
 from sparsebert.training.post_hoc import agreement_table, search_post_hoc
 from sparsebert.training.post_hoc_arguments import FIELDS, PostHocArguments, given_mask
-from sparsebert.training.post_hoc_inputs import read_text
+from sparsebert.training.post_hoc_inputs import read_inputs, read_text
 
 
 pytestmark = pytest.mark.usefixtures("without_matplotlib", "short_times")
@@ -605,6 +605,19 @@ def test_on_the_inputs_of_a_task(task_model, task_folder, tmp_path, capsys):
     assert main([*words, "--output_dir", str(tmp_path / "tuned")]) == 0
     score = json.loads((tmp_path / "tuned/metrics.json").read_text())["score"]
     assert score == pytest.approx(found["learned, recovered"]["score"])
+
+
+def test_the_seed_draws_the_inputs_of_a_task(task_model, task_folder):
+    fields = {"task": "rte", "data": str(task_folder), "model": str(task_model), "max_length": 32, "max_tokens": 100}
+    config = transformers.AutoConfig.from_pretrained(task_model)
+    first, again, other = (
+        [
+            batch["input_ids"].tolist()
+            for batch in read_inputs(PostHocArguments(**fields, seed=seed), config, "cpu").train.values()
+        ]
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
 
 
 def test_on_whole_documents(task_model, text, tmp_path):
