@@ -182,6 +182,13 @@ def test_the_seed_decides_the_order_of_shards_and_of_rows(text_shards, tokenizer
     assert sorted(epoch(text_shards, 1)) != sorted(epoch(text_shards, 2))
 
 
+def test_the_batch_at_the_end_of_an_epoch_may_be_left_out(text_shards, tokenizer):
+    stream = RowStream(open_documents(text_shards), tokenizer, 16, 50, unmasked, split="all", drop_last=True)
+    assert {len(batch) for _, _, batch in itertools.islice(stream, 40)} == {50}
+    stream.drop_last = False
+    assert {len(batch) for _, _, batch in itertools.islice(stream, 40)} > {50}
+
+
 def test_pairs_are_those_of_the_dataset(tokenizer, tmp_path):
     """Half of them random, from another document of the same part; the others follow."""
     source = write_shards(tmp_path / "text", ".txt")
