@@ -139,7 +139,8 @@ def named(checkpoints, tmp_path):
     def settings(arguments, given):
         places = {"text": "text.txt", "validation": "text.txt", "train": "pairs.tsv", "test": "pairs.tsv"}
         places |= {"data": "glue", "stsb": "glue", "reviews": "reviews"}
-        given = {name: value for name, value in given.items() if name != "masked"}  # the reader's models
+        # The reader's models, and layers of a model that has more than the one here.
+        given = {name: value for name, value in given.items() if name not in ("masked", "replaced")}
         places |= dict.fromkeys(("squad", "squad2", "swag"), "examples")
         found = given | {name: str(tmp_path / place) for name, place in places.items() if name in given}
         models = {"model": checkpoints["stock"], "base_model": checkpoints["long"], "original": checkpoints["stock"]}
