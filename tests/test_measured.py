@@ -2,6 +2,7 @@
 
 import json
 import re
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks import _cpu_tables, pretrain
 from benchmarks._report import REPRODUCED, RESULTS, ROOT
 from benchmarks.attention import auto_slower, goals
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
+from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.experiments import EXPERIMENTS
 from sparsebert.experiments.result_tables import experiment_tables
 
@@ -69,6 +71,24 @@ def test_what_the_front_page_says_of_training():
     ratio = _cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
     said = "{:.1f} times [{:.1f}, {:.1f}]".format(*map(float, re.findall(r"[\d.]+", ratio)))
     assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_what_the_results_say_of_one_stage_and_dense_attention():
+    stages, dense = (
+        json.loads((REPRODUCED / "float32" / f"sparsebert_{name}_tiny.json").read_text())["cells"]
+        for name in ("figure7", "table3")
+    )
+    seeds = (1, 2, 3)
+    losses = [dense[f"dense_seed_{seed}"]["metrics"]["mlm_loss"] for seed in seeds]
+    tests = [
+        paired_difference([stages[f"one_stage_{target}_seed_{seed}"]["metrics"]["mlm_loss"] for seed in seeds], losses)
+        for target in (0.1, 0.3, 0.5, 0.7)
+    ]
+    more = [f"{test['difference']:.3f}" for test in tests]
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert f"({fmean(losses):.3f} in float32, in the table above)" in text
+    assert "by {} with 10 % removed, {} with 30 %, {} with 50 % and {} with 70 %".format(*more) in text
+    assert f"P at most {max(holm([test['p'] for test in tests])):.3f}" in text
 
 
 def test_what_the_pages_say_of_the_tables():
