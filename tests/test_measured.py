@@ -73,6 +73,19 @@ def test_what_the_front_page_says_of_training():
     assert said in " ".join((ROOT / "README.md").read_text().split())
 
 
+def test_what_the_results_say_of_reviews():
+    cells = json.loads((RESULTS / "long_reviews.json").read_text())["cells"]
+    scores = {cell["system"]: [100 * score for score in cell["scores"]] for cell in cells}
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    pairs = [(f"dam_s_512_long, {way}", f"window_512_long, {way}") for way in ("split", "whole")]
+    pairs += [(f"{name}, split", f"{name}, whole") for name in ("dam_s_512_long", "window_512_long", "dense")]
+    for ours, theirs in pairs:
+        said = "{difference:+.1f} points [{low:+.1f}, {high:+.1f}]".format(
+            **paired_difference(scores[ours], scores[theirs])
+        )
+        assert said in text, (ours, theirs)
+
+
 def test_what_the_results_say_of_one_stage_and_dense_attention():
     stages, dense = (
         json.loads((REPRODUCED / "float32" / f"sparsebert_{name}_tiny.json").read_text())["cells"]
