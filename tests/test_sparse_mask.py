@@ -375,6 +375,14 @@ def test_spellings_of_a_subfolder(tmp_path, subfolder):
     assert [found["name"] for found in list_masks(tmp_path, subfolder=subfolder)] == ["a/b"]
 
 
+def test_masks_of_checkpoints_and_unfinished_runs_are_not_listed(tmp_path):
+    for name in ("a", "a/b", "ab", "a/checkpoint-5", "_unfinished", ".c.unfinished/d"):
+        build_pattern("window", 8, 1).save_pretrained(tmp_path / name)
+    assert [found["name"] for found in list_masks(tmp_path)] == ["a", "a/b", "ab"]
+    # Not "ab", whose name only begins like the folder's.
+    assert [found["name"] for found in list_masks(tmp_path, subfolder="a")] == ["a", "a/b"]
+
+
 def test_unknown_argument(saved):
     with pytest.raises(TypeError, match="revison"):
         SparseMask.from_pretrained(saved, revison="main")
