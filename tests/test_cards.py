@@ -93,7 +93,9 @@ def test_head_sparsities_are_those_of_the_table():
 def test_many_heads_are_summarized(tmp_path):
     mask = sparsebert.SparseMask(torch.rand(40, 16, 16) < torch.linspace(0.2, 0.8, 40)[:, None, None], 16)
     mask.save_pretrained(tmp_path)
-    (shown,) = rows_of(card_of(tmp_path), "layer").values()
+    card = card_of(tmp_path)
+    (shown,) = rows_of(card, "layer").values()
+    assert "| layer | mean | lowest | highest |" in card.text
     heads = [100 * value for value in mask.head_sparsities()[0]]
     assert list(map(float, shown)) == pytest.approx([sum(heads) / 40, min(heads), max(heads)], abs=0.051)
 
