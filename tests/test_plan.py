@@ -127,6 +127,16 @@ def test_of_a_decoder(tiny_config):
     """Future keys are removed as well."""
     model = SparseBertModel(tiny_config(pattern="dense", mask_length=16, is_decoder=True))
     assert plan(model).sparsity == pytest.approx(1 - 17 / 32)
+    assert plan(model, 32).live_tiles == {16: 0.75, 32: 1.0, 64: 1.0, 128: 1.0}
+
+
+def test_the_heads_of_a_model_decide(tiny_config):
+    """The kernel for CPUs takes heads of up to 256 numbers."""
+    sizes = {"num_attention_heads": 1, "num_hidden_layers": 1, "pattern": "window", "mask_length": 32}
+    chosen = [
+        plan(SparseBertModel(tiny_config(hidden_size=size, **sizes))).choices["training"][0] for size in (256, 260)
+    ]
+    assert chosen == ["sparse_cpu", "sparse_sdpa"]
 
 
 def test_on_cuda():
