@@ -14,7 +14,7 @@ import torch
 
 from sparsebert import SparseMask, build_pattern
 from sparsebert.analysis.importance import offset_profile
-from sparsebert.analysis.page_charts import score_figures, scores
+from sparsebert.analysis.page_charts import WIDTH, score_figures, scores
 from sparsebert.analysis.page_masks import TILES, mask_data
 from sparsebert.analysis.runs import SavedMask
 from sparsebert.analysis.web_page import PageMask, make_page
@@ -243,9 +243,23 @@ def test_a_chart_has_axes_units_and_bars():
     assert "sparsity: entries of the mask removed, in %" in against_sparsity and "f1 in %" in against_sparsity
     assert "training time in minutes" in against_time
     assert text.count('class="bar"') == 2  # one of the two has several seeds, in two charts
+    numbers = [attributes for attributes, _ in page.all("text") if attributes.get("class") == "number"]
+    # The last mark of the second chart is at its right end, where there is no room beside it.
+    assert [attributes["text-anchor"] for attributes in numbers] == ["start", "start", "start", "end"]
+    assert all(0 < float(attributes["x"]) < WIDTH for attributes in numbers)
     assert [entry.strip() for _, entry in page.all("li")] == [
         "sparse: 80 ± 2, 90.0 % removed, 4 minutes of training",
         "dense: 70, 0.0 % removed, 15 minutes of training",
+    ]
+
+
+def test_runs_without_a_time_have_no_chart_of_it():
+    pretrained = {"mlm_loss": 5.5, "sparsity": 0.5}
+    ((what, found),) = scores({"one": pretrained | {"seconds": 60.0}, "other": pretrained}).items()
+    page = Page(score_figures(what, found))
+    assert len([attributes for attributes, _ in page.all("svg") if "aria-label" in attributes]) == 1
+    assert [entry.strip() for _, entry in page.all("li")] == [
+        f"{name}: 5.5, 50.0 % removed" for name in ("one", "other")
     ]
 
 
