@@ -147,6 +147,16 @@ def test_layers_apart(tmp_path):
     assert numbers["fixed_groups"] == ["special_tokens", "diagonal"]
 
 
+def test_groups_that_the_search_did_not_decide_are_named(tmp_path):
+    search(tmp_path / "run", probs=True, special_tokens="first", diagonal="keep")
+    run = read_run(tmp_path / "run")
+    assert measure_importance([run], "first")["fixed_groups"] == ["special_tokens", "diagonal"]
+    # The search decided on the last token.
+    assert measure_importance([run], "first_last")["fixed_groups"] == ["diagonal"]
+    build_pattern("bigbird", 20, 4).save_pretrained(tmp_path / "mask")
+    assert measure_importance([read_run(tmp_path / "mask")])["fixed_groups"] == []
+
+
 def test_analyze_writes_numbers_and_pictures(tmp_path, runs):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
@@ -233,3 +243,23 @@ def test_runs_that_are_no_seeds_of_one_search(tmp_path, runs):
         refused([runs[0], tmp_path / name], match, out)
     (tmp_path / "heads" / MASK_PROBS_NAME).unlink()
     refused([runs[0], tmp_path / "heads"], "quantity is 'M, 1 where", out)
+
+
+# Values that are not the defaults.
+OTHERS = {
+    "mask_form": "log", "mask_constant": 0.25, "mask_logit_scale": 0.25, "temperature": 0.25, "temperature_end": 0.25,
+    "noise_scale": 0.25, "hard": True, "symmetric": False, "share_layers": False,
+    "sparsity_weight": 0.25, "target_sparsity": 0.25, "sparsity_scope": "global", "initial_decay": 0.25,
+    "initial_sparsity": 0.25, "sparsity_warmup": 0.25, "sparsity_ramp": 0.25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_seeds_of_one_search_have_all_its_settings(tmp_path, runs, name):
+    shutil.copytree(runs[1], tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: OTHERS[name]}))
+    with pytest.raises(
+        ValueError, match=f"{name} is {OTHERS[name]!r}, but .* in .*seed0; runs analyzed together must"
+    ):
+        read_runs([runs[0], tmp_path / "run"])
