@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hub_client import Client
 from hub_server import HubServer
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from sparsebert import build_pattern
-from sparsebert.hub import check_path
+from sparsebert.hub import HubArguments, check_available, check_path
 from sparsebert.training.checkpoint_manifests import MANIFEST_NAME
 
 
@@ -397,6 +398,29 @@ def test_a_run_of_which_only_the_mask_is_cached(tmp_path):
     for result, said in ((unknown, True), (known, False)):
         assert result.stdout == "M, 1 where the position is kept, else 0\n", result.stderr
         assert ("user/cached: mask_probs.safetensors is not in the cache" in result.stderr) is said
+
+
+def test_what_is_cached_of_another_revision_does_not_count(tmp_path):
+    repository = tmp_path / "models--user--cached"
+    build_pattern("window", 16, 2).save_pretrained(repository / "snapshots" / "abc" / "small")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    check_available("user/cached", "mask_config.json", cache_dir=tmp_path, subfolder="small")
+    with pytest.raises(LocalEntryNotFoundError, match="hf download user/cached small/mask.json --revision v2$"):
+        check_available(
+            *("user/cached", "mask_config.json"),
+            fetch="mask.json",
+            revision="v2",
+            cache_dir=tmp_path,
+            subfolder="small",
+        )
+
+
+def test_a_revision_is_that_of_the_sources_on_the_hub(tmp_path):
+    given = HubArguments(revision="v2")
+    assert given.hub_arguments(str(tmp_path), "user/model") == {"revision": "v2"}
+    with pytest.raises(ValueError, match="revision 'v2' has no meaning for the folder"):
+        given.hub_arguments(str(tmp_path))
 
 
 def test_a_name_with_a_slash_at_its_end_is_a_path():
