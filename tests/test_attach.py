@@ -164,6 +164,21 @@ def test_sparse_mask_is_an_additive_one_on_the_stock_model(name, padded, special
         detach(model)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("form, block_size", [("offsets", None), ("blocks", 2), ("blocks", 5)])
+def test_masks_by_distance_reach_to_the_end_of_a_window(form, block_size, padded):
+    """Kernels get no more parameters of such a mask than the window needs, and no fewer."""
+    keep = torch.ones(1, HEADS, -(-LENGTH // (block_size or 1)), dtype=torch.bool)
+    mask = SparseMask(keep, LENGTH, form, block_size, special_tokens="first_last")
+    model = base_model("modernbert")
+    rows = REAL if padded else torch.ones_like(REAL)
+    expected = reference(model, "modernbert", mask, padded)[rows]
+    for backend in BACKENDS:
+        attach(model, mask, attn_implementation=backend)
+        torch.testing.assert_close(states(model, "modernbert", padded)[rows], expected, atol=1e-5, rtol=1e-5)
+        detach(model)
+
+
 @pytest.mark.parametrize("special_tokens", ["first", "first_last"])
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_first_token_of_left_padded_sequences(name, special_tokens):
