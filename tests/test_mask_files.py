@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.files import replace_files, write_metrics
-from sparsebert.masks.mask_files import MaskFileError, check_sizes
+from sparsebert.masks.mask_files import MaskFileError, check_sizes, sample_weights, weights_changed
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.models.described_masks import described_search
 
@@ -354,3 +354,30 @@ def test_mutated_folders(tmp_path, monkeypatch, count):
         mutate(rng, folder)
         read += check_reading(folder)
     assert count / 50 < read < count / 2
+
+
+# The weights beside a mask
+
+
+def test_weights_that_differ_at_either_end_are_told_apart(tmp_path):
+    path, content = tmp_path / "model.safetensors", bytearray(2**20)
+    path.write_bytes(content)
+    before = sample_weights(tmp_path)
+    for place in (0, -1):
+        path.write_bytes(content)
+        assert sample_weights(tmp_path) == before
+        changed = content.copy()
+        changed[place] = 1
+        path.write_bytes(changed)
+        assert sample_weights(tmp_path) != before
+
+
+def test_weights_that_are_not_there_have_not_changed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    make_mask().save_pretrained(tmp_path)
+    assert not weights_changed(tmp_path / CONFIG, tmp_path)
+    path.write_bytes(b"changed")
+    assert weights_changed(tmp_path / CONFIG, tmp_path)
+    path.rename(tmp_path / "model.fp16.safetensors")  # as in the cache of the Hub, which fetches one of them
+    assert not weights_changed(tmp_path / CONFIG, tmp_path)
