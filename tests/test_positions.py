@@ -50,6 +50,14 @@ def test_interpolation(name):
     assert model.base_model.embeddings.position_embeddings.weight.requires_grad
 
 
+def test_embeddings_that_are_not_trained_stay_so():
+    model = head_model("bert")
+    table = model.base_model.embeddings.position_embeddings
+    table.weight.requires_grad_(False)
+    extend_positions(model, 80)
+    assert not table.weight.requires_grad and table.num_embeddings == 80
+
+
 def test_a_mask_per_offset_extends(tmp_path):
     model = head_model("bert")
     keep = torch.arange(12) < 3
