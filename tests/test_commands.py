@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import sparsebert
+from sparsebert.analysis.mask_pictures import plot_heads
 from sparsebert.commands import VERBS, main, parse
 from sparsebert.commands._help import CHOICES, WIDTH, explanations
 from sparsebert.experiments import EXPERIMENTS
+from sparsebert.theory.verdicts import as_json, pattern_case
 from sparsebert.training.recipes import read_recipe, recipe_names, recipes_folder
 
 
@@ -237,6 +239,16 @@ def test_theory_as_json(capsys):
     assert json.loads(capsys.readouterr().out)
 
 
+def test_flags_of_patterns_reach_them(tmp_path, capsys):
+    flags = ["bigbird", "--length", "16", "--num_heads", "3", "--seed", "5"]
+    assert main(["theory", *flags, "--without_diagonal", "--parameters", "{window_size: 2}", "--json"]) == 0
+    case = pattern_case("bigbird", 16, 3, {"window_size": 2}, diagonal=False, seed=5)
+    assert json.loads(capsys.readouterr().out) == [json.loads(json.dumps(as_json(case, case.check())))]
+    assert main(["draw", *flags, "--output_dir", str(tmp_path / "out")]) == 0
+    plot_heads(sparsebert.build_pattern("bigbird", 16, 3, seed=5), tmp_path / "expected.png", "bigbird")
+    assert (tmp_path / "out" / "bigbird.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
+
+
 def test_analyze_and_report_of_a_run(tmp_path, capsys):
     run, output = tmp_path / "run", tmp_path / "out"
     sparsebert.build_pattern("window", 32, 2).save_pretrained(run)
@@ -245,8 +257,11 @@ def test_analyze_and_report_of_a_run(tmp_path, capsys):
     assert "diagonal" in printed and f"written to {output}" in printed
     assert main(["analyze", str(run), "--output_dir", str(output)]) == 2
     assert "is not empty" in capsys.readouterr().err
-    assert main(["analyze", str(run), "--output_dir", str(output), "--overwrite", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((output / "importance.json").read_text())
+    words = ["analyze", str(run), "--output_dir", str(output), "--overwrite", "--special_tokens", "none", "--json"]
+    assert main(words) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads((output / "importance.json").read_text())
+    assert content["analyzed_special_tokens"] == "none"
     positions = {"diagonal": 0.5}
     metrics = {"sparsity": 0.9, "positions": positions, "mlm_loss": 5.0, "mlm_accuracy": 0.1, "seconds": 1.0}
     (run / "metrics.json").write_text(json.dumps(metrics))
