@@ -44,6 +44,7 @@ def test_doctor_on_a_cpu(tmp_path, capsys):
     ]
     assert phases == list(diagnosis.PHASES)
     for check in found["outcomes"]:
+        assert [check["setting"][name] for name in ("dtype", "head_size", "length")] == ["float32", 16, 32]
         assert check["ended"] == FINISHED and set(check["backends"]) == {"sparse_cpu", "sparse_sdpa"}
         for finding in check["backends"].values():
             assert finding["right"] and finding["milliseconds"] > 0
