@@ -134,6 +134,7 @@ def test_runs_are_repeatable(tmp_path):
     assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], abs=1e-4)
     other = run_copying(dataclasses.replace(arguments, seed=1), tmp_path / "2")
     assert other["loss"] != pytest.approx(runs[0]["loss"], abs=1e-3)
+    assert dataclasses.replace(arguments, seed=1).mask() != arguments.mask() == arguments.mask()
 
 
 def test_backends_agree():
