@@ -40,8 +40,8 @@ MASK_ONLY = "M, 1 where the position is kept, else 0"
 # What must agree for runs to be seeds of one search.
 SEARCH_FIELDS = (
     "search", "mask_form", "mask_constant", "mask_logit_scale", "temperature", "temperature_end", "noise_scale",
-    "hard", "symmetric", "share_layers", "sparsity_weight", "target_sparsity", "sparsity_scope", "initial_decay",
-    "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
+    "share_noise", "hard", "symmetric", "share_layers", "sparsity_weight", "target_sparsity", "sparsity_scope",
+    "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
 )  # fmt: skip
 
 
