@@ -47,6 +47,11 @@ def test_the_head_stays_in_float32():
     assert not any(isinstance(module, dynamic.Linear) for module in model.cls.modules())
 
 
+def test_a_model_in_training_comes_back_in_evaluation_mode():
+    model = quantize(head_model("bert").train())
+    assert not any(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
 def test_attention_sees_the_mask(tiny_config, backend):
     """What a token does not attend to does not change its hidden state."""
