@@ -772,8 +772,9 @@ def test_refusals_of_models(tiny_config, what, name):
         ({"dropout_p": "0.1"}, r"dropout_p must be a number in \[0, 1\), got '0.1'"),
         (
             {"scale": torch.ones((), requires_grad=True)},
-            r"scale must be a number, got tensor\(1\., requires_grad=True\)",
+            r"scale must be a finite number, got tensor\(1\., requires_grad=True\)",
         ),
+        ({"scale": math.nan}, "scale must be a finite number, got nan"),
         ({"padding": torch.ones(2, 11, dtype=torch.bool)}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
         ({"padding": torch.ones(2, 12)}, "padding must be bool.*float32"),
         ({"padding": [[True] * 12] * 2}, "padding must be bool.*got list"),

@@ -4,6 +4,7 @@ Attention under a sparse mask as a function of query, key and value, for use out
 Letters: B batch, H heads, n queries, m keys, d head size.
 """
 
+import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -97,8 +98,8 @@ def sparse_dot_product_attention(
     check_range("layer", layer, 0, mask.num_layers - 1)
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise ValueError(f"scale must be a number, got {scale!r}: multiply the query by a factor that is learned")
+    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
+        raise ValueError(f"scale must be a finite number, got {scale!r}: multiply the query by one that is learned")
     if padding is not None and not (
         isinstance(padding, torch.Tensor)
         and padding.shape == (batch, num_keys)
