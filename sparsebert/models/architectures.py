@@ -131,3 +131,10 @@ def input_shape(config: PreTrainedConfig, given: Mapping[str, Any]) -> tuple[int
         return pixels.shape[0], _num_patches(config, *pixels.shape[-2:]) + 1, pixels.device
     states = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     return None if states is None else (states.shape[0], states.shape[1], states.device)
+
+
+def cached_length(given: Mapping[str, Any]) -> int:
+    """Number of tokens in the key/value cache among the arguments of a forward, 0 without one."""
+    # Since transformers 5.24 the argument is `cache`; `past_key_values` is still accepted.
+    caches = (given.get(name) for name in ("cache", "past_key_values"))
+    return next((cache.get_seq_length() for cache in caches if cache is not None), 0)

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..attention.choice import ATTENTION_NAMES, sparse_name
 from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
-from .architectures import input_shape
+from .architectures import cached_length, input_shape
 from .derived import Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
@@ -91,9 +91,7 @@ def _with_mask_inputs(model, names, args, kwargs):
     if shape is None:
         return args, kwargs, None  # the model itself says what is missing
     batch, length, device = shape
-    past = given.get("past_key_values")
-    num_queries = length
-    num_keys = num_queries + (past.get_seq_length() if past is not None else 0)
+    num_queries, num_keys = length, length + cached_length(given)
     exported = exporting()
     if not exported:
         # The form of the mask depends on the length: a graph is compiled for each one, never for a symbolic one.

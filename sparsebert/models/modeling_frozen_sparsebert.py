@@ -179,7 +179,6 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
         token_type_ids=None,
         position_ids=None,
         inputs_embeds=None,
-        past_key_values=None,
         **kwargs,
     ):
         if self.config._attn_implementation not in ("eager", "sdpa"):
@@ -191,7 +190,8 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
             raise ValueError("this model has no mask yet: load it with from_pretrained")
         states = input_ids if input_ids is not None else inputs_embeds
         queries = states.shape[1]
-        keys = queries + (past_key_values.get_seq_length() if past_key_values is not None else 0)
+        caches = (kwargs.get(name) for name in ("cache", "past_key_values"))  # before transformers 5.24 the latter
+        keys = queries + next((cache.get_seq_length() for cache in caches if cache is not None), 0)
         padding = torch.ones(1, keys, dtype=torch.bool, device=states.device)
         if attention_mask is not None and attention_mask.dim() not in (2, 4):
             raise ValueError(f"attention_mask must have two or four dimensions, got {tuple(attention_mask.shape)}")
@@ -226,7 +226,6 @@ class SparseBertModel(FrozenMask, transformers.BertModel):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
             keep=(table, special, self.mask["diagonal"], cut),
             **kwargs,
         )

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..attention.packed_batches import DocumentSpans, packed_documents, row_documents
 from ..masks.exported import exporting
-from .architectures import MIXES_NEIGHBORS
+from .architectures import MIXES_NEIGHBORS, cached_length
 from .positions import first_position
 
 
@@ -35,10 +35,8 @@ def find_documents(given: Mapping[str, Any], batch: int, length: int, device: to
         length (`int`): n.
         device (`torch.device`): Device of the input.
     """
-    positions, mask, past = (given.get(name) for name in ("position_ids", "attention_mask", "past_key_values"))
-    if positions is None or exporting() or (mask is not None and mask.dim() > 2):
-        return None
-    if past is not None and past.get_seq_length():
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is None or exporting() or (mask is not None and mask.dim() > 2) or cached_length(given):
         return None
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask.to(device).bool()
     return packed_documents(positions.to(device).expand(batch, length), real)
