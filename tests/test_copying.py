@@ -137,6 +137,35 @@ def test_runs_are_repeatable(tmp_path):
     assert dataclasses.replace(arguments, seed=1).mask() != arguments.mask() == arguments.mask()
 
 
+def test_no_sequence_is_trained_on_and_tested(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw(*sizes):
+        drawn.append(copying_sequences(*sizes))
+        return drawn[-1]
+
+    monkeypatch.setattr("sparsebert.experiments.copying_task.copying_sequences", draw)
+    for seed in (0, 1, 2):
+        run_copying(CopyingArguments(**SMALL | {"num_symbols": 64, "max_steps": 1}, seed=seed), tmp_path / str(seed))
+    assert [len(sequences) for sequences in drawn] == [4000, 200] * 3
+    assert len({tuple(row) for sequences in drawn for row in sequences.tolist()}) == 3 * 4200
+
+
+def test_the_first_half_is_predicted_on_request():
+    torch.manual_seed(0)
+    halves = []
+    for whole in (False, True):
+        model = CopyingModel(CopyingArguments(**SMALL, predict_first_half=whole))
+        sequences = copying_sequences(4, 7, 8, seed=0)
+        output = model(sequences, sequences)
+        logits, following = output["logits"][:, :-1], sequences[:, 1:]
+        first = 0 if whole else 8  # the second 0, from which the second s is predicted
+        expected = torch.nn.functional.cross_entropy(logits[:, first:].flatten(0, 1), following[:, first:].flatten())
+        assert_close(output["loss"], expected)
+        halves.append(output["loss"].item())
+    assert halves[0] != halves[1]
+
+
 def test_backends_agree():
     arguments = CopyingArguments(**SMALL, depth=2, pattern="star_cycle", pattern_kwargs={"window_size": 2})
     outputs = []
