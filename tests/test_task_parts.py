@@ -144,6 +144,8 @@ def test_models_of_table_1_serve(settings, checkpoints, tmp_path, monkeypatch):
         table_2(tmp_path, settings, "squad_dense_seed_1")
     with pytest.raises(CellsFailed, match="ZeroDivisionError"):  # after more steps it would be another
         table_2(tmp_path, settings | {"max_steps": 3}, "squad_no_diag_seed_1")
+    with pytest.raises(CellsFailed, match="ZeroDivisionError"):  # with another seed, too
+        table_2(tmp_path, settings | {"seeds": [2]}, "squad_no_diag_seed_2")
 
 
 def test_the_papers_settings_are_those_of_the_tasks(settings, monkeypatch, tmp_path):
