@@ -545,6 +545,27 @@ def test_mask_of_an_adapter_and_of_its_base(peft, said, tmp_path):
     assert "the adapter was trained with another mask than that of the model" in said.text
 
 
+def test_adapters_with_names_bring_their_mask(peft, tmp_path):
+    model = peft.get_peft_model(with_mask(stock_model(), "frozen"), lora(peft))
+    model.add_adapter("second", lora(peft))
+    model.save_pretrained(tmp_path / "all")
+    model.save_pretrained(tmp_path / "one", selected_adapters=["second"])
+    folders = sorted(path.parent.relative_to(tmp_path) for path in tmp_path.rglob("mask_config.json"))
+    assert folders == [Path("all"), Path("all/second"), Path("one/second")]
+    for folder in folders:
+        loaded = peft.PeftModel.from_pretrained(stock_model(), tmp_path / folder).get_base_model()
+        assert loaded.sparse_attention.mask == model.get_base_model().sparse_attention.mask
+
+
+def test_an_adapter_with_a_search_replaces_one_with_a_mask(peft, tmp_path):
+    for state in ("frozen", "searching"):
+        model = peft.get_peft_model(with_mask(stock_model(), state), lora(peft))
+        model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(stock_model(), tmp_path).get_base_model().sparse_attention
+    assert loaded.searching
+    assert torch.equal(loaded.mask_logits, model.get_base_model().sparse_attention.mask_logits)
+
+
 def test_adapters_of_sparsebert(peft, tiny_config, state, tmp_path):
     fields = {"pattern": "window"} if state == "frozen" else {"search": "dam_s"}
     model = SparseBertForMaskedLM(SparseBertConfig(**TINY, mask_length=LENGTH, **fields))
