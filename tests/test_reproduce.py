@@ -147,6 +147,16 @@ def test_finished_cells_are_not_run_again(experiment, run, tmp_path):
     assert experiment[3:] == ["a", "c"] and set(read(tmp_path / "results/products_tiny.json")) == {"a", "b", "c"}
 
 
+def test_what_cells_share_is_not_their_own_time(experiment, run, tmp_path, monkeypatch):
+    metrics = {"product": 1.0, "shared_seconds": 60.0, "shared_cpu_seconds": 50.0}
+    monkeypatch.setitem(
+        EXPERIMENTS, "products", replace(EXPERIMENTS["products"], run=lambda cell, folder: dict(metrics))
+    )
+    run("products", "--only", "a")
+    found = read(tmp_path / "results/products_tiny.json")["a"]["metrics"]
+    assert found["cpu_seconds"] == pytest.approx(-50, abs=5) and 0 <= found["seconds"] < 50
+
+
 def test_scales_have_files_of_their_own(experiment, run, tmp_path):
     run("products")
     run("products", "--scale", "paper")
@@ -329,6 +339,21 @@ def test_what_is_to_do_is_said_first(experiment, run, said):
     assert said() == ["products: 2 of 2 cells are done, 0 to do"]
     run("products", "--factor", "4", "--list_cells")
     assert said() == ["products: 0 of 2 cells are done, 2 to do, about 0 s, judged by 2 finished"]
+
+
+def test_the_time_that_is_left_is_that_of_this_cell_and_those_after_it(experiment, run, said, tmp_path):
+    run("products", "--only", "a")
+    path = tmp_path / "results/products_tiny.json"
+    written = json.loads(path.read_text())
+    written["cells"]["a"]["metrics"]["seconds"] = 600.0
+    path.write_text(json.dumps(written))
+    said()
+    run("products", "--names", "[a, b, c]")
+    assert said() == [
+        "products: 1 of 3 cells are done, 2 to do, about 20 min, judged by 1 finished",
+        "products: b (1 of 2, about 20 min left)",
+        "products: c (2 of 2, about 5 min left)",  # the median of 10 min and nothing
+    ]
 
 
 def test_the_time_is_judged_by_the_cells_that_are_most_alike():
@@ -1140,9 +1165,10 @@ def test_mixers_run(run, tmp_path, text):
 
 def test_mixers_are_fine_tuned(run, tmp_path, text, glue_folder):
     flags = [*SMALL_TEXT, "--text", text, "--validation", text, "--task", "rte", "--data", glue_folder]
-    run("mixers", *flags, "--only", "[average_*, bproj_*]")
-    for cell in read(tmp_path / "results/mixers_tiny.json").values():
-        assert 0 <= cell["metrics"]["task_score"] <= 1
+    run("mixers", *flags, "--seeds", "[4]", "--only", "[average_*, bproj_*]")
+    first, second = (cell["metrics"] for cell in read(tmp_path / "results/mixers_tiny.json").values())
+    assert 0 <= first["task_score"] <= 1 and 0 <= second["task_score"] <= 1
+    assert first["shared_cpu_seconds"] > second["shared_cpu_seconds"]  # has trained the tokenizer
     assert len(list((tmp_path / "runs/mixers_tiny").glob("tokenizer_*/tokenizer.json"))) == 1  # for all cells
 
 
