@@ -30,7 +30,7 @@ from sparsebert.experiments.reproduction import (
     result_files,
     run_experiment,
 )
-from sparsebert.experiments.result_tables import experiment_tables
+from sparsebert.experiments.result_tables import experiment_tables, plot_cells
 from sparsebert.experiments.review_classifiers import classify
 from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.files import replace_files
@@ -134,6 +134,20 @@ def test_results_and_table(experiment, run, tmp_path):
     text = (results / "products_tiny.md").read_text()
     assert "| a | 3.0 | 7.0 | 0 |" in text and "| b | 3.0 |  | 0 |" in text and "a note" in text
     assert "| a | 3.0 / 7.0 |" in text and "share" not in text
+
+
+def test_a_plot_has_the_mean_over_seeds_beside_the_papers_point(experiment, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("sparsebert.experiments.result_tables.plot_lines", lambda *arguments: drawn.append(arguments))
+    cells = {
+        f"{name}_seed_{seed}": {"settings": {"name": name, "factor": 3, "seed": seed}, "metrics": {"product": product}}
+        for name, products in {"a": (4.0, 6.0), "b": (1.0,)}.items()
+        for seed, product in enumerate(products)
+    }
+    plot_cells(EXPERIMENTS["products"], "tiny", cells, tmp_path / "plot.png")
+    ((lines, _, title, *labels),) = drawn
+    assert lines == {"a": [(3, 5, 7)], "b": [(3, 1, None)]} and title == "Products, scale tiny"
+    assert labels == ["factor", "product", ""]
 
 
 def test_finished_cells_are_not_run_again(experiment, run, tmp_path):
@@ -924,6 +938,20 @@ def test_draws_of_a_seed_are_one_system():
     assert importance.rows == [
         ["0", "0.500 [0.400, 0.700]"], ["1", "0.600 [0.400, 0.700]"], ["all", "0.550 [0.000, 1.000]"],
     ]  # fmt: skip
+
+
+def test_losses_are_drawn_above_those_of_dense_attention(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("sparsebert.experiments.sparsebert_table1.plot_values", lambda *all: drawn.append(all))
+    losses = {"dense": [2.0, 2.5], "random_drop, draw 0": [2.25, 2.75], "random_drop, draw 1": [2.75, 2.75]}
+    cells = [
+        ({"system": name, "seed": seed}, {"mlm_loss": loss, "sparsity": 0.0})
+        for name, values in (losses | {"no_diag": [0.0, 0.0, 1.0], "soft": [9.0]}).items()
+        for seed, loss in enumerate(values)
+    ]
+    EXPERIMENTS["sparsebert_table1"].draw(finished(*zip(*cells, strict=True)), tmp_path / "plot.png", "title")
+    ((panels, *_),) = drawn
+    assert list(panels.values()) == [{"dense": [0, 0], "random_drop": [0.5, 0.25], "no_diag": [-2, -2.5]}]
 
 
 def test_masks_are_compared_with_those_without_their_diagonal():
