@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import random
 import sys
 import weakref
 from dataclasses import dataclass, field, fields, replace
@@ -14,6 +15,7 @@ import matplotlib
 import pytest
 import torch
 import transformers
+import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -35,6 +37,7 @@ from sparsebert.experiments.review_classifiers import classify
 from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.files import replace_files
 from sparsebert.masks.patterns import build_pattern
+from sparsebert.training.post_hoc_arguments import PostHocArguments
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -619,12 +622,17 @@ def test_every_setting_is_explained_and_plain(name):
 
 
 @EVERY
-def test_smallest_run(name, inputs, tmp_path):
+def test_smallest_run(name, inputs, tmp_path, monkeypatch):
     experiment = EXPERIMENTS[name]
-    settings = known_fields(name, SMALLEST) | inputs(name)
+    settings = known_fields(name, SMALLEST) | inputs(name) | {"seeds": [5]}
     cell = next(iter(cells_of(name, **settings)))
     options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"), only=cell)
-    tables = run_experiment(name, options, settings)
+    seeds, seed = set(), random.seed
+    with monkeypatch.context() as recording:
+        recording.setattr(random, "seed", lambda value: seeds.add(value) or seed(value))
+        tables = run_experiment(name, options, settings)
+    # 0 is that of what all seeds share, and 42 that of a Trainer which only evaluates.
+    assert {5} <= seeds <= {0, 5} | ({42} if name == "minilm_task_masks" else set())
     files = result_files(name, options)
     assert [path.suffix for path in files][:2] == [".json", ".md"] and all(path.stat().st_size for path in files)
     (made,) = read(files[0]).values()
@@ -636,6 +644,14 @@ def test_smallest_run(name, inputs, tmp_path):
     assert there and set(there) <= set(tables[-1].columns)
     assert {"seconds", "cpu_seconds"} < made["metrics"].keys()
     assert all(isinstance(value, (int, float, str)) for value in made["metrics"].values())
+    for path in (tmp_path / "runs").rglob("recipe.yaml"):  # of a fine-tuning
+        recipe = yaml.safe_load(path.read_text())
+        trained = recipe["data"] | recipe["training"]
+        own = {"seed", "max_length"}
+        if name != "sparsebert_table2":  # whose rates are those of the pre-training, and its data a part of the task's
+            own |= {"learning_rate", "num_train_epochs", "warmup_steps", "max_train_examples"}
+        own &= made["settings"].keys()
+        assert {each: trained.get(each) for each in own} == {each: made["settings"][each] for each in own}
     # A finished cell is reused.
     run_experiment(name, options, settings)
     assert read(files[0])[cell] == made
@@ -1032,6 +1048,34 @@ def test_searches_with_a_target_can_start_elsewhere(name, inputs):
     assert all(model["hard"] and model["noise_scale"] == 0 for model in searched)
 
 
+@pytest.mark.parametrize("name", ["minilm", "minilm_task_masks"])
+def test_searches_have_the_settings_of_their_cells(name, inputs, tmp_path, monkeypatch):
+    recipes = []
+
+    def search(recipe):
+        recipes.append(recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"sparsebert.experiments.{name}.search_post_hoc", search)
+    settings = known_fields(name, SMALLEST) | inputs(name)
+    if name == "minilm":
+        settings |= {"masks": ["dam_s", "attention", "window", "dense"], "recover_from": 0.25, "shortest": 12}
+    else:
+        monkeypatch.setattr("sparsebert.experiments.minilm_task_masks.finetuned_cell", lambda *_: {})
+    shared = {item.name for kind in (PostHocArguments, SparseBertConfig) for item in fields(kind)} - {"model", "mask"}
+    shared -= {"learning_rate"} if name == "minilm_task_masks" else set()  # that of its fine-tuning
+    for cell in cells_of(name, **settings).values():
+        with pytest.raises(KeyboardInterrupt):
+            EXPERIMENTS[name].run(cell, tmp_path)
+        recipe = recipes.pop()
+        given, own = recipe["data"] | recipe["model"], shared & cell.keys()
+        assert {each: given.get(each) for each in own} == {each: cell[each] for each in own}
+        assert given.get("target_sparsity", 0.0) == cell["sparsity"]
+        if name == "minilm":
+            assert (given["data"], given["max_length"], given["batch_size"]) == (cell["text"], 16, 4)
+            assert given["mask"] == cell["mask"] if "mask" in given else given["search"] == "dam_s"
+
+
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
     seen, step = [], SparseBertTrainer.training_step
 
@@ -1182,12 +1226,15 @@ def test_translation_runs(run, tmp_path, pairs):
 
 
 def test_mixers_run(run, tmp_path, text):
-    run("mixers", *SMALL_TEXT, "--text", text, "--validation", text, "--only", "[average_*, hybrid_1_*]")
+    flags = [*SMALL_TEXT, "--text", text, "--validation", text, "--nsp", "true"]
+    run("mixers", *flags, "--only", "[average_*, hybrid_1_*]")
     cells = {unseeded(name): cell for name, cell in read(tmp_path / "results/mixers_tiny.json").items()}
     assert {name: cell["settings"]["token_mixers"] for name, cell in cells.items()} == {
         "average": ["average", "average"],
         "hybrid_1": ["sepconv", "attention"],
     }
+    metrics = [json.loads(path.read_text()) for path in tmp_path.glob("runs/mixers_tiny/*/metrics.json")]
+    assert len(metrics) == 2 and all(found["nsp_accuracy"] is not None for found in metrics)
     assert all(0 <= cell["metrics"]["mlm_accuracy"] <= 1 for cell in cells.values())
 
 
@@ -1198,6 +1245,8 @@ def test_mixers_are_fine_tuned(run, tmp_path, text, glue_folder):
     assert 0 <= first["task_score"] <= 1 and 0 <= second["task_score"] <= 1
     assert first["shared_cpu_seconds"] > second["shared_cpu_seconds"]  # has trained the tokenizer
     assert len(list((tmp_path / "runs/mixers_tiny").glob("tokenizer_*/tokenizer.json"))) == 1  # for all cells
+    recipes = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/mixers_tiny/*/finetuned/recipe.yaml")]
+    assert [(recipe["training"]["seed"], recipe["data"]["max_length"]) for recipe in recipes] == [(4, 16)] * 2
 
 
 def test_run_experiment_returns_the_tables(experiment, tmp_path):
