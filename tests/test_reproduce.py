@@ -23,6 +23,7 @@ from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
+from sparsebert.data.documents import in_split
 from sparsebert.experiments import EXPERIMENTS, Experiment, minilm_mixers, reproduction, sparsebert_figure7
 from sparsebert.experiments.experiment import shared_settings, unseeded
 from sparsebert.experiments.reproduction import (
@@ -1205,10 +1206,25 @@ def test_copying_runs(run, tmp_path):
 def test_language_modelling_runs(run, tmp_path, text):
     sizes = ("--strides", "[4]", "--windows", "[2]", "--sparsities", "[0.5]")
     files = ("--text", text, "--validation", text)
-    run("language_modelling", *SMALL_TEXT, *sizes, *files, "--only", "[dense_*, random_0.5_*]")
+    run("language_modelling", *SMALL_TEXT, *sizes, *files, "--seeds", "[3]", "--only", "[dense_*, random_0.5_*]")
     cells = {unseeded(name): cell for name, cell in read(tmp_path / "results/language_modelling_tiny.json").items()}
     assert 100 < cells["dense"]["metrics"]["perplexity"] < 200
-    assert cells["dense"]["metrics"]["causal_sparsity"] == 0 < cells["random_0.5"]["metrics"]["causal_sparsity"]
+    mask = build_pattern("random", 16, 4, num_layers=2, seed=3, sparsity=0.5)
+    removed = 1 - 16 * 16 / (16 * 17 / 2) * mask.to_table().tril().float().mean().item()
+    assert cells["random_0.5"]["metrics"]["causal_sparsity"] == pytest.approx(removed)
+    assert cells["dense"]["metrics"]["causal_sparsity"] == 0
+
+
+def test_the_tokenizer_has_not_seen_the_held_out_text(run, tmp_path):
+    def documents(word, split):
+        numbered = (f"{word} is the first of many words of text {i}" for i in range(2000))
+        return [document for document in numbered if in_split([document], split)]
+
+    (tmp_path / "text.txt").write_text("\n\n".join(documents("ours", "train")[:80] + documents("ж", "validation")))
+    run("language_modelling", *SMALL_TEXT, "--text", tmp_path / "text.txt", "--only", "dense_*")
+    (folder,) = tmp_path.glob("runs/language_modelling_tiny/tokenizer_*/")
+    known = AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert "ours" in known and "ж" not in known
 
 
 def test_translation_runs(run, tmp_path, pairs):
