@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from sparsebert import SparseBertConfig, SparseBertForMaskedLM
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
@@ -567,8 +567,8 @@ def inputs(text, words, pairs, checkpoints, glue_folder, squad_folder, swag_fold
     own["minilm_task_masks"] = {"data": str(glue_folder), "tasks": ["rte"], "max_length": 32, "sparsity": 0.5}
     reviews = tmp_path / "reviews"
     reviews.mkdir()
-    for split in ("train", "test"):
-        rows = [{"text": " ".join(["w1", "w2"][i % 2 : i % 2 + 1] * (4 + 3 * i)), "label": i % 2} for i in range(12)]
+    for split, words_of in {"train": ("w1", "w2"), "test": ("w3", "w4")}.items():
+        rows = [{"text": " ".join([words_of[i % 2]] * (4 + 3 * i)), "label": i % 2} for i in range(12)]
         (reviews / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own["long_reviews"] = {"reviews": str(reviews), "masked": [checkpoints["window"]], "lengths": [16, 48]}
     own["long_reviews"]["longer_than"] = 16
@@ -810,19 +810,32 @@ def test_long_texts_are_compared_with_truncated_ones():
     assert rows["dense, 2048 tokens"]["removed on inputs"] == "50.0%"
 
 
-def test_only_long_texts_are_used(inputs, tmp_path):
+@pytest.fixture
+def split_is_one(monkeypatch):
+    """Classifiers that say 1 of texts that are split, and 0 of others."""
+
+    def classify(model, tokenizer, texts, max_length, split=False):
+        return [int(split)] * len(texts)
+
+    monkeypatch.setattr("sparsebert.experiments.review_classifiers.classify", classify)
+
+
+def test_only_long_texts_are_used(inputs, split_is_one, tmp_path):
     settings = known_fields("long_reviews", SMALLEST) | inputs("long_reviews")
     cell = next(iter(cells_of("long_reviews", **settings).values()))
     with pytest.raises(ValueError, match="no text of train has more than 39 tokens"):
         EXPERIMENTS["long_reviews"].run(cell | {"longer_than": 39}, tmp_path)
-    metrics = EXPERIMENTS["long_reviews"].run(cell | {"test_examples": 100, "bf16": True}, tmp_path)
-    assert metrics["test_examples"] == 8  # of 12
+    metrics = EXPERIMENTS["long_reviews"].run(cell | {"longer_than": 18, "bf16": True}, tmp_path)
+    assert metrics["test_examples"] == 7  # of 12, and 4 of them have the label 1
+    assert (metrics["accuracy"], metrics["split_accuracy"]) == pytest.approx((3 / 7, 4 / 7))
 
 
-def test_masks_are_searched_on_further_texts(inputs, tmp_path):
+def test_masks_are_searched_on_further_texts(inputs, split_is_one, tmp_path):
     settings = known_fields("long_review_masks", SMALLEST) | inputs("long_review_masks")
     (cell,) = cells_of("long_review_masks", **settings, seeds=[1]).values()
-    EXPERIMENTS["long_review_masks"].run(cell, tmp_path)
+    metrics = EXPERIMENTS["long_review_masks"].run(cell | {"longer_than": 18}, tmp_path)
+    for way, share in (("truncated", 3 / 7), ("split", 4 / 7)):
+        assert [metrics[f"accuracy_{name}_{way}"] for name in ("dense", "window_recovered")] == [share] * 2
     labeled, unlabeled = ((tmp_path / name).read_text() for name in ("data/train.jsonl", "unlabeled.jsonl"))
     assert len(labeled.splitlines()) == 4 and len(unlabeled.splitlines()) > 1
     texts = [
@@ -830,6 +843,16 @@ def test_masks_are_searched_on_further_texts(inputs, tmp_path):
         for file, name in ((labeled, "sentence"), (unlabeled, "text"))
     ]
     assert not texts[0] & texts[1]
+    for names, words in {
+        ("data/train.jsonl", "unlabeled.jsonl"): {"w1", "w2"},  # of the split train
+        ("data/dev.jsonl", "test.jsonl"): {"w3", "w4"},
+    }.items():
+        text = "".join((tmp_path / name).read_text() for name in names)
+        assert {word for word in ("w1", "w2", "w3", "w4") if word in text} == words
+    masks = {path.parent.name: SparseMask.from_pretrained(path.parent) for path in tmp_path.glob("*/mask_config.json")}
+    assert masks.keys() == {"learned", "learned_recovered", "window_recovered"}
+    assert torch.equal(masks["learned"].to_table(), masks["learned_recovered"].to_table())
+    assert masks["window_recovered"].metadata["pattern"] == "window" and masks["learned"].metadata["search"] == "dam_s"
     with pytest.raises(ValueError, match=r"unlabeled_examples: all \d+ long texts are used"):
         EXPERIMENTS["long_review_masks"].run(cell | {"train_examples": 100}, tmp_path)
 
