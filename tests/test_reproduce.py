@@ -17,13 +17,15 @@ import torch
 import transformers
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
+from sparsebert.analysis.reports import RECOVERED, own_mask
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
 from sparsebert.data.documents import in_split
+from sparsebert.data.tasks import glue
 from sparsebert.experiments import EXPERIMENTS, Experiment, minilm_mixers, reproduction, sparsebert_figure7
 from sparsebert.experiments.experiment import shared_settings, unseeded
 from sparsebert.experiments.reproduction import (
@@ -39,6 +41,7 @@ from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.files import replace_files
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.post_hoc_arguments import PostHocArguments
+from sparsebert.training.sentence_similarity import similarity
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -935,6 +938,26 @@ def test_masks_of_tasks_are_compared_with_the_learned_one():
     assert [row["task"] for row in differences.as_json()["rows"]][::4] == ["stsb", "rte", "mean"]
 
 
+def test_scores_through_adapted_weights_are_those_after_the_recovery(inputs, tmp_path, monkeypatch):
+    def search(recipe):
+        mask = recipe["data"].get("mask")
+        names = ("dense", "given", "given, recovered") if mask else ("dense", "learned", "learned, recovered")
+        scores = {name: {"score": i + 10 * bool(mask), "input_sparsity": i / 10} for i, name in enumerate(names)}
+        return {"seconds": {"search": 1.0}, "agreement": scores}
+
+    monkeypatch.setattr("sparsebert.experiments.minilm_task_masks.search_post_hoc", search)
+    trained = {"train_examples": 8, "train_seconds": 1.0, "main_metric": "accuracy"}
+    monkeypatch.setattr("sparsebert.experiments.minilm_task_masks.finetuned_cell", lambda *_: dict(trained))
+    cell = next(iter(cells_of("minilm_task_masks", **inputs("minilm_task_masks")).values()))
+    metrics = EXPERIMENTS["minilm_task_masks"].run(cell, tmp_path)
+    expected = {"dense": (0, 0.0), "learned": (1, 0.1), "learned_recovered": (2, 0.2), "window_recovered": (12, 0.2)}
+    for prefix, index in (("score_", 0), ("removed_", 1)):
+        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+        assert found == {name: values[index] for name, values in expected.items()}
+    metrics = EXPERIMENTS["minilm_task_masks"].run(cell | {"recover": 0}, tmp_path)
+    assert "score_window_recovered" not in metrics and "score_learned" in metrics
+
+
 def test_split_texts_through_a_mask_are_compared_with_truncated_ones():
     accuracy = {"dense_truncated": 0.80, "dense_split": 0.82, "learned_recovered_split": 0.83}
     times = {"dense_truncated": 100.0, "dense_split": 150.0, "learned_recovered_split": 99.0}
@@ -1098,6 +1121,25 @@ def test_searches_have_the_settings_of_their_cells(name, inputs, tmp_path, monke
         if name == "minilm":
             assert (given["data"], given["max_length"], given["batch_size"]) == (cell["text"], 16, 4)
             assert given["mask"] == cell["mask"] if "mask" in given else given["search"] == "dam_s"
+
+
+@pytest.mark.parametrize("mask", ["window", "dense"])
+def test_cells_of_a_trained_model_have_what_was_found(mask, inputs, checkpoints, glue_folder, tmp_path):
+    settings = known_fields("minilm", SMALLEST) | inputs("minilm") | {"masks": [mask], "stsb": str(glue_folder)}
+    (cell,) = cells_of("minilm", **settings, seeds=[1]).values()
+    metrics = EXPERIMENTS["minilm"].run(cell, tmp_path)
+    found = json.loads((tmp_path / "model/metrics.json").read_text())
+    before, after = (found["agreement"][name] for name in (own_mask(mask), RECOVERED.format(own_mask(mask))))
+    assert before["cosine"] != after["cosine"]
+    assert (metrics["cosine_before"], metrics["cosine"]) == (before["cosine"], after["cosine"])
+    assert metrics["removed"] == found["sparsity"][own_mask(mask)] == pytest.approx(cell["sparsity"], abs=0.1)
+    seconds = found["inference_seconds"]
+    assert metrics["speed_up"] == pytest.approx(seconds["dense"] / seconds["masked"])
+    pairs = glue.load("stsb", glue_folder, ["validation"])["validation"]
+    for name, folder in {"spearman": tmp_path / "model", "spearman_original": checkpoints["stock"]}.items():
+        model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        if name == "spearman" or mask == "dense":
+            assert metrics[name] == pytest.approx(similarity(model, tokenizer, pairs)[0]["spearman"])
 
 
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
