@@ -17,6 +17,7 @@ import torch
 import transformers
 import yaml
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
@@ -1140,6 +1141,24 @@ def test_cells_of_a_trained_model_have_what_was_found(mask, inputs, checkpoints,
         model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
         if name == "spearman" or mask == "dense":
             assert metrics[name] == pytest.approx(similarity(model, tokenizer, pairs)[0]["spearman"])
+
+
+def test_replaced_layers_start_anew_and_the_others_from_the_checkpoint(inputs, tmp_path):
+    settings = known_fields("minilm_mixers", SMALLEST) | inputs("minilm_mixers") | {"replaced": [1]}
+    cells = cells_of("minilm_mixers", **settings, learning_rate=0.0, seeds=[1])
+    weights = {}
+    for name, cell in cells.items():
+        (folder := tmp_path / "runs/cells" / name).mkdir(parents=True)
+        EXPERIMENTS["minilm_mixers"].run(cell, folder)
+        weights[cell["series"]] = load_file(folder / "model.safetensors")
+    (path,) = tmp_path.glob("runs/checkpoint_*/model.safetensors")
+    checkpoint, first = load_file(path), "bert.encoder.layer.0.attention.self."
+    for series, found in weights.items():
+        assert all(name.startswith(first) for name in checkpoint.keys() ^ found.keys()), series
+        changed = {name for name in checkpoint.keys() & found.keys() if not torch.equal(checkpoint[name], found[name])}
+        if series == "attention":
+            assert {f"{first}{part}.weight" for part in ("query", "key", "value")} <= changed
+        assert all(name.startswith(first) for name in changed), series
 
 
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
