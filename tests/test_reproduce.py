@@ -1161,6 +1161,64 @@ def test_replaced_layers_start_anew_and_the_others_from_the_checkpoint(inputs, t
         assert all(name.startswith(first) for name in changed), series
 
 
+@pytest.mark.parametrize(
+    "name, cell, own",
+    [
+        ("sparsebert_table1", "no_diag_seed_3", {"pattern": "no_diag"}),
+        ("sparsebert_table1", "random_drop_1_seed_3", {"pattern": "random_drop", "mask_seed": 3001}),
+        (
+            "sparsebert_table1",
+            "soft_seed_3",
+            {"search": "soft", "mask_logit_scale": 7.0, "sparsity_weight": 0.0, "max_steps": 5},
+        ),
+        ("sparsebert_table3", "random_0.5_seed_3", {"pattern": "random", "mask_seed": 3}),
+        ("sparsebert_table3", "dam_s_lambda_0.001_seed_3", {"search_end": 0.3, "mask_logit_scale": 7.0}),
+        (
+            "sparsebert_table3",
+            "dam_u_layers_target_0.5_seed_3",
+            {"search_end": 0.3, "mask_logit_scale": 9.0, "start_from_attention": True, "share_layers": False},
+        ),
+        (
+            "sparsebert_figure7",
+            "one_stage_0.5_seed_3",
+            {"search_end": 0.3, "mask_logit_scale": 9.0, "start_from_attention": True, "target_sparsity": 0.5},
+        ),
+    ],
+)
+def test_cells_go_on_from_the_checkpoint_with_their_settings(name, cell, own, inputs, tmp_path, monkeypatch):
+    recipes = []
+
+    def pretrain(recipe):
+        recipes.append(recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparsebert.experiments.continued_pretraining.pretrain", pretrain)
+    monkeypatch.setattr("sparsebert.experiments.continued_pretraining.shared_checkpoint", lambda *_: tmp_path)
+    given = {"search_end": 0.3, "mask_logit_scale": 7.0, "target_logit_scale": 9.0, "search_steps": 5}
+    settings = known_fields(name, SMALLEST | given) | inputs(name) | {"seeds": [3], "learning_rate": 1e-5}
+    with pytest.raises(KeyboardInterrupt):
+        EXPERIMENTS[name].run(cells_of(name, **settings)[cell], tmp_path / "runs/cells/cell")
+    (recipe,) = recipes
+    found = recipe["data"] | recipe["model"] | recipe["training"]
+    # As much text in all systems: that of the checkpoint, and then their own.
+    expected = {"base_model": str(tmp_path), "learning_rate": 1e-5, "max_steps": 2, "seed": 3} | own
+    expected["max_tokens"] = (2 + expected["max_steps"]) * 8 * 16
+    assert expected.items() <= found.items()
+    assert ("start_from_attention" in found) == ("start_from_attention" in own)
+
+
+def test_masks_of_a_seed_come_from_one_soft_search(inputs, tmp_path):
+    settings = known_fields("sparsebert_figure7", SMALLEST) | inputs("sparsebert_figure7") | {"sparsities": [0.3, 0.7]}
+    options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
+    for only, searches in ((["two_stage_0.3_seed_1", "random_0.7_seed_1"], 1), (["random_0.7_seed_2"], 2)):
+        run_experiment("sparsebert_figure7", replace(options, only=only), settings)
+        assert len(list(tmp_path.glob("runs/sparsebert_figure7_tiny/soft_*/metrics.json"))) == searches
+    cells = read(tmp_path / "results/sparsebert_figure7_tiny.json")
+    assert [cell["metrics"]["sparsity"] for cell in cells.values()] == pytest.approx([0.3, 0.7, 0.7], abs=0.01)
+    masks = {name: SparseMask.from_pretrained(tmp_path / "runs/sparsebert_figure7_tiny" / name) for name in cells}
+    assert masks["random_0.7_seed_1"] != masks["random_0.7_seed_2"]
+
+
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
     seen, step = [], SparseBertTrainer.training_step
 
@@ -1195,6 +1253,10 @@ def test_the_checkpoint_is_that_of_all_cells(inputs, tmp_path):
     options.only = "no_diag_seed_1"
     run_experiment("sparsebert_table1", options, settings | {"max_steps": 3})
     assert metrics.is_file() and metrics.with_name("model.safetensors").read_bytes() == weights
+    # Other settings of its own make it another.
+    options.only = "random_drop_0_seed_1"
+    run_experiment("sparsebert_table1", options, settings | {"checkpoint_learning_rate": 1e-3})
+    assert len(list(tmp_path.glob("runs/checkpoint_*/metrics.json"))) == 2
 
 
 # What the papers' tables and figures hold.
