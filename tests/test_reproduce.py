@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.analysis.reports import RECOVERED, own_mask
+from sparsebert.analysis.runs import read_run
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
@@ -42,6 +43,7 @@ from sparsebert.experiments.time_estimates import duration, estimate_seconds
 from sparsebert.files import replace_files
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.post_hoc_arguments import PostHocArguments
+from sparsebert.training.pruned_masks import prune_by_probs, random_control
 from sparsebert.training.sentence_similarity import similarity
 from sparsebert.training.trainer import SparseBertTrainer
 
@@ -1210,13 +1212,17 @@ def test_cells_go_on_from_the_checkpoint_with_their_settings(name, cell, own, in
 def test_masks_of_a_seed_come_from_one_soft_search(inputs, tmp_path):
     settings = known_fields("sparsebert_figure7", SMALLEST) | inputs("sparsebert_figure7") | {"sparsities": [0.3, 0.7]}
     options = ReproductionArguments(output=str(tmp_path / "results"), runs=str(tmp_path / "runs"))
-    for only, searches in ((["two_stage_0.3_seed_1", "random_0.7_seed_1"], 1), (["random_0.7_seed_2"], 2)):
+    found = {}
+    for seed, only in {1: ["two_stage_0.3_seed_1", "random_0.7_seed_1"], 2: ["random_0.7_seed_2"]}.items():
         run_experiment("sparsebert_figure7", replace(options, only=only), settings)
-        assert len(list(tmp_path.glob("runs/sparsebert_figure7_tiny/soft_*/metrics.json"))) == searches
+        searches = set(tmp_path.glob("runs/sparsebert_figure7_tiny/soft_*/metrics.json"))
+        (found[seed],) = searches - set(found.values())
     cells = read(tmp_path / "results/sparsebert_figure7_tiny.json")
     assert [cell["metrics"]["sparsity"] for cell in cells.values()] == pytest.approx([0.3, 0.7, 0.7], abs=0.01)
-    masks = {name: SparseMask.from_pretrained(tmp_path / "runs/sparsebert_figure7_tiny" / name) for name in cells}
-    assert masks["random_0.7_seed_1"] != masks["random_0.7_seed_2"]
+    for seed, metrics in found.items():
+        expected = random_control(prune_by_probs(read_run(metrics.parent), 0.7), seed).to_table()
+        made = SparseMask.from_pretrained(tmp_path / f"runs/sparsebert_figure7_tiny/random_0.7_seed_{seed}").to_table()
+        assert torch.equal(made, expected)
 
 
 def test_systems_of_a_seed_see_the_same_batches(inputs, tmp_path, monkeypatch):
