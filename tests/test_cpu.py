@@ -519,3 +519,27 @@ def test_packed_sequences_must_be_among_the_tokens():
         arguments[-2] = torch.tensor(starts)
         with pytest.raises(RuntimeError, match="a packed sequence is not among the tokens"):
             torch.ops.sparsebert.csr_attention(*packed, *arguments)
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_packed_sequences_get_what_they_get_alone(number):
+    """Long enough for the rows of a head to be split over threads. Tokens between them get nothing."""
+    torch.set_num_threads(number)
+    arguments = operator_arguments(length=300, dropout=0.1)
+    padding, places = arguments[3], (slice(2, 302), slice(305, 318))
+    starts = torch.tensor([place.start for place in places])
+    tensors = numbers(1, HEADS, 320, 8, count=4)
+    padded = [torch.zeros(2, HEADS, 300, 8) for _ in tensors]
+    for given, batch in zip(tensors, padded, strict=True):
+        for row, place in enumerate(places):
+            batch[row, :, padding[row]] = given[0, :, place]
+    results = []
+    for (*leaves, grad), more in ((tensors, (starts, 300)), (padded, ())):
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        output = torch.ops.sparsebert.csr_attention(*leaves, *arguments, *more)
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+    for got, want in zip(*results, strict=True):
+        expected = torch.zeros_like(got)
+        for row, place in enumerate(places):
+            expected[0, :, place] = want[row, :, padding[row]]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
