@@ -20,8 +20,8 @@ from .mask_inputs import check_arguments
 
 
 supports_flash_attn = True  # Transformers takes `flash_attn_forward` of modules that have both names
-# The masks that were read, by the `id` of their model's configuration, with the configuration: an `id` is used again.
-_READ: dict[int, tuple["weakref.ref[Any]", SparseMask]] = {}
+# The masks that were read, by the `id` of their model's configuration, as long as that exists: an `id` is used again.
+_READ: dict[int, SparseMask] = {}
 
 
 def set_mask(model: nn.Module, mask: SparseMask) -> None:
@@ -39,17 +39,16 @@ def set_mask(model: nn.Module, mask: SparseMask) -> None:
 
 
 def _saved_mask(config):
-    owner, mask = _READ.get(key := id(config), (None, None))
-    if mask is None or owner is None or owner() is not config:
+    if (key := id(config)) not in _READ:
         name, revision = config._name_or_path, getattr(config, "_commit_hash", None)
         try:
-            mask = SparseMask.from_pretrained(name, **({"revision": revision} if revision else {}))
+            _READ[key] = SparseMask.from_pretrained(name, **({"revision": revision} if revision else {}))
         except (MaskFileError, OSError) as error:
             raise ValueError(
                 f"there is no mask beside the weights of {name!r}, call set_mask(model, mask) of this kernel: {error}"
             ) from error
-        _READ[key] = weakref.ref(config, lambda _: _READ.pop(key, None)), mask
-    return mask
+        weakref.finalize(config, _READ.pop, key)
+    return _READ[key]
 
 
 def _padding(attention_mask, causal):
