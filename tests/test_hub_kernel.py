@@ -12,11 +12,12 @@ import sys
 import pytest
 import torch
 from conftest import TINY
+from huggingface_hub import constants
 from transformers import BertConfig, BertModel
 from transformers.utils import is_kernels_available
 
 from benchmarks.write_hub_kernel import NAME, write
-from sparsebert import SparseMask, attach, build_pattern
+from sparsebert import SparseMask, attach, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.hub_kernel import flash_attn_forward, set_mask
 
 
@@ -156,8 +157,27 @@ def test_a_mask_is_set_or_refused(tiny_bert):
     one = attention(tiny_bert)
     set_mask(tiny_bert, SparseMask(torch.ones(4, 40, 40, dtype=torch.bool), 40))
     assert one.shape == (1, 20, 4, 8) and not torch.allclose(one, attention(tiny_bert))
-    with pytest.raises(ValueError, match="self-attention of whole inputs"):
-        attention(tiny_bert, key=torch.randn(1, 4, 21, 8))
+    for key in (torch.randn(1, 4, 21, 8), torch.randn(1, 2, 20, 8)):
+        with pytest.raises(ValueError, match="self-attention of whole inputs"):
+            attention(tiny_bert, key=key)
+
+
+def test_arguments_reach_the_attention_of_their_layer(tiny_bert):
+    """A mask per layer, scale, dropout, and causality, which goes by the module if it is not given."""
+    mask = SparseMask(torch.rand(2, 4, 20, 20) < 0.5, 20, special_tokens="first")
+    set_mask(tiny_bert, mask)
+    states = torch.randn(3, 1, 4, 20, 8).unbind(0)
+    for index, layer in enumerate(tiny_bert.encoder.layer):
+        module = layer.attention.self
+        for own, given in ((False, None), (True, None), (True, False), (False, True)):
+            module.is_causal, results = own, []
+            for causal in (False, True):
+                torch.manual_seed(1)
+                fields = {"layer": index, "dropout_p": 0.4, "is_causal": causal, "scale": 0.2}
+                results.append(sparse_dot_product_attention(*states, mask, **fields).transpose(1, 2))
+            torch.manual_seed(1)
+            got = flash_attn_forward(module, *states, None, scaling=0.2, dropout=0.4, is_causal=given)[0]
+            assert torch.equal(got, results[own if given is None else given]) and not torch.equal(*results)
 
 
 def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
@@ -172,6 +192,22 @@ def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
         assert masks[-1] == SparseMask.from_pretrained(folder)
         del model
         gc.collect()
+
+
+def test_a_mask_is_that_of_the_revision(tmp_path, monkeypatch):
+    """In the cache of the Hub are two, of which the branch has the second."""
+    repository, masks = tmp_path / "models--user--bert", []
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(40 * "b")
+    for commit, pattern in (("a", "window"), ("b", "star")):
+        masks.append(build_pattern(pattern, 40, 4))
+        masks[-1].save_pretrained(repository / "snapshots" / (40 * commit))
+    for commit, expected in ((40 * "a", masks[0]), (None, masks[1])):
+        model = BertModel(BertConfig(**TINY))
+        model.config._name_or_path, model.config._commit_hash = "user/bert", commit
+        attention(model)
+        assert model.encoder.layer[0].attention.self.sparse_mask == expected
 
 
 def test_what_is_more_than_padding_is_refused(tiny_bert):
@@ -198,6 +234,8 @@ def test_a_causal_mask_with_padding_is_none_of_its_own():
         torch.manual_seed(1)
         outputs.append(attention(model, attention_mask=form))
     assert all(outputs[0].equal(output) for output in outputs)
+    with pytest.raises(ValueError, match="removes more than padding"):
+        attention(model, attention_mask=whole, is_causal=False)
 
 
 SELF_CHECK = """
