@@ -118,7 +118,7 @@ def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Document
     before[:, 0] = -1
     follows = position_ids == position_ids.gather(-1, before.clamp(min=0)) + column - before
     first = position_ids.gather(-1, real.int().argmax(-1, keepdim=True))
-    starts = real & ((position_ids == first) | (before < 0))
+    starts = real & (position_ids == first)
     if not bool((starts & (before >= 0)).any()) or not bool((starts | follows | ~real).all()):
         return None
     number = starts.cumsum(-1) + length * torch.arange(len(real), device=real.device)[:, None]
