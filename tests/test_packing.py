@@ -119,12 +119,16 @@ def test_a_decoder_packs_documents_too(tiny_config, fields):
         assert_equals_alone(model_of(tiny_config, is_decoder=True, use_cache=False, **fields), backend)
 
 
-def test_padding_between_documents_and_inside(tiny_config):
-    """Rows as other collators make them: left padding, gaps, a token that is masked."""
+@pytest.mark.parametrize(
+    "places, masked",
+    [([(0, 3, 9), (0, 14, 6), (1, 1, 22)], [5]), ([(0, 3, 6), (0, 14, 6), (1, 1, 6)], [])],
+    ids=["a masked token", "equal lengths"],
+)
+def test_padding_between_documents_and_inside(tiny_config, places, masked):
+    """Rows as other collators make them: left padding, gaps, a token of the first document that is masked."""
     model = model_of(tiny_config, pattern="bigbird").eval()
-    places = [(0, 3, 9), (0, 14, 6), (1, 1, 22)]
     inputs = packed(places)
-    inputs["attention_mask"][0, 5] = 0  # inside the first document
+    inputs["attention_mask"][0, masked] = 0
     for backend in FROZEN:
         model.set_attn_implementation(backend)
         with torch.no_grad():
@@ -149,6 +153,7 @@ def test_padding_between_documents_and_inside(tiny_config):
         ([0, 1, 2, 3, 4], [1, 1, 0, 1, 1], None),
         ([2, 0, 3, 1, 4], [1, 1, 1, 1, 1], None),  # a permutation is no packing
         ([0, 2, 4, 6, 8], [1, 1, 1, 1, 1], None),
+        ([0, 2, 1, 0, 1], [1, 1, 1, 1, 1], None),
     ],
 )
 def test_where_documents_begin(positions, real, expected):
@@ -357,8 +362,9 @@ def test_packed_rows_skip_their_padding(tiny_config):
         (PADDING, {"output_attentions": True}, "real"),
         (PADDING, {}, "position"),
         (torch.ones_like(PADDING), {}, "real"),
+        (PADDING * torch.tensor([1, 0, 1])[:, None], {}, "real"),
     ],
-    ids=["left", "holes", "attentions", "position", "none"],
+    ids=["left", "holes", "attentions", "position", "none", "nothing real"],
 )
 def test_padding_that_stays(tiny_config, padding, kwargs, last_token):
     model = model_of(tiny_config, pattern="dense", skip_padding=True).eval()
