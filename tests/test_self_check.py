@@ -8,9 +8,13 @@ import math
 import multiprocessing
 import os
 import re
+import select
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,8 +215,34 @@ def test_too_little_memory_is_not_for_ever():
     assert not outcome.lasting
 
 
-def test_a_process_that_cannot_start():
-    (outcome,) = run_self_checks([ORDER], 60.0, ["/no/such/program"])
+def test_all_that_a_process_started_is_ended(tmp_path):
+    """Such as its compilers. A pipe ends when nobody holds it any more."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    code = f"""
+held = open({str(pipe)!r}, "w")
+if not os.fork():
+    os.close(1)
+    signal.pause()
+say(doing="x")
+"""
+    (outcome,) = ending(code)
+    assert outcome.ended == "it ended with exit code 0 (at: x)"
+    assert select.select([reading], [], [], 30)[0] and os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_what_was_not_begun_may_be_done_later():
+    orders = [ORDER, replace(ORDER, setting=replace(SETTING, head_size=32))]
+    code = 'say(doing="x"); say(backend="sparse_cpu", finding=RIGHT); say(done=True)'
+    first, second = ending(code, orders=orders)
+    assert first.ended == FINISHED and first.lasting
+    assert second == Outcome(orders[1].setting, {}, "it ended with exit code 0", lasting=False)
+
+
+@pytest.mark.parametrize("program", ["/no/such/program", None], ids=str)  # `sys.executable` may be `None`
+def test_a_process_that_cannot_start(program):
+    (outcome,) = run_self_checks([ORDER], 60.0, [program])
     assert outcome.ended.startswith("its process could not be started: ") and not outcome.lasting
 
 
@@ -307,6 +337,23 @@ def damaged(content):
         yield json.dumps(copy)
 
 
+def test_an_outcome_is_of_its_sources(tmp_path, monkeypatch):
+    """In a checkout these change without a version."""
+    own = Path(self_check_results.__file__)
+    for name in ("attention", "masks"):
+        shutil.copytree(
+            own.parent.with_name(name), tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    monkeypatch.setattr(self_check_results, "__file__", str(tmp_path / "attention" / own.name))
+    files = ("attention/triton_steps.py", "attention/csr_attention.cpp", "attention/vectors.h", "masks/tiles.py")
+    hashes = {self_check_results._sources.__wrapped__()}
+    for number, name in enumerate(files, 2):
+        with open(tmp_path / name, "a") as file:
+            file.write("\n")
+        hashes.add(self_check_results._sources.__wrapped__())
+        assert len(hashes) == number, name
+
+
 def test_damaged_files_are_as_none(cache):
     write_check("cpu", OUTCOME)
     path = result_file("cpu", SETTING)
@@ -362,6 +409,20 @@ def test_two_processes_run_one_check(cache):
     run()
     other.join(30)
     assert other.exitcode == 0 and (cache / "runs").read_text() == "x"
+
+
+def test_times_are_taken_with_the_mask(cache):
+    mask, copy = build_pattern("window", 64, 3), cache / "copy"
+    code = f"import json, shutil, sys; shutil.copytree(json.loads(sys.argv[1])[0]['mask'], {str(copy)!r})\n"
+    outcome = found_out(ORDER, mask, 60.0, [sys.executable, "-c", code + PASSES])
+    assert outcome.ended == FINISHED and SparseMask.from_pretrained(copy) == mask
+
+
+def test_a_mask_that_cannot_be_written_is_no_error(cache, monkeypatch):
+    """As on a full disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(cache / "missing"))
+    outcome = found_out(ORDER, TILES, 60.0, [sys.executable, "-c", PASSES])
+    assert outcome.ended.startswith("it could not be started: ") and not outcome.lasting
 
 
 def test_a_failure_is_said_once_and_names_the_doctor(cache, caplog):
@@ -580,7 +641,11 @@ def test_only_what_has_passed_is_timed(found, right, length, timed):
 
 @needs_triton
 def test_nothing_is_timed_before_its_check(timed):
-    for ask in (lambda order, mask: None, lambda order, mask: Outcome(order.setting, ended="it was ended by SIGSEGV")):
+    passed = {"sparse_triton": Finding(True, milliseconds=1.0)}  # before the check crashed
+    for ask in (
+        lambda order, mask: None,
+        lambda order, mask: Outcome(order.setting, passed, "it was ended by SIGSEGV"),
+    ):
         name, reason = by_measurement(TILES, REQUEST, ask)
         assert name == PLAIN[-1] and "not sparse_triton: " in reason and "not sparse_flex: " in reason
         choice._MEASURED.clear()
