@@ -778,6 +778,11 @@ def test_refusals_of_models(tiny_config, what, name):
         ({"padding": torch.ones(2, 11, dtype=torch.bool)}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
         ({"padding": torch.ones(2, 12)}, "padding must be bool.*float32"),
         ({"padding": [[True] * 12] * 2}, "padding must be bool.*got list"),
+        (
+            {"padding": torch.ones(2, 12, dtype=torch.bool, device="meta")},
+            "padding must be bool.* on cpu, got .* on meta",
+        ),
+        ({"key": torch.ones(2, 4, 12, 8, device="meta")}, "key must be .* on cpu to fit the query, got .* on meta"),
         ({"query": [[0.0]]}, r"query must be a tensor of shape \(B, H, n, d\).*got list"),
         ({"query": torch.ones(2, 4, 12, 8).int()}, "query must be .*, one of torch.float16, .*got torch.int32"),
         ({"query": torch.ones(2, 4, 12, 0)}, r"query must be .* with d > 0, .*got torch.float32 \(2, 4, 12, 0\)"),
@@ -846,6 +851,20 @@ def test_decoders_without_a_mask_stay_causal(name, decoder):
             past = model(ids[:, :6], use_cache=True, past_key_values=cache and cache()).past_key_values
             results.append(model(ids[:, 6:], use_cache=True, past_key_values=past).logits)
         torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+@pytest.mark.parametrize("own", [None, False, True])
+def test_a_module_without_a_mask_runs_as_in_transformers(own, given):
+    """Its causality is the argument, or else its own attribute, or else true."""
+    module, states = torch.nn.Module(), numbers(2, 12)[:3]
+    if own is not None:
+        module.is_causal = own
+    got, expected = (
+        attention(module, *states, None, scaling=0.2, is_causal=given)[0]
+        for attention in (sparse_attention_forward, AttentionInterface()["sdpa"])
+    )
+    torch.testing.assert_close(got, expected)
 
 
 def test_what_is_more_than_a_mask_is_refused(tiny_config):
