@@ -8,6 +8,7 @@ import torch
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
+from sparsebert.attention.mask_inputs import MaskInputs
 from sparsebert.masks import compiled_forms as module
 from sparsebert.masks.compiled_forms import base_table, compiled, remember
 from sparsebert.masks.patterns import PATTERNS
@@ -105,6 +106,18 @@ def test_the_newest_forms_are_kept_up_to_a_bound(monkeypatch):
     # A single form above the limit is still kept.
     kept[200] = weakref.ref(compiled(mask, table_form, 200, False, CPU)[0][0])
     assert [length for length, form in kept.items() if form() is not None] == [200]
+
+
+@pytest.mark.parametrize("policy", ["dense", "error"])
+def test_the_lengths_of_generation_share_forms(policy):
+    mask = make_mask(23, length_policy=policy)
+    longest = 70 if policy == "dense" else 23
+    lengths = [
+        MaskInputs("sparse_eager", 1, number, CPU, mask, causal=True).compiled_length(mask)
+        for number in range(1, longest + 1)
+    ]
+    assert all(number <= length for number, length in enumerate(lengths, 1)) and max(lengths[:23]) == 23
+    assert len(set(lengths)) <= 2 + longest.bit_length()
 
 
 def test_forms_go_with_their_mask():
