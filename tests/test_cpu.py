@@ -390,6 +390,17 @@ def test_activation_checkpointing_draws_the_same_dropout(tiny_config, assert_sam
     assert_same_gradients(*gradients)
 
 
+def test_padding_of_any_strides():
+    mask = SparseMask(torch.rand(HEADS, LENGTH, LENGTH) < 0.5, LENGTH, special_tokens="first_last")
+    inputs, padding = numbers(2, HEADS, LENGTH, 8), torch.arange(LENGTH) < torch.tensor([LENGTH, 13])[:, None]
+    wider = torch.nn.functional.pad(padding, (0, 3))[:, :LENGTH]
+    outputs = [
+        sparse_dot_product_attention(*inputs, mask, given, backend="sparse_cpu")
+        for given in (padding, padding.mT.contiguous().mT, wider)
+    ]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
 def test_inputs_that_share_memory():
     """Expanded over batch and heads (stride 0), and a gradient that is one number everywhere."""
     query = torch.randn(2, HEADS, LENGTH, 8)
