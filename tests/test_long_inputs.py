@@ -101,6 +101,7 @@ def test_the_last_queries_alone(operator):
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_signed_offsets(block_size):
     keep = torch.tensor([[True, False, True, False], [False, False, False, True], [False] * 4])
+    before = keep.clone()
     begin, end, offsets = signed_offsets(keep, block_size, None)
     assert begin.dtype == end.dtype == offsets.dtype == torch.int32
     blocks = [[-2, 0, 2], [-3, 3], []]
@@ -108,12 +109,14 @@ def test_signed_offsets(block_size):
         tokens = [block * block_size + token for block in expected for token in range(block_size)]
         assert offsets[begin[head, 0] : end[head, 0]].tolist() == tokens
     assert (len(signed_offsets(keep, 1, True)[2]), len(signed_offsets(keep, 1, False)[2])) == (7, 4)
+    assert torch.equal(keep, before)  # it is the mask's own
 
 
 def test_longer_masks_are_refused_as_tables_are(operator):
-    mask = toeplitz("offsets", 12, length_policy="error")
-    with pytest.raises(ValueError, match="input of 13 tokens is longer than the mask"):
-        sparse_dot_product_attention(*torch.randn(3, 1, HEADS, 13, 8).unbind(0), mask, backend="sparse_cpu")
+    mask, states = toeplitz("offsets", 12, length_policy="error"), torch.randn(3, 1, HEADS, 13, 8).unbind(0)
+    for one, causal in itertools.product((mask, tabled(mask, 12)), (False, True)):
+        with pytest.raises(ValueError, match="input of 13 tokens is longer than the mask"):
+            sparse_dot_product_attention(*states, one, is_causal=causal, backend="sparse_cpu")
 
 
 def test_more_tokens_than_a_column_index_can_count(operator):
