@@ -417,6 +417,17 @@ def test_encoder_decoder(tiny_config, caplog):
     assert "runs dense" not in caplog.text  # cross-attention does
 
 
+@torch.no_grad()
+def test_cross_attention_runs_dense_beside_a_mask_in_compressed_rows(tiny_config):
+    fields = {"is_decoder": True, "add_cross_attention": True, "pattern": "logsparse"}
+    model = SparseBertLMHeadModel(tiny_config(**fields)).eval()
+    states, logits = torch.randn(*IDS.shape, model.config.hidden_size), []
+    for name in ("sparse_eager", "sparse_cpu"):
+        model.set_attn_implementation(name)
+        logits.append(model(IDS, encoder_hidden_states=states, encoder_attention_mask=PADDING).logits)
+    torch.testing.assert_close(*logits)
+
+
 # Compilation
 
 
