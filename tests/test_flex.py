@@ -399,6 +399,14 @@ def test_dtype_and_device_are_refused():
         attend(query.to("meta"))
 
 
+@pytest.mark.parametrize("which", range(3), ids=("query", "key", "value"))
+def test_gradients_of_any_input_are_refused_on_cpus(which):
+    mask, states = SparseMask(torch.ones(HEADS, 8, 8, dtype=torch.bool), 8), torch.randn(3, 1, HEADS, 8, 8).unbind(0)
+    states[which].requires_grad_()
+    with pytest.raises(ValueError, match="it has no gradients on device 'cpu'"):
+        sparse_dot_product_attention(*states, mask, backend="sparse_flex")
+
+
 # On CUDA
 
 
