@@ -179,11 +179,13 @@ def test_masks_by_distance_reach_to_the_end_of_a_window(form, block_size, padded
         detach(model)
 
 
-@pytest.mark.parametrize("special_tokens", ["first", "first_last"])
+@pytest.mark.parametrize(
+    "special_tokens, last_token", [("first", "real"), ("first_last", "real"), ("first_last", "position")]
+)
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_first_token_of_left_padded_sequences(name, special_tokens):
+def test_first_token_of_left_padded_sequences(name, special_tokens, last_token):
     """It is the first real one, also in layers with a sliding window."""
-    model, mask = base_model(name), random_mask(special_tokens=special_tokens)
+    model, mask = base_model(name), random_mask(special_tokens=special_tokens, last_token=last_token)
     sizes = PADDING.sum(-1).tolist()
     padding = PADDING.flip(1)
     padding[0, -2:] = 0
@@ -191,7 +193,7 @@ def test_first_token_of_left_padded_sequences(name, special_tokens):
     for row, size in enumerate(sizes):
         keep[row, :, LENGTH - size] = keep[row, :, :, LENGTH - size] = True
         if special_tokens == "first_last":
-            last = LENGTH - 1 if row else LENGTH - 3
+            last = LENGTH - 1 if row or last_token == "position" else LENGTH - 3
             keep[row, :, last] = keep[row, :, :, last] = True
     rows = padding.bool()
     expected = stock_states(model, name, keep & rows[:, None, None])[rows]
@@ -201,6 +203,13 @@ def test_first_token_of_left_padded_sequences(name, special_tokens):
         with torch.no_grad():
             torch.testing.assert_close(model(**inputs).last_hidden_state[rows], expected, atol=1e-5, rtol=1e-5)
         detach(model)
+
+
+def test_windows_that_differ_by_sequence_are_refused_by_name():
+    model = base_model("modernbert")
+    attach(model, random_mask(special_tokens="first_last"), attn_implementation="sparse_flex")
+    with pytest.raises(ValueError, match="^sparse_flex cannot run here: it does not support sliding windows around"):
+        states(model, "modernbert", padded=True)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in SHARED])
