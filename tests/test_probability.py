@@ -221,6 +221,9 @@ def test_bad_parameters(tiny_config, name, parameters, said):
     errors = (StrictDataclassClassValidationError, StrictDataclassFieldValidationError)
     with pytest.raises(errors, match=said):
         tiny_config(probability_map=name, probability_map_kwargs=parameters)
+    arguments = {"mask": build_pattern("window", 40, 4), "probability_map": name, "probability_map_kwargs": parameters}
+    with pytest.raises(ValueError, match=said):
+        sparse_dot_product_attention(*torch.randn(3, 1, 4, 40, 8), **arguments)
 
 
 @pytest.mark.parametrize(
