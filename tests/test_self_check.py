@@ -510,7 +510,7 @@ def test_nothing_is_chosen_before_its_check():
         ({"dtype": torch.float32, "dropout": 0.1}, []),
         ({"head_size": 48}, ["sparse_flex"]),
         ({"num_queries": 3}, []),
-        ({"num_queries": 256, "num_keys": 256}, []),
+        ({"num_queries": 256, "num_keys": 256, "padded": True}, []),
         ({"needs": frozenset({"export"})}, []),
         ({"needs": frozenset({"additive"})}, []),
     ],
@@ -528,7 +528,8 @@ def test_a_mask_without_empty_tiles_is_timed_only_where_a_kernel_fuses_more():
     scattered = SparseMask(torch.rand(HEADS, 512, 512) < 0.1, 512, special_tokens="first")
     orders = []
     ask = outcome_of(orders, sparse_triton=1.0, sparse_sdpa=2.0)
-    assert auto(ask, scattered)[0] == "sparse_sdpa" and not orders
+    for mask in (scattered, near_tiles(512, 6, HEADS)):  # of which it has 69 %
+        assert auto(ask, mask)[0] == "sparse_sdpa" and not orders
     assert auto(ask, scattered, dropout=0.1)[0] == auto(ask, scattered, padded=True)[0] == "sparse_triton"
     slow = outcome_of(orders, sparse_triton=2.0, sparse_sdpa=1.0)
     assert auto(slow, scattered, dropout=0.1)[0] == "sparse_sdpa"
@@ -562,6 +563,8 @@ def test_the_setting_is_that_of_the_request():
     assert orders[0].device == "cuda:1"
     live = tile_shares(TILES.structure(500)[0], 64)[0]
     assert orders[0].setting == Setting("bfloat16", 64, True, True, True, False, 512, math.ceil(10 * live))
+    auto(outcome_of(orders), near_tiles(505, 2, HEADS))  # which takes no longer inputs
+    assert orders[1].setting.length == 505
     assert setting_for(REQUEST, 505, 0.21, 0.19) == Setting("bfloat16", 64, length=505, live=3, partial=1)
     assert setting_for(REQUEST, 505, 0.0, 0.0) == Setting("bfloat16", 64, length=505, live=0)
     request = request_of("cuda:1", orders[0].setting, 512)
