@@ -18,7 +18,7 @@ from transformers.utils import is_kernels_available
 
 from benchmarks.write_hub_kernel import NAME, write
 from sparsebert import SparseMask, attach, build_pattern, sparse_dot_product_attention
-from sparsebert.attention.hub_kernel import flash_attn_forward, set_mask
+from sparsebert.attention.hub_kernel import _READ, flash_attn_forward, set_mask
 
 
 REPOSITORY = f"organization/{NAME}"
@@ -192,6 +192,7 @@ def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
         assert masks[-1] == SparseMask.from_pretrained(folder)
         del model
         gc.collect()
+        assert not _READ  # nothing that could be taken for the mask of the next
 
 
 def test_a_mask_is_that_of_the_revision(tmp_path, monkeypatch):
