@@ -65,6 +65,8 @@ def test_recipes(refused, tmp_path, content, said):
         ("--initializer_range .nan", "initializer_range must be a number from 0 to 1, got nan"),
         ("--layer_norm_eps -1", "layer_norm_eps must be a number from 0 to 1, got -1"),
         ("--vocab_size 100 --pad_token_id 100", "pad_token_id must be an integer from 0 to 99, got 100"),
+        ("--dtype float23", "dtype must be one of 'float32', 'bfloat16', 'float16', got 'float23'"),
+        ("--id2label 5", "--id2label must be fields such as {name: value}, got 5"),
         ("--save_steps 0", "save_steps must be more than 0, or left out for the default, got 0"),
         ("--save_total_limit 0", "save_total_limit must be more than 0, or left out to keep all checkpoints, got 0"),
         ("--text [1,2]", "no such file: '1'"),

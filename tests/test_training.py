@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -679,6 +680,13 @@ def test_a_recipe_says_what_the_mask_is_frozen_by(pretraining_flags, tmp_path, n
     assert metrics["sparsity"] == pytest.approx(removed, abs=0.005)
     tokens = metrics["steps"] * 4 * 16
     assert metrics["tokens_per_second"] * metrics["train_seconds"] == pytest.approx(tokens, rel=1e-3)
+
+
+def test_a_recipe_says_the_dtype_of_a_new_model(pretraining_flags, tmp_path):
+    assert main(pretraining_flags(tmp_path, "--search", "dam_s", "--dtype", "bfloat16", "--max_steps", "1")) == 0
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_recipe_says_which_tokens_are_predicted(word_tokenizer, tmp_path):

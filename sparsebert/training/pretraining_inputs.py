@@ -47,7 +47,7 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
         model = model_class.from_pretrained(data.base_model, **data.hub_arguments(data.base_model), **fields)
         check_weights(model, f"base_model {data.base_model}")
     else:
-        model = model_class(SparseBertConfig(**fields))
+        model = model_class._from_config(SparseBertConfig(**fields))  # unlike the class, in the dtype that it says
     if data.mask:
         model.set_mask(read_mask(data.mask, **mask_arguments(data)))
     check_backend(data.attn_implementation, model.config.probability_map)

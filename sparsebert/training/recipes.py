@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 import yaml
 
 from ..checks import nearest
@@ -212,7 +213,8 @@ def read_recipe(path: Path) -> dict:
 
 
 def _field_types(cls):
-    return {field.name: field.type for field in fields(cls) if field.init}
+    types_ = typing.get_type_hints(cls, localns={"torch": torch})  # transformers names it without importing it
+    return {field.name: types_[field.name] for field in fields(cls) if field.init}
 
 
 def _overrides(arguments: list) -> Iterator[tuple[str, list[str]]]:

@@ -12,10 +12,11 @@ from transformers.optimization import get_scheduler
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
+from ..analysis.diagnosis import DTYPES
 from ..attention.backends import BACKENDS, check_request
 from ..attention.capabilities import Request
 from ..attention.model_masks import sparse_attention_of
-from ..checks import LARGEST_SEED, check_range, nearest
+from ..checks import LARGEST_SEED, check_choice, check_range, nearest
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import num_positions
@@ -170,6 +171,8 @@ def check_model_fields(fields: dict[str, Any]) -> None:
     activation = fields.get("hidden_act")
     if isinstance(activation, str) and activation not in ACT2FN:
         raise nearest("hidden_act", activation, ACT2FN)
+    if fields.get("dtype") is not None:
+        check_choice("dtype", fields["dtype"], DTYPES)
 
 
 def check_pretraining(data: Any, model: dict[str, Any], max_steps: int = -1) -> None:

@@ -190,7 +190,8 @@ def build_model(
         ValueError: See [`check_model`].
     """
     encoder, decoder = check_model(model, max_length)
-    result = EncoderDecoderModel(encoder=SparseBertModel(encoder), decoder=SparseBertLMHeadModel(decoder))
+    parts: tuple[Any, Any] = SparseBertModel._from_config(encoder), SparseBertLMHeadModel._from_config(decoder)
+    result = EncoderDecoderModel(encoder=parts[0], decoder=parts[1])
     special = {
         "decoder_start_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
