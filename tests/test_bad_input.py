@@ -125,6 +125,7 @@ def test_names_of_masks(refused, checkpoints, glue_folder, pretraining_flags, tm
         ("--max_steps 0", "max_steps must be an integer of at least 1, got 0"),
         ("--sweep {learning_rate:[1e-3,-1]}", "learning_rate must be a number of at least 0, got -1.0"),
         ("--max_length 64", "max_length 64 is more than the 40 positions"),
+        ("--dtype float23", "dtype must be one of 'float32', 'bfloat16', 'float16', got 'float23'"),
         ("--model runs/nothing/here", "model: there is no folder 'runs/nothing/here'"),
         ("--attn_implementation sparse_triton", "sparse_triton cannot run here"),
     ],

@@ -33,7 +33,9 @@ _SMALLEST_WIDTH = 0.02
 # Share of the learned entries that a budget leaves free at both ends, so that P never saturates.
 _MARGIN = 1e-3
 
-# Where a file of P holds the outcome of the search, and what identifies the mask that was frozen.
+# Where a file of P holds, as JSON, the outcome of the search and what identifies the mask that was frozen. The order
+# of several keys would be arbitrary, and with it the bytes of the file.
+_FOUND = "found"
 _OUTCOME, _MASK = "search_outcome", "mask"
 
 
@@ -57,7 +59,7 @@ def save_probs(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"probs": probs.flatten(0, 1).contiguous(), "log_odds": log_odds.flatten(0, 1).contiguous()}
-    metadata = {_MASK: _digest(mask)} | ({} if outcome is None else {_OUTCOME: json.dumps(outcome)})
+    metadata = {_FOUND: json.dumps({_MASK: _digest(mask), _OUTCOME: outcome})}
     replace_files({folder / MASK_PROBS_NAME: safetensors.torch.save(tensors, metadata)})
 
 
@@ -78,15 +80,18 @@ def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     return fill_fixed_entries(table, mask.special_tokens, mask.diagonal)
 
 
-def _read_metadata(path: Path) -> dict[str, str]:
+def _read_metadata(path: Path) -> dict[str, Any]:
     with safetensors.safe_open(path, "pt") as file:
-        return file.metadata() or {}
+        found = json.loads((file.metadata() or {}).get(_FOUND, "{}"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: {_FOUND} must hold fields, got {found!r}")
+    return found
 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """The outcome of a search that [`save_probs`] wrote to a folder, `None` if there is none."""
     try:
-        return json.loads(_read_metadata(folder / MASK_PROBS_NAME).get(_OUTCOME, "null"))
+        return _read_metadata(folder / MASK_PROBS_NAME).get(_OUTCOME)
     except FileNotFoundError:
         return None
 
@@ -95,7 +100,7 @@ def is_of_mask(path: Path, mask: SparseMask) -> bool:
     """Whether a file that [`save_probs`] wrote belongs to this mask; `True` if the file does not say."""
     try:
         return _read_metadata(path).get(_MASK) in (None, _digest(mask))
-    except safetensors.SafetensorError:  # it is damaged
+    except (safetensors.SafetensorError, ValueError, RecursionError):  # it is damaged
         return False
 
 

@@ -154,7 +154,7 @@ def check_training_of_task(task: "Task", training: TrainingArguments) -> None:
 
 def check_model_fields(fields: dict[str, Any]) -> None:
     """
-    Check the sizes of a model that is built from the section `model` of a recipe.
+    Check the values of the section `model` of a recipe.
 
     Raises:
         ValueError: If a field is out of its range.

@@ -19,7 +19,7 @@ from ..models.described_masks import with_changes
 from ..models.loading import carries_mask, load
 from ..models.saving import AttachedModel, get_sparse_attention
 from .finetuning_arguments import FinetuningArguments
-from .run_checks import check_sizes_of
+from .run_checks import check_model_fields, check_sizes_of
 from .task_data import TaskData
 
 
@@ -42,11 +42,13 @@ def check_model(options: FinetuningArguments, config: dict[str, Any], max_length
         max_length (`int`): Number of tokens of the longest input.
 
     Raises:
-        ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here.
+        ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here or is
+            out of its range.
         OSError: If the model or the mask does not exist.
     """
     hub_arguments, of_mask = model_and_mask_arguments(options)
     model = read_config(str(options.model), **hub_arguments)
+    check_model_fields({"vocab_size": getattr(model, "vocab_size", None)} | config)
     check_sizes_of(f"model {options.model}", model, config)
     positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
     if max_length > positions:
