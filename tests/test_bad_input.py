@@ -1,6 +1,7 @@
 """Mistakes of a careful user: each ends before any work in one line that names what is wrong, with exit code 2."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -97,6 +98,12 @@ def test_recipes(refused, tmp_path, content, said):
 )
 def test_fields_of_pretraining(refused, pretraining_flags, tmp_path, flags, said):
     assert said in refused(pretraining_flags(tmp_path / "run", "--search", "dam_s", *flags.split()))
+
+
+@pytest.mark.parametrize("name", ["--output_dir", "--text"])
+def test_names_that_are_not_text(refused, pretraining_flags, tmp_path, name):
+    line = refused(pretraining_flags(tmp_path / "run", name, os.fsdecode(b"t\xf6.txt")))
+    assert "'t\\udcf6.txt' is not text in the encoding of this locale (utf-8): set PYTHONUTF8=1" in line
 
 
 def test_held_out_text_without_pairs(refused, pretraining_flags, tmp_path):

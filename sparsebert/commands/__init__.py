@@ -20,6 +20,7 @@ from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError
 
 from ..checks import nearest, shortened
+from ..files import is_unicode
 from ..hub import explained
 from ..search.rank_agreement import MaskMismatchError
 from ..version import __version__
@@ -58,10 +59,16 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     Returns:
         `tuple`: The [`Command`], and the values that were set, by section and field.
     Raises:
-        ValueError, FileNotFoundError: If verb, recipe, field or value is wrong.
+        ValueError, FileNotFoundError: If verb, recipe, field or value is wrong, or a word is not text.
     """
     from ..training.recipes import load_recipe
 
+    for word in arguments:
+        if not is_unicode(word):  # recipes, cards and weights could not be written with it
+            raise ValueError(
+                f"{word!r} is not text in the encoding of this locale ({sys.getfilesystemencoding()}): set "
+                "PYTHONUTF8=1, or rename the file"
+            )
     verb, *rest = arguments
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
