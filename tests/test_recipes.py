@@ -217,3 +217,13 @@ def test_the_recipe_may_be_left_out():
     assert load_recipe(["--search", "soft"], SECTIONS) == {"data": {}, "model": {"search": "soft"}, "training": {}}
     with pytest.raises(ValueError, match="expected a recipe or --field value"):
         load_recipe([], SECTIONS)
+
+
+def test_fields_whose_type_is_unknown_are_read():
+    @dataclasses.dataclass
+    class Section:
+        value: "Nowhere | None" = None  # noqa: F821
+        number: int = 1
+
+    values = load_recipe(["--value", "text", "--number", "2"], {"data": Section})
+    assert values == {"data": {"value": "text", "number": 2}}

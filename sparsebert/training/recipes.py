@@ -213,8 +213,11 @@ def read_recipe(path: Path) -> dict:
 
 
 def _field_types(cls):
-    types_ = typing.get_type_hints(cls, localns={"torch": torch})  # transformers names it without importing it
-    return {field.name: types_[field.name] for field in fields(cls) if field.init}
+    try:
+        known = typing.get_type_hints(cls, localns={"torch": torch})  # transformers names it without importing it
+    except NameError:  # nor some other name: then types written as text stay unchecked
+        known = {}
+    return {field.name: known.get(field.name, field.type) for field in fields(cls) if field.init}
 
 
 def _overrides(arguments: list) -> Iterator[tuple[str, list[str]]]:
