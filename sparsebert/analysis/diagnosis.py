@@ -206,7 +206,9 @@ def _orders(where, dtypes, head_sizes, length, mask, folder):
 
 def _versions():
     versions = {"sparsebert": __version__, "python": platform.python_version()}
-    return versions | {name: installed(name) for name in PACKAGES} | {"cuda": torch.version.cuda}
+    packages = {name: installed(name) for name in PACKAGES}
+    # The version of the package may leave out the build.
+    return versions | packages | {"torch": torch.__version__, "cuda": torch.version.cuda}
 
 
 def _of_cpu(field):

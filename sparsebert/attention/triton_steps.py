@@ -90,7 +90,7 @@ def special_tokens(first, last, LANES: tl.constexpr):
         positions = positions + first
         if last is not None:
             positions = tl.where(lane == 0, positions, last)
-            valid = valid | ((lane == 1) & (first != last))
+            valid = valid | ((lane == 1) & (positions != first))
     elif last is not None:
         positions = positions + last
     return positions, valid
