@@ -901,6 +901,17 @@ def test_tasks_are_compared_over_seeds():
     assert rows["rte", "mask"]["minus the first"].startswith("-1.5 [") and rows["rte", "dense"]["p (Holm)"] == ""
     assert rows["rte", "mask"]["removed on inputs"] == "30.0%" and rows["mean", "mask"]["removed on inputs"] == ""
     assert [system for task, system in rows if task == "mean"] == ["dense", "mask"]
+    # A task with a single seed is not in the mean, unless no task has several.
+    single = [{"task": "sst2", "system": system, "seed": 0, "baseline": "dense"} for system in ("dense", "mask")]
+    (table,) = EXPERIMENTS["minilm_tasks"].summary(finished(settings + single, metrics + metrics[:2]))
+    mean = {row["system"]: row for row in table.as_json()["rows"] if row["task"] == "mean"}
+    assert mean["mask"] == rows["mean", "mask"] and mean["dense"] == rows["mean", "dense"]
+    of_first = [index for index, each in enumerate(settings) if each["seed"] == 0]
+    (table,) = EXPERIMENTS["minilm_tasks"].summary(
+        finished(*([values[index] for index in of_first] for values in (settings, metrics)))
+    )
+    mean = {row["system"]: row["score"] for row in table.as_json()["rows"] if row["task"] == "mean"}
+    assert mean == {"dense": "50.0", "mask": "50.5"}
     # Without a seed that has all tasks, there is no mean.
     settings[-1]["seed"], settings[-2]["seed"] = 7, 8
     (table,) = EXPERIMENTS["minilm_tasks"].summary(finished(settings, metrics))

@@ -197,8 +197,9 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
         "score: the main metric of the task on its validation split, times 100; ±: deviation over seeds, which vary "
         "the fine-tuning, the search and random masks",
         "recovered: with weights that were adapted to the mask, on inputs of the task without their labels; "
-        "removed on inputs: of the attention between the tokens that they have, mean over the tasks; mean: of all "
-        f"tasks, for the seeds that have all; attention: what the fine-tuned model attends to most; {MATCHED}",
+        "removed on inputs: of the attention between the tokens that they have, mean over the tasks; mean: of the "
+        "tasks with several seeds, for the seeds that have all of these; attention: what the fine-tuned model attends "
+        f"to most; {MATCHED}",
     )
     tables = [Table.of("Scores of fine-tuned models through masks", rows, notes)]
     if differences:

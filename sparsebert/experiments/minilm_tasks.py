@@ -178,23 +178,24 @@ def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
 
 def with_task_mean(scores: Mapping[str, dict[str, dict[int, float]]]) -> dict[str, dict[str, dict[int, float]]]:
     """
-    Add the mean over the tasks, for the seeds that have all of them.
+    Add the mean over the tasks, for the seeds that have all of them. A task with a single seed, which would leave one
+    seed of the others, is left out if there are tasks with several.
 
     Args:
         scores (`dict[str, dict[str, dict[int, float]]]`): Score by task, system and seed.
 
     Returns:
-        `dict[str, dict[str, dict[int, float]]]`: The same, with the task `"mean"` if there are several tasks and a
-        seed that has all of them. Systems without such a seed are not in it.
+        `dict[str, dict[str, dict[int, float]]]`: The same, with the task `"mean"` if it is of several tasks and there
+        is a seed that has all of them. Systems without such a seed are not in it.
     """
+    several = {task: systems for task, systems in scores.items() if all(len(seeds) > 1 for seeds in systems.values())}
+    tasks = list((several or scores).values())
     means = {}
-    for system, values in next(iter(scores.values())).items():
-        seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in scores.values())]
+    for system, values in tasks[0].items():
+        seeds = [seed for seed in values if all(seed in of_task.get(system, {}) for of_task in tasks)]
         if seeds:
-            means[system] = {
-                seed: statistics.fmean(of_task[system][seed] for of_task in scores.values()) for seed in seeds
-            }
-    return {**scores, "mean": means} if means and len(scores) > 1 else dict(scores)
+            means[system] = {seed: statistics.fmean(of_task[system][seed] for of_task in tasks) for seed in seeds}
+    return {**scores, "mean": means} if means and len(tasks) > 1 else dict(scores)
 
 
 def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
