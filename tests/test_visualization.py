@@ -1,5 +1,7 @@
 """Pictures are written without a display."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -93,6 +95,16 @@ def test_charts(tmp_path, published):
     panels = {"before": {"long": [0.5, 0.7], "short": [0.9]}, "after": {"long": [0.95]}}
     plot_values(panels, tmp_path / "values.png", "Title", "short")
     assert is_picture(tmp_path / "values.png")
+
+
+@pytest.mark.parametrize("number, places", [(1, {0: 1}), (3, {0: 3}), (4, {0: 2, 1: 2}), (5, {0: 3, 1: 2})])
+def test_at_most_three_panels_stand_beside_each_other(tmp_path, monkeypatch, number, places):
+    drawn = []
+    monkeypatch.setattr(charts, "save_figure", lambda figure, path: drawn.append(figure.axes))
+    plot_values({f"panel {i}": {"a": [0.5]} for i in range(number)}, tmp_path / "values.png", "Title", "a")
+    (axes,) = drawn
+    assert [axis.get_xlabel() for axis in axes] == [f"panel {i}" for i in range(number)]
+    assert Counter(axis.get_subplotspec().rowspan.start for axis in axes) == places
 
 
 def test_lines_that_share_points_are_drawn_beside_each_other(tmp_path, monkeypatch):

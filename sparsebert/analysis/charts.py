@@ -1,5 +1,6 @@
 """Charts of scores: against sparsity, and of the cells of an experiment."""
 
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ _COLORS = (*COLORS, "#7F7F7F")
 _MARKERS = "osD^vPX"
 # How far lines are apart that would hide each other, in units of the horizontal axis.
 _DODGE = 0.04
+# Most panels that are read side by side on a page.
+_PER_ROW = 3
 
 
 def plot_scores(
@@ -116,8 +119,13 @@ def plot_values(
         reference (`str`): Name whose mean is drawn across its panels, for comparison.
     """
     tallest = max(len(values) for values in panels.values())
-    figure = new_figure(5.2 * len(panels), 0.26 * tallest + 1.6, "constrained")
-    for axis, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    rows = math.ceil(len(panels) / _PER_ROW)
+    columns = math.ceil(len(panels) / rows)
+    figure = new_figure(5.2 * columns, (0.26 * tallest + 1.1) * rows + 0.5, "constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (label, values) in zip(axes, panels.items(), strict=False):
         names = sorted(values, key=lambda name: statistics.fmean(values[name]))
         for place, name in enumerate(names):
             color = _COLORS[1] if name == reference else _COLORS[0]
