@@ -90,6 +90,7 @@ def special_tokens(first, last, LANES: tl.constexpr):
         positions = positions + first
         if last is not None:
             positions = tl.where(lane == 0, positions, last)
+            # Not of scalars: `first != last` is no truth value in every lane, in the interpreter of Triton 3.9.
             valid = valid | ((lane == 1) & (positions != first))
     elif last is not None:
         positions = positions + last
