@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..checks import check_choice
 from ..files import make_folder
 
 
@@ -45,6 +46,29 @@ def new_figure(width: float, height: float, layout: Literal["compressed", "const
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout=layout, dpi=DPI)
+
+
+def check_picture(path: str | os.PathLike, field: str) -> None:
+    """
+    Check that a picture can be written to a file, before what takes long.
+
+    Args:
+        path (`str` or `os.PathLike`): The file, see [`save_figure`].
+        field (`str`): The field that names it, for the message.
+
+    Raises:
+        ValueError: If its suffix is not that of a format that Matplotlib writes.
+        FileExistsError: If it is a folder.
+        NotADirectoryError: If its folder cannot be made. It is made otherwise.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path = Path(path)
+    if path.suffix:
+        check_choice(f"suffix of {field}", path.suffix, [f".{kind}" for kind in FigureCanvasBase.filetypes])
+    if path.is_dir():
+        raise FileExistsError(f"{field} {path} is a folder: name a file in it")
+    make_folder(path.parent, field)
 
 
 def save_figure(figure: "Figure", path: str | os.PathLike) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checks import check_choice
+from ..checks import check_choice, check_range
 from ..files import LOCK_NAMES, check_other_folder, check_output_dir, check_undamaged, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
-from ..models.positions import METHODS, extend_positions
+from ..models.positions import MAX_POSITIONS, METHODS, extend_positions
 from ..models.saving import get_sparse_attention
 from ..training.run_folders import ASIDE_NAME, run_folder
 from ._command import Command, Results, needed
@@ -59,6 +59,7 @@ def run(values):
     needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
+    check_range("length", options.length, 1, MAX_POSITIONS)
     check_folder(options.model, "model", subfolder=options.subfolder)
     check_other_folder(options.output_dir, model=options.model)
     overwrite = options.overwrite or _is_unfinished(Path(options.output_dir))

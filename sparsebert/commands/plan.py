@@ -10,8 +10,9 @@ import torch
 
 from ..analysis.diagnosis import DTYPES
 from ..analysis.plans import saved_plan
-from ..checks import check_choice
+from ..checks import check_choice, check_range
 from ..hub import HubArguments
+from ..masks.mask_files import MAX_MASK_LENGTH
 from ._command import Command, Printing, Results, needed
 
 
@@ -47,6 +48,8 @@ def run(values):
     needed(values, "plan.source")
     options = PlanArguments(**values["plan"])
     check_choice("dtype", options.dtype, DTYPES)
+    if options.length is not None:
+        check_range("length", options.length, 1, MAX_MASK_LENGTH)
     hub_arguments = options.hub_arguments(options.source)
     found = saved_plan(options.source, options.length, options.device, getattr(torch, options.dtype), **hub_arguments)
     return Results(found.as_json(), [found.table()])

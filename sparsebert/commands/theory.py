@@ -8,6 +8,7 @@ hardmax.
 
 from dataclasses import dataclass
 
+from ..analysis.figures import check_picture
 from ..analysis.runs import is_pattern, read_saved_mask
 from ..hub import HubArguments
 from ..theory.contextual_mappings import mappings_table, plot_shifts, standard_checks
@@ -108,6 +109,8 @@ def _check(options, given_fields):
     options.hub_arguments(*(source for source in options.sources or () if not is_pattern(source)))
     if options.length is not None and options.length < 2:
         raise ValueError(f"--length must be at least 2, got {options.length}")
+    if options.figure:
+        check_picture(options.figure, "figure")
 
 
 def _cases(options):
