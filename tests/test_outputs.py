@@ -490,13 +490,35 @@ def test_resuming_without_a_checkpoint(saved, pretraining_flags, said, tmp_path)
     assert "finished run" in said(pretraining_flags(tmp_path / "new", *SEARCH, "--resume"))
 
 
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_run_killed_in_its_first_checkpoint_starts_again(
+    saved, pretraining_flags, said, caplog, tmp_path, replacing
+):
+    """Nothing is lost by that: there is no older checkpoint. One of another program is not taken for such a one."""
+    folder = tmp_path / "run"
+    home = folder / ASIDE_NAME / "run" if replacing else folder
+    shutil.copytree(saved / "checkpoint-2", home / "checkpoint-2")
+    (home / "checkpoint-2" / MANIFEST_NAME).unlink()
+    (home / "checkpoint-2/optimizer.pt").write_bytes(b"half")
+    words = pretraining_flags(folder, *SEARCH, "--resume")
+    if not replacing:
+        assert "no complete checkpoint" in said(words)
+        (folder / UNFINISHED_NAME).write_text("{}")
+    else:
+        (folder / "metrics.json").write_text("{}")
+    assert main(words) == 0
+    assert "has no complete checkpoint to resume from: the run starts at the beginning" in caplog.text
+    assert (folder / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert SparseMask.from_pretrained(folder) == SparseMask.from_pretrained(saved)
+
+
 def test_that_there_is_no_checkpoint_is_said_once(tmp_path, caplog):
     """The check before a run says nothing, the run does."""
     folder = tmp_path / "run"
     assert choose_folder(folder, False, True, False, True) == (folder, None) and not caplog.text
     with run_folder(folder, resume=True, unfinished=True) as place:
         assert place == (folder, None)
-    assert caplog.text.count("has no checkpoint to resume from: the run starts at the beginning") == 1
+    assert caplog.text.count("has no complete checkpoint to resume from: the run starts at the beginning") == 1
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["no checkpoint", "a damaged one"])

@@ -137,13 +137,15 @@ def _read_manifest(folder) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path} is damaged ({error!r}): take another checkpoint") from error
 
 
-def newest_whole(folder: str | os.PathLike, allow_partial: bool = False) -> Path | None:
+def newest_whole(folder: str | os.PathLike, allow_partial: bool = False, interrupted: bool = False) -> Path | None:
     """
     The newest complete checkpoint of a run. Newer ones that are not complete are skipped with a warning.
 
     Args:
         folder (`str` or `os.PathLike`): Output folder of the run.
         allow_partial (`bool`, *optional*, defaults to `False`): See [`check_whole`].
+        interrupted (`bool`, *optional*, defaults to `False`): Whether the run was stopped. Then a single checkpoint
+            without a manifest is the first one, half saved, and counts as none.
 
     Returns:
         `Path`: The checkpoint, or `None` if there are no checkpoints at all.
@@ -165,7 +167,8 @@ def newest_whole(folder: str | os.PathLike, allow_partial: bool = False) -> Path
         for problem in problems:
             logger.warning(f"Skipped a newer checkpoint: {problem}.")
         return path
-    if problems:
+    first = interrupted and len(steps) == 1 and not (path / MANIFEST_NAME).is_file()
+    if problems and not first:
         raise ValueError(
             f"{folder} has no complete checkpoint to resume from: {'; '.join(problems)}. Start over with --overwrite, "
             "or pass --allow_partial_resume to continue with what is there"

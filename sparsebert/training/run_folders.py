@@ -111,7 +111,7 @@ def run_folder(
     if checkpoint is not None:
         logger.warning(f"Resuming from {checkpoint}.")
     elif resume:
-        logger.warning(f"{output} has no checkpoint to resume from: the run starts at the beginning.")
+        logger.warning(f"{output} has no complete checkpoint to resume from: the run starts at the beginning.")
     state.wait_for_everyone()
     if folder != output and checkpoint is None and folder.is_dir() and state.is_main_process:
         _keep_older(folder)
@@ -159,7 +159,7 @@ def choose_folder(
         # A run that started over may have been stopped before its first checkpoint.
         for place in (home,) if finished or overwrite else dict.fromkeys((home, output)):
             try:
-                checkpoint = newest_whole(place, allow_partial)
+                checkpoint = newest_whole(place, allow_partial, interrupted=unfinished or place == aside)
             except ValueError as error:
                 problems.append(error)
                 continue
