@@ -386,6 +386,20 @@ def test_a_signal_while_a_post_hoc_search_is_written(post_hoc_flags, tmp_path, m
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_post_hoc_search_that_was_killed_starts_over(post_hoc_flags, said, tmp_path):
+    """Without `--overwrite` if nothing but its half-written files is there."""
+    half, finished = tmp_path / "half", tmp_path / "finished"
+    for folder, names in ((half, ["config.json"]), (finished, ["config.json", "metrics.json"])):
+        for name in (UNFINISHED_NAME, *(f"{ASIDE_NAME}/{folder.name}/{name}" for name in names)):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
+    before = contents(finished)
+    assert "not empty" in said(post_hoc_flags(finished)) and contents(finished) == before
+    assert main(post_hoc_flags(half)) == 0
+    assert load(half).sparse_attention.mask is not None
+    assert not {ASIDE_NAME, UNFINISHED_NAME} & set(os.listdir(half))
+
+
 def test_a_signal_in_a_translation_saves_and_the_run_goes_on(tmp_path, said):
     pytest.importorskip("sacrebleu")
     (tmp_path / "pairs.tsv").write_text("".join(f"a{i % 7} b{i % 5}\tc{i % 7} d{i % 5}\n" for i in range(60)))

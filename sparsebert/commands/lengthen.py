@@ -7,15 +7,13 @@ Writes the model and its tokenizer, which then take inputs of `--length` tokens.
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from ..checks import check_choice, check_range
-from ..files import LOCK_NAMES, check_other_folder, check_output_dir, check_undamaged, locked_output
+from ..files import check_other_folder, check_output_dir, check_undamaged, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.positions import MAX_POSITIONS, METHODS, extend_positions
 from ..models.saving import get_sparse_attention
-from ..training.run_folders import ASIDE_NAME, run_folder
+from ..training.run_folders import is_half_written, run_folder
 from ._command import Command, Results, needed
 
 
@@ -62,7 +60,7 @@ def run(values):
     check_range("length", options.length, 1, MAX_POSITIONS)
     check_folder(options.model, "model", subfolder=options.subfolder)
     check_other_folder(options.output_dir, model=options.model)
-    overwrite = options.overwrite or _is_unfinished(Path(options.output_dir))
+    overwrite = options.overwrite or is_half_written(Path(options.output_dir))
     check_output_dir(options.output_dir, overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     if carries_mask(source, **hub_arguments):
@@ -87,9 +85,3 @@ def run(values):
         tokenizer.save_pretrained(folder)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"
     return Results(without_secrets(vars(options)), notes=[done])
-
-
-def _is_unfinished(output):
-    """Whether a folder holds nothing but what this command left when it was killed."""
-    names = {path.name for path in output.glob("*")}
-    return ASIDE_NAME in names <= {ASIDE_NAME, *LOCK_NAMES} and not any(output.rglob(f"{PREFIX_CHECKPOINT_DIR}-*"))

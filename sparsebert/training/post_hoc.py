@@ -31,7 +31,7 @@ from .post_hoc_arguments import PostHocArguments, attach_mask, check_arguments, 
 from .post_hoc_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
 from .run_cards import add_search, draw_run, hardware
 from .run_checks import warn_of_slow_bfloat16
-from .run_folders import run_folder
+from .run_folders import is_half_written, run_folder
 
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
     output = Path(str(options.output_dir))
-    with locked_output(output), run_folder(output, options.overwrite, whole=True) as (folder, _):
+    overwrite = options.overwrite or is_half_written(output)
+    with locked_output(output), run_folder(output, overwrite, whole=True) as (folder, _):
         return _search(options, config, fields, folder)
 
 

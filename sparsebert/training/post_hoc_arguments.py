@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
+from .run_folders import is_half_written
 from .sources import check_source, check_text_files
 from .task_data import MissingSplitError, choose_splits
 from .task_models import model_and_mask_arguments
@@ -184,7 +186,8 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
             raise ValueError(f"--{name} is needed")
     _check_task(options)
     check_other_folder(str(options.output_dir), model=options.model, mask=options.mask)
-    check_output_dir(str(options.output_dir), options.overwrite)
+    output = Path(str(options.output_dir))
+    check_output_dir(output, options.overwrite or is_half_written(output))
     _check_mask(options, fields, given)
     _check_steps(options, fields)
     config = _check_model(options)

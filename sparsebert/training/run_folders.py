@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..data.tasks.glue import GLUE
 from ..files import (
     EXPERIMENT_NAME,
+    LOCK_NAMES,
     METRICS_NAME,
     RECIPE_NAME,
     RESULT_FILES,
@@ -215,6 +216,13 @@ def check_unfinished(output: Path) -> None:
                 f"output_dir {output} holds an unfinished run, complete up to {checkpoint.name}: add --resume to "
                 "continue it, or --overwrite to start over"
             )
+
+
+def is_half_written(output: Path) -> bool:
+    """Whether a folder holds nothing but what a run without checkpoints left when it was killed before its end."""
+    names = {path.name for path in output.glob("*")}
+    kept = (path for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", METRICS_NAME) for path in output.rglob(pattern))
+    return ASIDE_NAME in names <= {ASIDE_NAME, *LOCK_NAMES} and not any(kept)
 
 
 def _aside(output):
