@@ -217,7 +217,8 @@ def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedC
     The configuration of a model in a folder or on the Hub.
 
     Raises:
-        ValueError: If it is defined by code in that folder or repository, which is never run, or has a size below 1.
+        ValueError: If it is defined by code in that folder or repository, which is never run, has a size below 1, or
+            its file holds something else.
         OSError: If there is none.
     """
     from transformers import AutoConfig
@@ -242,7 +243,7 @@ def read_tokenizer(
 
     Raises:
         ValueError: If it is defined by code in that folder or repository, which is never run, has no tokens but
-            special ones, or more than the model.
+            special ones, or more than the model, or its files hold something else.
         OSError: If there is none.
     """
     from transformers import AutoTokenizer
@@ -265,4 +266,8 @@ def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) ->
             raise
         raise ValueError(
             f"{source} comes with Python code, which is never run: it must be of a type that transformers knows"
+        ) from error
+    except (AttributeError, TypeError) as error:  # JSON of another kind, such as null
+        raise ValueError(
+            f"{source}: the files of its configuration or tokenizer are not what transformers writes ({error!r})"
         ) from error

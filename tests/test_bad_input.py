@@ -185,6 +185,17 @@ def test_damaged_configurations_are_named(refused, checkpoints, glue_folder, tmp
     assert f"{model / 'config.json'} is damaged" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", "null"), ("config.json", "3"), ("tokenizer_config.json", "null"), ("tokenizer.json", "null")],
+)
+def test_files_of_something_else_are_one_line(refused, checkpoints, tmp_path, name, content):
+    model = Path(shutil.copytree(checkpoints["stock"], tmp_path / "model"))
+    (model / name).write_text(content)
+    line = refused(["lengthen", model, "--length", "64", "--output_dir", tmp_path / "run"])
+    assert f"{model}: the files of its configuration or tokenizer are not what transformers writes" in line
+
+
 @pytest.mark.parametrize("name", ["logging", "set_seed", "__file__", "Trainer", ["BertModel"], 5, ""], ids=str)
 def test_forged_architectures_are_not_called(checkpoints, tmp_path, name):
     model = Path(shutil.copytree(checkpoints["window"], tmp_path / "model"))
