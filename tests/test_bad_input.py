@@ -113,6 +113,12 @@ def test_held_out_text_without_pairs(refused, pretraining_flags, tmp_path):
     assert "text (its held-out part; validation names another text): next-sentence pairs need at least 2" in line
 
 
+def test_held_out_text_without_masked_tokens(refused, pretraining_flags, tmp_path):
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8\n" * 4)
+    flags = ("--validation", tmp_path / "text.txt", "--mlm_probability", "0.001")
+    assert "validation: no token of it is masked" in refused(pretraining_flags(tmp_path / "run", *flags))
+
+
 @pytest.mark.parametrize(
     "mask, said", [("winodw", "unknown mask 'winodw'; did you mean 'window'?"), ("dam_s", "'dam_s' is a search")]
 )

@@ -120,6 +120,10 @@ def make_inputs(
         ValueError, OSError: If something is wrong with the text or the tokenizer.
     """
 
+    held_out = "text (its held-out part; validation names another text)"
+    if data.validation is not None:
+        held_out = "validation"
+
     def documents(split: str) -> Iterator[list[str]]:
         load = stream_documents if data.streaming else load_documents
         if data.validation is None:
@@ -133,10 +137,7 @@ def make_inputs(
                 cache_dir=data.cache_dir, pack_documents=data.pack_documents,
             )  # fmt: skip
         except ValueError as error:
-            field = "text" if split == "train" else "validation"
-            if split != "train" and data.validation is None:
-                field = "text (its held-out part; validation names another text)"
-            raise ValueError(f"{field}: {error}") from error
+            raise ValueError(f"{'text' if split == 'train' else held_out}: {error}") from error
 
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
@@ -164,4 +165,8 @@ def make_inputs(
     else:
         train_set = rows("train", data.max_tokens)
         record = rows_record(train_set)
-    return PretrainingInputs(tokenizer, train_set, rows("validation", data.max_validation_tokens), collator, record)
+    validation_set = rows("validation", data.max_validation_tokens)
+    masking = getattr(collator, "for_evaluation", lambda: collator)()
+    if not any((masking([row])["labels"] != -100).any() for row in validation_set):
+        raise ValueError(f"{held_out}: no token of it is masked, so it has no loss: take more text")
+    return PretrainingInputs(tokenizer, train_set, validation_set, collator, record)
