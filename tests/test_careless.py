@@ -176,7 +176,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("theory window --parameters window_size=3", "--parameters must be fields such as {name: value}"),
         ("theory window --parameters 3", "--parameters must be fields such as {name: value}, got 3"),
         ("theory window --length 10000000", "length must be an integer from 1 to 65536, got 10000000"),
-        ("lengthen MODEL --length 1000000000000 --output_dir out", "at most 1048576, got 1000000000000"),
+        ("lengthen MODEL --length 1000000000000 --output_dir out", "from 1 to 1048576, got 1000000000000"),
         ("lengthen MASK --length 64 --output_dir out", "model: there is no config.json in the folder"),
         ("lengthen MODEL --length 64 --output_dir file", "output_dir file is a file, expected a folder"),
         ("lengthen MODEL/config.json --length 64 --output_dir out", "is a file, expected a folder or Hub id"),
