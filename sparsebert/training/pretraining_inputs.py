@@ -119,10 +119,7 @@ def make_inputs(
     Raises:
         ValueError, OSError: If something is wrong with the text or the tokenizer.
     """
-
-    held_out = "text (its held-out part; validation names another text)"
-    if data.validation is not None:
-        held_out = "validation"
+    held_out = "text (its held-out part; validation names another text)" if data.validation is None else "validation"
 
     def documents(split: str) -> Iterator[list[str]]:
         load = stream_documents if data.streaming else load_documents
