@@ -192,6 +192,10 @@ def test_unknown_is_said(monkeypatch):
     found = check_universality(mask_of(table))
     assert found.universal == "unknown" and "1.2 is open" in found.reason
     assert isinstance(found.facts["one pattern"].chain, Chain)
+    case = saved_case("cliques", mask_of(table))
+    assert "1.2 chain: unknown (heuristic search finds none" in details(case, found)
+    table = verdict_table([case], [found])
+    assert table.rows[0][table.columns.index("chain")] == "unknown"
 
 
 @pytest.mark.parametrize("self_attention", [True, False])
@@ -475,6 +479,18 @@ def test_growth_of_saved_masks(tmp_path, name, order):
     build_pattern(name, 32, 2).save_pretrained(tmp_path / name)
     case = saved_case(name, SparseMask.from_pretrained(tmp_path / name))
     assert case.growth.order == order and case.length == 32
+
+
+def test_text_of_a_pattern_without_a_chain():
+    apart = mask_of(cliques([6, 6], 0))
+    case = saved_case("apart", apart)
+    found = case.check()
+    text = details(case, found)
+    assert f"1.2 chain: no ({found.facts['one pattern'].chain.reason})" in text
+    assert "1.3 hops: never (token 0 never reaches 6 tokens" in text
+    table = verdict_table([case], [found])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["chain"], row["s"], row["universal"]) == ("no", "never", "no theorem applies")
 
 
 def test_texts_name_the_setup():
