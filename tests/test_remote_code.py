@@ -125,7 +125,7 @@ sys.modules["sparsebert"] = None  # so that importing it fails
 import torch
 import transformers
 from huggingface_hub import HfApi
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 root, saved, report = Path(sys.argv[1]), Path(sys.argv[2]), {}
 
@@ -158,6 +158,11 @@ for folder in sorted((root / "served").iterdir()):
     for kind in "eager", "sdpa":
         model, info = load(folder, auto, attn_implementation=kind, output_loading_info=True)
         report[f"{folder.name} {kind}"] = [error_of(model, folder), *map(list, list(info.values())[:2])]
+        if kind == "eager":
+            with torch.no_grad():
+                output = model(**inputs_of(folder)[0], output_hidden_states=True, output_attentions=True)
+            inside = {name: torch.stack(output.get(name) or ()) for name in ("hidden_states", "attentions")}
+            save_file(inside, saved / f"{folder.name}.safetensors")
     if folder.name in ("AutoModelForMaskedLM", "attached"):
         model.save_pretrained(saved / folder.name)
     if folder.name == "AutoModelForCausalLM":
@@ -171,7 +176,6 @@ given, _ = inputs_of(folder)
 model = load(folder, attn_implementation="eager").eval()
 exported = torch.export.export(model, (), given).module()
 report["exported"] = (exported(**given)[0] - model(**given)[0]).abs().max().item()
-report["attentions"] = [weights.tolist() for weights in model(**given, output_attentions=True).attentions]
 report["fields"] = [getattr(model.config, name) for name in ("model_type", "mask_length", "frozen")]
 long = torch.ones(1, 30, dtype=torch.long)
 report["changed"] = list(load(root / "served" / "table", length_policy="dense")(long)[0].shape)
@@ -228,14 +232,17 @@ def test_generates_what_the_package_generates(client, folders):
     assert client[0]["generated"] == expected.tolist()
 
 
-def test_attentions_are_those_under_the_mask(client, folders):
-    tensors = load_file(folders / "served" / "offsets" / "expected.safetensors")
-    with torch.no_grad():
-        expected = load(folders / "served" / "offsets", output_attentions=True).eval()(
-            tensors["in.input_ids"], tensors["in.attention_mask"]
-        )
-    for got, want in zip(client[0]["attentions"], expected.attentions, strict=True):
-        torch.testing.assert_close(torch.tensor(got), want, atol=1e-5, rtol=0)
+def test_hidden_states_and_attentions_are_those_under_the_mask(client, folders):
+    for name in ("offsets", *AUTO_CLASSES, "attached"):
+        folder = folders / "served" / name
+        tensors = load_file(folder / "expected.safetensors")
+        given = {key[3:]: value for key, value in tensors.items() if key.startswith("in.")}
+        model = load(folder, output_attentions=True, output_hidden_states=True).eval()
+        with torch.no_grad():
+            expected = model(**given)
+        for kind, got in load_file(client[2] / f"{name}.safetensors").items():
+            want = torch.stack(expected[kind])
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=0, msg=lambda text, at=(name, kind): f"{at}: {text}")
 
 
 def test_what_it_cannot_do_is_refused_in_a_line(client):

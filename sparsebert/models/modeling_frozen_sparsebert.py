@@ -127,6 +127,9 @@ class FrozenMask:
         base = self.base_model
         if base is not self:
             base.__class__ = SparseBertModel
+            # By the first model of a class transformers learns which hidden states and attentions it can return.
+            with torch.device("meta"):
+                SparseBertModel(base.config)
         for index, layer in enumerate(base.encoder.layer):
             layer.attention.self.__class__ = FrozenSelfAttention
             layer.attention.self.mask_layer = index
