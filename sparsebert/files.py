@@ -312,19 +312,3 @@ def is_damaged(path: Path) -> bool:
     except (SafetensorError, ValueError, RecursionError, OSError):
         return True
     return False
-
-
-def check_undamaged(folder: Path, field: str = "") -> None:
-    """
-    Check the weights and the configuration of a model in a folder, without reading the weights.
-
-    Args:
-        folder (`Path`): The folder. One that does not exist, such as a Hub id, is not checked.
-        field (`str`, *optional*): The field that names it, for the message.
-
-    Raises:
-        ValueError: If one of them is damaged.
-    """
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
-            raise ValueError(f"{field}{': ' * bool(field)}{path} is damaged or truncated: write or download it again")

@@ -24,7 +24,7 @@ from conftest import SEARCH, TINY, WORDS, contents, growth
 from processes import SERVER, start, start_command, wait_for
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from sparsebert import (
@@ -106,6 +106,13 @@ def truncated_mask(tmp_path):
             if name == WEIGHTS:
                 assert f"truncated: it has {size} of " in str(error.value) and "force_download" in str(error.value)
         (tmp_path / name).write_bytes(whole)
+    model = SparseBertModel(SparseBertConfig(**TINY, search="dam_s", mask_length=8))
+    model.freeze()
+    model.save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:-1])
+    for loader in (load, SparseBertModel.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(MaskFileError, match="truncated: it has .* force_download"):
+            loader(tmp_path)
 
 
 @row(2, "mask file random or a bomb")

@@ -21,9 +21,8 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
-from ..files import check_undamaged
 from ..hub import check_available, check_path
-from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MaskFileError
+from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
 from ..masks.sparse_mask import SparseMask

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checks import check_choice, check_range
-from ..files import check_other_folder, check_output_dir, check_undamaged, locked_output
+from ..files import check_other_folder, check_output_dir, locked_output
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
+from ..masks.mask_files import check_undamaged
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.positions import MAX_POSITIONS, METHODS, extend_positions
 from ..models.saving import get_sparse_attention

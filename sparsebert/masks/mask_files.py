@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..checks import check_choice
-from ..files import replace_files
+from ..files import is_damaged, replace_files
 from ..version import __version__
 from .expansion import FORMS
 
@@ -276,6 +276,29 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
         raise MaskFileError(f"{weights_path}: {'; '.join(problems)}")
     keep = torch.from_numpy(np.unpackbits(bits.numpy(), count=num_bits)).bool().view(shape)
     return keep, fields | {"metadata": config}, sparsity
+
+
+def check_undamaged(folder: Path, field: str = "") -> None:
+    """
+    Check the weights, the configuration and the mask of a model in a folder, without reading the weights.
+
+    Args:
+        folder (`Path`): The folder. One that does not exist, such as a Hub id, is not checked.
+        field (`str`, *optional*): The field that names it, for the message.
+
+    Raises:
+        MaskFileError: If the mask is damaged.
+        ValueError: If the weights or the configuration are damaged.
+    """
+    prefix = f"{field}: " if field else ""
+    if (folder / MASK_CONFIG_NAME).is_file() and (folder / MASK_WEIGHTS_NAME).is_file():
+        try:
+            read_mask_files(folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME)
+        except MaskFileError as error:
+            raise MaskFileError(f"{prefix}{error}") from error
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (path.suffix == ".safetensors" or path.name == "config.json") and is_damaged(path):
+            raise ValueError(f"{prefix}{path} is damaged or truncated: write or download it again")
 
 
 def _read(path, limit):

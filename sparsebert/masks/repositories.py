@@ -24,7 +24,6 @@ from ..files import (
     RESULT_FILES,
     TASK_FILES,
     UNFINISHED_NAME,
-    check_undamaged,
 )
 from ..hub import check_available, check_path
 from .mask_cards import (
@@ -43,6 +42,7 @@ from .mask_files import (
     MASK_STATE,
     MASK_WEIGHTS_NAME,
     MaskFileError,
+    check_undamaged,
     read_description,
     read_mask_files,
 )

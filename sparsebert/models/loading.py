@@ -9,9 +9,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from ..files import check_undamaged
 from ..hub import check_available, check_path, read_config
-from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
+from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from . import modeling_sparsebert
 from .architectures import check_architecture
@@ -95,10 +94,10 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     Returns:
         `PreTrainedModel`: The model, in evaluation mode.
     Raises:
-        MaskFileError: If there is a model but no mask, a mask without a model, or an adapter.
+        MaskFileError: If the mask is damaged, or there is a model but no mask, a mask without a model, or an adapter.
         OSError: If there is no such folder or repository, or it is not in the cache and the Hub cannot be reached.
-        ValueError: If a file in the folder is damaged, if the class that was saved is not part of transformers, or for
-            a reason listed under [`attach`].
+        ValueError: If another file in the folder is damaged, if the class that was saved is not part of transformers,
+            or for a reason listed under [`attach`].
     """
     source = pretrained_model_name_or_path
     check_folder(source, names=(CONFIG_NAME, *_OTHERS), subfolder=kwargs.get("subfolder"))

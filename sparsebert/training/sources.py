@@ -14,9 +14,8 @@ from transformers.utils import (
 
 from ..data.documents import load_documents
 from ..data.streams import find_shards
-from ..files import check_undamaged
 from ..hub import check_available
-from ..masks.mask_files import MASK_CONFIG_NAME
+from ..masks.mask_files import MASK_CONFIG_NAME, check_undamaged
 from ..masks.patterns import PATTERNS
 from ..models.loading import check_folder
 
