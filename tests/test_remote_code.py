@@ -168,7 +168,8 @@ for folder in sorted((root / "served").iterdir()):
     if folder.name == "AutoModelForCausalLM":
         report["generated"] = model.generate(torch.arange(1, 6)[None], max_new_tokens=6, do_sample=False).tolist()
     if folder.name in ("empty_rows", "mask_of_the_caller"):
-        report[f"{folder.name} halves"] = [error_of(model.to(dtype), folder) for dtype in (torch.float16, torch.bfloat16)]
+        half = torch.float16, torch.bfloat16
+        report[f"{folder.name} halves"] = [error_of(model.to(dtype), folder) for dtype in half]
 
 folder = root / "served" / "offsets"
 given, _ = inputs_of(folder)
