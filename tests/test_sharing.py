@@ -322,6 +322,26 @@ def test_a_pull_that_was_killed_while_it_replaced_goes_on(client, shared, tmp_pa
     assert (output / "mine.txt").read_text() == "mine" and not aside.exists()
 
 
+def test_a_pull_keeps_what_it_does_not_replace(hub, client, shared, tmp_path):
+    """The user's README.md, the weights of a model, and folders with masks, also with brackets in their names."""
+    output = tmp_path / "out"
+    client.done("pull", shared, "--output_dir", output)
+    (output / "README.md").write_text("# mine")
+    client.done("pull", shared, "--output_dir", output, "--overwrite")
+    assert (output / "README.md").read_text() == "# mine" and (output / "mask.safetensors").is_file()
+    (output / "model.safetensors").write_bytes(b"weights")
+    code, _, err = client(["pull", shared, "--output_dir", output, "--overwrite"])
+    assert code == 2 and "holds the weights of a model (model.safetensors), and user/shared has none" in err
+    assert (output / "model.safetensors").read_bytes() == b"weights"
+    for name in ("a[1]", "b*"):
+        client.done("push", tmp_path / "mask", "--repo_id", "user/many", "--subfolder", name)
+        client.done("pull", "user/many", "--subfolder", name, "--output_dir", tmp_path / name)
+        assert (tmp_path / name / "mask.safetensors").is_file() and not (tmp_path / name / name).exists()
+    for overwrite in ((), ("--overwrite",)):
+        client.done("pull", "user/many", "--output_dir", tmp_path / "all", *overwrite)
+    assert (tmp_path / "all/a[1]/mask.safetensors").is_file() and (tmp_path / "all/b*/mask.safetensors").is_file()
+
+
 def test_a_second_pull_into_a_folder_is_refused(client, shared, tmp_path):
     (tmp_path / ".out.unfinished").mkdir()
     with FileLock(tmp_path / ".out.unfinished/_lock"):

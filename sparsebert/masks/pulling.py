@@ -1,5 +1,6 @@
 """Pulling folders of masks and models from the Hub."""
 
+import glob
 import json
 import os
 import shutil
@@ -40,13 +41,13 @@ def pull_folder(
         revision, token: See `snapshot_download`.
         subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
         overwrite (`bool`, *optional*, defaults to `False`): Whether to replace the mask or model in a folder. Files of
-            other names that do not belong to it stay.
+            other names that do not belong to it stay, and so does a `README.md` that this package did not write.
 
     Returns:
         `list[str]`: Names of the files.
     Raises:
-        FileExistsError: If the folder is not empty and `overwrite` is not set, or holds neither model nor mask, or if
-            another process is pulling into it.
+        FileExistsError: If the folder is not empty and `overwrite` is not set, if it holds neither model nor mask, or
+            weights that the repository has none to replace, or if another process is pulling into it.
         FileNotFoundError: If the repository has nothing in `subfolder`.
         ValueError: If it is the current folder.
         OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
@@ -55,8 +56,6 @@ def pull_folder(
     if output == Path.cwd():
         raise ValueError(f"output_dir {output} is the current folder, which cannot be replaced: choose another")
     check_output_dir(output, overwrite)
-    if not is_empty(output) and not _holds_model(output):
-        raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
     subfolder = check_subfolder(subfolder)
     api = HfApi(token=token)
     # The commit: the branch may move on meanwhile.
@@ -69,6 +68,7 @@ def pull_folder(
             f"{repo_id}: there is nothing in subfolder {subfolder!r}"
             + (f"; there are masks in {names}" if names else "")
         )
+    _check_replaceable(output, repo_id, [name.removeprefix(within) for name in wanted])
     aside = output.parent / f".{output.name}.unfinished"
     make_folder(aside)
     try:
@@ -79,7 +79,7 @@ def pull_folder(
                 if path.is_dir() and path.name != commit:
                     shutil.rmtree(path)  # of another commit or repository
             place = aside / str(commit)
-            pattern = [f"{within}*"] if within else None
+            pattern = [f"{glob.escape(within)}*"] if within else None
             snapshot_download(repo_id, revision=commit, local_dir=place, token=token, allow_patterns=pattern)
             found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=place)
             wrong = [mismatch["path"] for mismatch in found.mismatches] + sorted({*wanted} & {*found.missing_paths})
@@ -87,8 +87,8 @@ def pull_folder(
                 for name in wrong:
                     (place / name).unlink(missing_ok=True)
                 raise OSError(
-                    f"{repo_id}: {', '.join(wrong)} came with a wrong checksum and was discarded; nothing was written "
-                    f"to {output}: run the same command again"
+                    f"{repo_id}: {', '.join(wrong)} did not arrive whole; nothing was written to {output}: run the "
+                    "same command again"
                 )
             shutil.rmtree(place / ".cache", ignore_errors=True)
             if output.exists():
@@ -101,6 +101,25 @@ def pull_folder(
             f"output_dir {output} is being pulled by another process: choose another, or wait"
         ) from None
     return [name.removeprefix(within) for name in wanted]
+
+
+def _check_replaceable(output, repo_id, names):
+    """Check that what is in the folder, if anything, is of the same kind as the files that are to replace it."""
+    if is_empty(output):
+        return
+    masks = [name for name in names if Path(name).name == MASK_CONFIG_NAME]
+    if not _holds_model(output) and not any((output / name).is_file() for name in masks):
+        raise FileExistsError(f"output_dir {output} holds neither model nor mask, and is not replaced: choose another")
+    weights = sorted(path.name for path in output.iterdir() if _is_weights(path.name))
+    if weights and not any(map(_is_weights, names)):
+        raise FileExistsError(
+            f"output_dir {output} holds the weights of a model ({weights[0]}), and {repo_id} has none to replace "
+            "them: choose another"
+        )
+
+
+def _is_weights(name):
+    return bool(WEIGHTS.fullmatch(name) or PICKLED_WEIGHTS.fullmatch(name))
 
 
 def _holds_model(folder):
@@ -125,7 +144,8 @@ def _finish_swap(aside, output):
         links = [name for name in folders if Path(root, name).is_symlink()]
         for path in (Path(root, name) for name in (*names, *links)):
             target = output / path.relative_to(replaced)
-            if _is_of_model(path, replaced) or os.path.lexists(target):
+            is_own = path == replaced / CARD_NAME and own_card(path) is None
+            if _is_of_model(path, replaced) or (os.path.lexists(target) and not is_own):
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
@@ -138,7 +158,6 @@ def _is_of_model(path, folder):
         return False
     if path.name == CARD_NAME:
         return own_card(path) is not None
-    weights = WEIGHTS.fullmatch(path.name) or PICKLED_WEIGHTS.fullmatch(path.name)
-    return bool(weights) or any(
+    return _is_weights(path.name) or any(
         fnmatch(path.name, each) for each in (*MASK_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
     )
