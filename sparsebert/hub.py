@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RemoteEntryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 
 
@@ -217,8 +218,8 @@ def read_config(source: str | os.PathLike, **hub_arguments: Any) -> "PreTrainedC
     The configuration of a model in a folder or on the Hub.
 
     Raises:
-        ValueError: If it is defined by code in that folder or repository, which is never run, has a size below 1, or
-            its file holds something else.
+        ValueError: If it is defined by code in that folder or repository, which is never run, has a value that is not
+            allowed, or its file holds something else.
         OSError: If there is none.
     """
     from transformers import AutoConfig
@@ -267,6 +268,8 @@ def _without_code(read: Callable, source: Any, hub_arguments: dict[str, Any]) ->
         raise ValueError(
             f"{source} comes with Python code, which is never run: it must be of a type that transformers knows"
         ) from error
+    except StrictDataclassError as error:  # such as a pattern that is not registered in this process
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
     except (AttributeError, TypeError) as error:  # JSON of another kind, such as null
         raise ValueError(
             f"{source}: the files of its configuration or tokenizer are not what transformers writes ({error!r})"

@@ -143,7 +143,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("pretrain folder", "recipe folder: is a folder, expected a YAML file"),
+        ("pretrain folder", "recipe 'folder' is a folder, expected a YAML file"),
         ("pretrain small.yaml", "recipe small.yaml: no such file; the recipe that ships with the package is 'small'"),
         ("pretrain recipes/small.yaml", "the recipe that ships with the package is 'small'"),
         ("pretrain -output_dir run", "got '-output_dir': fields begin with two dashes"),
@@ -187,6 +187,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("plan DAMAGED", "model.safetensors is damaged or truncated"),
         ("lengthen SIZELESS --length 64 --output_dir out", "hidden_size in the config.json of SIZELESS"),
         ("search SEARCH --model SIZELESS", "hidden_size in the config.json of SIZELESS must be at least 1, got 0"),
+        *((f"{verb} UNKNOWN", "UNKNOWN: pattern must be one of") for verb in ("plan", "report", "theory")),
         ("plan folder/nothing", "there is no folder 'folder/nothing'; if it is a Hub id, the folder folder hides it"),
         ("plan ./nothing", "there is no folder './nothing'"),
         ("draw folder/nothing --output_dir out", "there is no folder 'folder/nothing'; if it is a Hub id, the folder"),
@@ -221,9 +222,11 @@ def test_verbs(refused, checkpoints, words, said):
     Path("TRUNCATED/mask.safetensors").write_bytes(Path("MASK/mask.safetensors").read_bytes()[:20])
     shutil.copytree(checkpoints["searching"], "DAMAGED")
     Path("DAMAGED/model.safetensors").write_bytes(Path("DAMAGED/model.safetensors").read_bytes()[:20])
-    shutil.copytree(checkpoints["stock"], "SIZELESS")
-    config = Path("SIZELESS/config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 0}))
+    changes = {"UNKNOWN": ("window", {"pattern": "halves"}), "SIZELESS": ("stock", {"hidden_size": 0})}
+    for name, (checkpoint, fields) in changes.items():
+        shutil.copytree(checkpoints[checkpoint], name)
+        config = Path(name, "config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     model = BertForMaskedLM.from_pretrained(checkpoints["stock"])
     attach(model, "bigbird", mask_length=16, length_policy="error").save_pretrained("TABLE")
     search = f"--model {checkpoints['stock']} --data text.txt --target_sparsity 0.5 --max_length 16 --output_dir out"

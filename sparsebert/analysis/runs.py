@@ -21,7 +21,7 @@ from transformers import AutoModel
 from transformers.utils import CONFIG_NAME, logging
 
 from ..checks import nearest
-from ..hub import check_available, check_path
+from ..hub import check_available, check_path, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
@@ -131,7 +131,7 @@ def _read_config(source, hub_arguments):
         is_ours = json.loads(path.read_text(encoding="utf-8")).get("model_type") == SparseBertConfig.model_type
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"{path}: not a configuration ({error!r})") from error
-    return SparseBertConfig.from_pretrained(path.parent) if is_ours else None
+    return read_config(path.parent) if is_ours else None
 
 
 def _is_searching(source, config, hub_arguments):

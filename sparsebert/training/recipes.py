@@ -60,7 +60,7 @@ def find_recipe(name: str) -> Path:
     if path.name == name and shipped.is_file():
         return shipped
     if path.is_dir():
-        raise FileNotFoundError(f"recipe {name}: is a folder, expected a YAML file")
+        raise FileNotFoundError(f"recipe {name!r} is a folder, expected a YAML file")
     if name.startswith("-"):
         raise FileNotFoundError(f"expected a recipe or --field value, got {name!r}: fields begin with two dashes")
     if path.name == name and not path.suffix:
