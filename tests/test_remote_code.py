@@ -80,7 +80,8 @@ def folders(tmp_path_factory):
         save(model, served / name, "AutoModel")
     given = inputs()
     given["attention_mask"] = torch.rand(3, 1, LENGTH, LENGTH) < 0.5
-    save(load(served / "empty_rows"), served / "mask_of_the_caller", "AutoModel", **given)
+    for name in ("offsets", "empty_rows"):
+        save(load(served / name), served / f"{name}_and_mask_of_the_caller", "AutoModel", **given)
     for auto in AUTO_CLASSES:
         decoder = {"is_decoder": True} if auto == "AutoModelForCausalLM" else {}
         search = {"mask_length": LENGTH, "search": "dam_s", "sparsity_weight": 0.0, "share_layers": False}
@@ -139,7 +140,8 @@ def error_of(model, folder):
     given, tensors = inputs_of(folder)
     with torch.no_grad():
         output = [value for value in model.eval()(**given).to_tuple() if torch.is_tensor(value)]
-    return max((value - tensors[f"out.{index}"]).abs().max().item() for index, value in enumerate(output))
+    expected = [tensors[f"out.{index}"] for index in range(sum(name.startswith("out.") for name in tensors))]
+    return max((value - want).abs().max().item() for value, want in zip(output, expected, strict=True))
 
 
 def said(call):
@@ -165,9 +167,11 @@ for folder in sorted((root / "served").iterdir()):
             save_file(inside, saved / f"{folder.name}.safetensors")
     if folder.name in ("AutoModelForMaskedLM", "attached"):
         model.save_pretrained(saved / folder.name)
+        again = load(saved / folder.name, auto)(**inputs_of(folder)[0], output_hidden_states=True)
+        report[f"{folder.name} again"] = len(again.hidden_states)
     if folder.name == "AutoModelForCausalLM":
         report["generated"] = model.generate(torch.arange(1, 6)[None], max_new_tokens=6, do_sample=False).tolist()
-    if folder.name in ("empty_rows", "mask_of_the_caller"):
+    if folder.name.startswith("empty_rows"):
         half = torch.float16, torch.bfloat16
         report[f"{folder.name} halves"] = [error_of(model.to(dtype), folder) for dtype in half]
 
@@ -217,15 +221,17 @@ def client(folders, tmp_path_factory):
 
 def test_every_form_and_head_equals_the_package(client, folders):
     report = client[0]
-    for name in (*FORMS, *AUTO_CLASSES, "pattern", "attached", "mask_of_the_caller", "from_bert", "from_fields"):
+    given = [f"{name}_and_mask_of_the_caller" for name in ("offsets", "empty_rows")]
+    for name in (*FORMS, *AUTO_CLASSES, "pattern", "attached", *given, "from_bert", "from_fields"):
         for kind in ("eager", "sdpa"):
             error, *wrong = report[f"{name} {kind}"]
             assert error <= 1e-5 and not any(wrong), (name, kind, error, wrong)
     assert report["exported"] <= 1e-5 and report["from the hub"] <= 1e-5
-    for name in ("empty_rows", "mask_of_the_caller"):
+    for name in ("empty_rows", "empty_rows_and_mask_of_the_caller"):
         halves = report[f"{name} halves"]
         assert halves[0] <= 0.1 and halves[1] <= 0.3, (name, halves)
     assert report["pushed"] and report["secret"]
+    assert report["AutoModelForMaskedLM again"] == report["attached again"] == TINY["num_hidden_layers"] + 1
     assert report["fields"] == ["sparsebert", LENGTH, True] and report["changed"] == [1, 30, 32]
 
 

@@ -287,11 +287,11 @@ def check_undamaged(folder: Path, field: str = "") -> None:
         field (`str`, *optional*): The field that names it, for the message.
 
     Raises:
-        MaskFileError: If the mask is damaged.
+        MaskFileError: If the mask is damaged, or one of its files is missing.
         ValueError: If the weights or the configuration are damaged.
     """
     prefix = f"{field}: " if field else ""
-    if (folder / MASK_CONFIG_NAME).is_file() and (folder / MASK_WEIGHTS_NAME).is_file():
+    if (folder / MASK_CONFIG_NAME).is_file():
         try:
             read_mask_files(folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME)
         except MaskFileError as error:

@@ -240,9 +240,9 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
         inner = [path for path in mask_paths(folder) if path]
         hint = f": push one of {', '.join(inner)}" if inner else ""
         raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
-    if (folder / MASK_CONFIG_NAME).is_file():
+    if mask_only:
         read_mask_files(*find_mask_files(folder))
-    if not mask_only:
+    else:
         check_undamaged(folder)
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     pickled = list(filter(PICKLED_WEIGHTS.fullmatch, files))
