@@ -47,6 +47,10 @@ TASK_FILES = (
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
+class FinishedRunError(FileExistsError):
+    """Raised when an output folder holds a finished run, of which nothing is left to do."""
+
+
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
     """
     Check that a folder can take the output of a run.
@@ -116,8 +120,8 @@ def make_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
 def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     """
     Context manager that keeps an output folder for this run: another one that asks for it is refused. Until the block
-    ends without an error, a file `_unfinished.json` in the folder says whose run it is. What [`replace_files`] was
-    writing there when a run was killed is removed.
+    ends without an error, or with [`FinishedRunError`], a file `_unfinished.json` in the folder says whose run it is.
+    What [`replace_files`] was writing there when a run was killed is removed.
 
     Args:
         path (`str` or `os.PathLike`): The folder. It is created; if nothing was written to it, it is removed again.
@@ -158,7 +162,9 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     except BaseException as error:
         if not lock.is_locked:
             raise
-        if before in (None, _entries(folder)):  # it was refused
+        if isinstance(error, FinishedRunError):
+            mark.unlink(missing_ok=True)
+        elif before in (None, _entries(folder)):  # it was refused
             mark.unlink(missing_ok=True) if left is None else mark.write_bytes(left)
         elif str(error):
             with suppress(OSError):  # a full disk must not hide the error

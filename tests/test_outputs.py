@@ -111,7 +111,52 @@ def test_a_run_that_is_killed_while_it_replaces_another(pretraining_flags, said,
     assert "holds a finished run, there is nothing to resume" in said(pretraining_flags(folder, *flags, "--resume"))
     assert json.loads((folder / "metrics.json").read_text())["pattern"] == "window"
     assert SparseMask.from_pretrained(folder) == load(folder).sparse_attention.mask
-    assert not {ASIDE_NAME, "mask_probs.safetensors"} & set(os.listdir(folder))
+    assert not {ASIDE_NAME, UNFINISHED_NAME, "mask_probs.safetensors"} & set(os.listdir(folder))
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_fine_tuning_that_is_killed_while_it_replaces_another(finetuning_flags, tmp_path, number):
+    """`--resume` moves the rest and reads the result, with the recipe that it is of."""
+    folder, flags = tmp_path / "run", ("--learning_rate", "1e-3")
+    assert main(finetuning_flags(folder)) == 0
+    process = start(_killed_in_a_move, finetuning_flags(folder, *flags, "--overwrite"), number)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL and not (folder / "metrics.json").exists()
+    aside = folder / ASIDE_NAME / "run" / "metrics.json"
+    finished = json.loads(aside.read_text())
+    assert main(finetuning_flags(folder, *flags, "--resume")) == 0
+    assert json.loads((folder / "metrics.json").read_text()) == finished
+    assert "learning_rate: 0.001" in (folder / "recipe.yaml").read_text()
+    assert not {ASIDE_NAME, UNFINISHED_NAME} & set(os.listdir(folder))
+    assert main(finetuning_flags(folder)) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_search_that_is_killed_while_its_files_are_moved(post_hoc_flags, said, tmp_path, number):
+    folder = tmp_path / "found"
+    process = start(_killed_in_a_move, post_hoc_flags(folder), number)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL and ASIDE_NAME in os.listdir(folder)
+    assert "it holds a finished run: choose another, or pass --overwrite" in said(post_hoc_flags(folder))
+    assert load(folder).sparse_attention.mask == SparseMask.from_pretrained(folder)
+    assert (folder / "metrics.json").is_file()
+    assert not {ASIDE_NAME, UNFINISHED_NAME} & set(os.listdir(folder))
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resume"])
+def test_a_run_that_was_killed_before_it_replaced_anything(pretraining_flags, said, tmp_path, resume):
+    assert main(pretraining_flags(tmp_path, *SEARCH)) == 0
+    before = contents(tmp_path)
+    process = start(_killed_at_the_start, tmp_path)
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL and (tmp_path / UNFINISHED_NAME).is_file()
+    assert "holds a finished run" in said(pretraining_flags(tmp_path, *SEARCH, *resume))
+    assert contents(tmp_path) == before
+
+
+def _killed_at_the_start(folder):
+    with locked_output(folder):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_resuming_elsewhere_does_not_replace_a_finished_run(pretraining_flags, said, tmp_path):
@@ -388,13 +433,13 @@ def test_a_signal_while_a_post_hoc_search_is_written(post_hoc_flags, tmp_path, m
 
 def test_a_post_hoc_search_that_was_killed_starts_over(post_hoc_flags, said, tmp_path):
     """Without `--overwrite` if nothing but its half-written files is there."""
-    half, finished = tmp_path / "half", tmp_path / "finished"
-    for folder, names in ((half, ["config.json"]), (finished, ["config.json", "metrics.json"])):
-        for name in (UNFINISHED_NAME, *(f"{ASIDE_NAME}/{folder.name}/{name}" for name in names)):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text("{}")
-    before = contents(finished)
-    assert "not empty" in said(post_hoc_flags(finished)) and contents(finished) == before
+    half, other = tmp_path / "half", tmp_path / "other"
+    for folder, names in ((half, ["config.json"]), (other, ["config.json", "../../notes.txt"])):
+        (folder / ASIDE_NAME / folder.name).mkdir(parents=True)
+        for name in (f"../../{UNFINISHED_NAME}", *names):
+            (folder / ASIDE_NAME / folder.name / name).write_text("{}")
+    before = contents(other)
+    assert "not empty" in said(post_hoc_flags(other)) and contents(other) == before
     assert main(post_hoc_flags(half)) == 0
     assert load(half).sparse_attention.mask is not None
     assert not {ASIDE_NAME, UNFINISHED_NAME} & set(os.listdir(half))

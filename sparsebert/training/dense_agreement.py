@@ -62,6 +62,8 @@ def agreement(
     batches = rows.split(_BATCH_SIZE) if isinstance(rows, torch.Tensor) else rows
     cosines, errors, losses = ({name: list[torch.Tensor]() for name in masks} for _ in range(3))
     collator = None if tokenizer is None else DataCollatorForLanguageModeling(tokenizer, seed=seed)
+    if collator is not None:
+        collator.generator = torch.Generator().manual_seed(seed)  # its own is refused in a process of multiprocessing
     model.eval()
     with torch.no_grad():
         for batch in tqdm(batches, "Comparing masks", disable=None):

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from transformers.utils import logging
 
 from ..files import METRICS_NAME, RECIPE_NAME
 from ..hub import SECRETS
-from .several_runs import read_stored_recipe, write_recipe
+from .run_folders import finish_move
+from .several_runs import read_stored_recipe
 from .single_run import run_once
 from .task_data import TaskData
 
@@ -50,6 +50,7 @@ def run_or_read(
     training = recipe["training"] | settings
     written = _describe(data, recipe, training)
     path = folder / RECIPE_NAME
+    finish_move(folder)
     if (folder / METRICS_NAME).is_file() and path.is_file() and not data.options.overwrite:
         stored = read_stored_recipe(path)
         if stored is None:
@@ -60,10 +61,7 @@ def run_or_read(
             metrics = json.loads((folder / METRICS_NAME).read_text())
             return {name: value for name, value in metrics.items() if name != "comparison"}
     logger.warning(f"{folder}: training with seed {training['seed']}.")
-    metrics = run_once(data, recipe["model"], training, folder)
-    if PartialState().is_main_process:
-        write_recipe(path, written)
-    return metrics
+    return run_once(data, recipe["model"], training, folder, written)
 
 
 def _describe(data: TaskData, recipe: dict[str, dict[str, Any]], training: dict[str, Any]) -> dict[str, dict]:

@@ -20,7 +20,7 @@ from ..models.loading import carries_mask, model_class_of
 from ..search.searches import SEARCHES
 from .finetuning_arguments import FinetuningArguments
 from .objectives import ANSWERING, OBJECTIVES
-from .run_folders import is_half_written
+from .run_folders import is_half_moved, is_half_written
 from .sources import check_source, check_text_files
 from .task_data import MissingSplitError, choose_splits
 from .task_models import model_and_mask_arguments
@@ -187,7 +187,8 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     _check_task(options)
     check_other_folder(str(options.output_dir), model=options.model, mask=options.mask)
     output = Path(str(options.output_dir))
-    check_output_dir(output, options.overwrite or is_half_written(output))
+    # A finished run whose files are still to be moved is not refused before they are.
+    check_output_dir(output, options.overwrite or is_half_written(output) or is_half_moved(output))
     _check_mask(options, fields, given)
     _check_steps(options, fields)
     config = _check_model(options)

@@ -23,6 +23,7 @@ from ..files import (
     RESULT_FILES,
     SUBMISSION_NAME,
     TASK_FILES,
+    FinishedRunError,
     check_output_dir,
     is_damaged,
     is_empty,
@@ -96,16 +97,15 @@ def run_folder(
     Returns:
         `tuple[Path, str | None]`: Where to write, and the checkpoint to resume from.
     Raises:
-        FileExistsError: If the run would replace something without `overwrite`.
+        FileExistsError: If the run would replace something without `overwrite`; a [`FinishedRunError`] if that is a
+            finished run.
         FileNotFoundError: If the checkpoint does not exist.
         NotADirectoryError: If `output` is a file.
         OSError: If the block could not write the weights of the model.
         ValueError: If the checkpoint is not complete.
     """
     output, state = Path(output), PartialState()
-    if state.is_main_process:
-        _finish_move(output)
-    state.wait_for_everyone()
+    finish_move(output)
     folder, checkpoint = choose_folder(output, overwrite, resume, allow_partial, unfinished)
     if whole:
         folder = output / ASIDE_NAME / output.name
@@ -141,7 +141,8 @@ def choose_folder(
     What [`run_folder`] would give, with the same arguments and errors; nothing is changed.
 
     Raises:
-        FileExistsError: If the run would replace something without `overwrite`.
+        FileExistsError: If the run would replace something without `overwrite`; a [`FinishedRunError`] if that is a
+            finished run.
         FileNotFoundError: If the checkpoint does not exist.
         NotADirectoryError: If `output` is a file.
         ValueError: If the checkpoint is not complete.
@@ -151,7 +152,7 @@ def choose_folder(
         home = aside if aside.is_dir() else output
         if home == output and finished:
             if not overwrite:
-                raise FileExistsError(
+                raise FinishedRunError(
                     f"output_dir {output} holds a finished run, there is nothing to resume: choose another, or pass "
                     "--overwrite to replace it"
                 )
@@ -189,6 +190,10 @@ def choose_folder(
     if overwrite:
         return aside, None
     check_unfinished(output)
+    if finished and not aside.is_dir():
+        raise FinishedRunError(
+            f"output_dir {output} is not empty, it holds a finished run: choose another, or pass --overwrite true"
+        )
     check_output_dir(output)
     raise AssertionError  # it is not empty
 
@@ -201,7 +206,7 @@ def check_unfinished(output: Path) -> None:
         FileExistsError: If the folder holds a run that can be resumed, or one whose files are to be moved.
     """
     finished = (output / METRICS_NAME).is_file()
-    if not finished and (_aside(output) / METRICS_NAME).is_file():
+    if is_half_moved(output):
         raise FileExistsError(
             f"output_dir {output} holds a finished run that was stopped while its files were moved: add --resume to "
             "move the rest, or --overwrite to start over"
@@ -223,6 +228,11 @@ def is_half_written(output: Path) -> bool:
     names = {path.name for path in output.glob("*")}
     kept = (path for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", METRICS_NAME) for path in output.rglob(pattern))
     return ASIDE_NAME in names <= {ASIDE_NAME, *LOCK_NAMES} and not any(kept)
+
+
+def is_half_moved(output: Path) -> bool:
+    """Whether a folder holds a finished run whose process was killed while its files were moved."""
+    return not (output / METRICS_NAME).is_file() and (_aside(output) / METRICS_NAME).is_file()
 
 
 def _aside(output):
@@ -284,13 +294,16 @@ def _move(folder, output):
     shutil.rmtree(folder.parent)
 
 
-def _finish_move(output):
-    """Move the rest of a finished run whose process was killed while it moved the files."""
-    aside, moved = _aside(output), (output / METRICS_NAME).is_file()
-    if not moved and (aside / METRICS_NAME).is_file():
-        _move(aside, output)
-    elif moved and aside.is_dir() and not any(aside.iterdir()):
-        shutil.rmtree(aside.parent)
+def finish_move(output: Path) -> None:
+    """Move the rest of a finished run: see [`is_half_moved`]."""
+    state = PartialState()
+    if state.is_main_process:
+        aside = _aside(output)
+        if is_half_moved(output):
+            _move(aside, output)
+        elif (output / METRICS_NAME).is_file() and aside.is_dir() and not any(aside.iterdir()):
+            shutil.rmtree(aside.parent)
+    state.wait_for_everyone()
 
 
 def stored_metrics(folder: Path) -> dict[str, Any]:

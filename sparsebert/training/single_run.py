@@ -10,7 +10,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.utils import logging
 
 from ..data.tasks import Task
-from ..files import METRICS_NAME, write_metrics
+from ..files import METRICS_NAME, RECIPE_NAME, write_metrics
 from ..masks.patterns import PATTERNS
 from ..models.attaching import allowed_fields
 from ..models.token_mixers import fixed_length
@@ -20,6 +20,7 @@ from .resuming import RecipeRecord, check_recipe, recipe_record, rows_record
 from .run_cards import add_finetuning, draw_heads, hardware
 from .run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
 from .run_folders import check_unfinished, resume_from, run_folder
+from .several_runs import write_recipe
 from .stopping import STOPPING_FIELDS, StopOnSignal
 from .task_data import TaskData
 from .task_models import load_model, mask_metrics
@@ -51,7 +52,11 @@ def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, ta
 
 
 def run_once(
-    data: TaskData, model: dict[str, Any], training: dict[str, Any], output_dir: str | os.PathLike
+    data: TaskData,
+    model: dict[str, Any],
+    training: dict[str, Any],
+    output_dir: str | os.PathLike,
+    recipe: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """
     Fine-tune a model, evaluate it and predict the test splits.
@@ -65,6 +70,7 @@ def run_once(
         model (`dict`): Section `model` of the recipe.
         training (`dict`): Fields of `TrainingArguments`; they take precedence over the task's settings.
         output_dir (`str` or `os.PathLike`): Output folder.
+        recipe (`dict[str, dict]`, *optional*): What the result depends on, written to `recipe.yaml`.
 
     Returns:
         `dict`: The metrics.
@@ -79,14 +85,12 @@ def run_once(
         check_unfinished(output)
     overwrite = options.overwrite or not resume or (output / METRICS_NAME).is_file()
     with run_folder(output, overwrite, resume, options.allow_partial_resume, True) as (folder, checkpoint):
-        return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder)
+        return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder, recipe)
 
 
-def _run(
-    data: TaskData, model: dict[str, Any], training: dict[str, Any], output_dir: str | os.PathLike
-) -> dict[str, Any]:
+def _run(data, model, training, output, recipe):
     start = time.perf_counter()
-    task, options, output = data.task, data.options, Path(output_dir)
+    task, options = data.task, data.options
     arguments = training_arguments(training, output, task)
     warn_of_ignored_engine(arguments)
     if arguments.resume_from_checkpoint:
@@ -156,6 +160,8 @@ def _run(
     if main_process:
         draw_heads(output, network)
         add_finetuning(output, metrics, network, options.data is None)
+        if recipe is not None:
+            write_recipe(output / RECIPE_NAME, recipe)
     return write_metrics(output / METRICS_NAME, metrics)
 
 
