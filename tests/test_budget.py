@@ -354,3 +354,17 @@ def test_a_target_without_a_schedule_is_warned_of(tiny_config, caplog):
         assert "SearchSchedule" not in caplog.text
         searching(tiny_config, 0.8).train()(ids)
     assert "target_sparsity: nothing tells the mask" in caplog.text and "SearchSchedule" in caplog.text
+
+
+def test_logits_that_are_not_trained_are_warned_of(tiny_config, caplog):
+    logger.warning_once.cache_clear()
+    model = searching(tiny_config, 0.8).train()
+    ids = torch.randint(5, 100, (2, 40))
+    with caplog.at_level(logging.WARNING, logger="sparsebert"):
+        model(ids)
+        model.requires_grad_(False)
+        with torch.no_grad():
+            model(ids)
+        assert "mask_logits" not in caplog.text
+        model(ids)
+    assert "mask_logits: their requires_grad is False" in caplog.text

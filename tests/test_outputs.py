@@ -171,6 +171,34 @@ def test_resuming_elsewhere_does_not_replace_a_finished_run(pretraining_flags, s
     assert not (tmp_path / "b/checkpoint-2").exists() and (tmp_path / "a/checkpoint-4").exists()
 
 
+@pytest.mark.parametrize("place", [".", ".."])
+def test_the_current_folder_as_the_output_folder(
+    finetuning_flags, pretraining_flags, post_hoc_flags, checkpoints, tmp_path, monkeypatch, place
+):
+    """Files of the user stay, in it and around it, and a run that is killed there goes on."""
+    here = tmp_path / "here"
+    for folder in (here / "sub", tmp_path / "beside"):
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("mine")
+    output = Path(os.path.normpath(here / place))
+    monkeypatch.chdir(here)
+    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", place, "--overwrite"]
+    pretrain = pretraining_flags(place, *SEARCH, "--overwrite")
+    for words in (lengthen, finetuning_flags(place, "--overwrite"), pretrain, post_hoc_flags(place, "--overwrite")):
+        assert main(list(map(str, words))) == 0
+        assert {(folder / "notes.txt").read_text() for folder in (here / "sub", tmp_path / "beside")} == {"mine"}
+        assert not {ASIDE_NAME, UNFINISHED_NAME, LOCK_NAME} & set(os.listdir(output))
+    assert (
+        json.loads((output / "metrics.json").read_text())["sparsity"] and not (output / "trainer_state.json").exists()
+    )
+    assert load(output).sparse_attention.mask.metadata["run"] == output.name
+
+
+def test_the_root_is_no_output_folder():
+    with pytest.raises(ValueError, match="output_dir / is the root of the file system"):
+        choose_folder(Path("/"), True, None, False, False)
+
+
 def test_a_refused_run_leaves_no_folder(pretraining_flags, said, tmp_path):
     said(pretraining_flags(tmp_path / "new/run", "--base_model", tmp_path / "nothing"))
     said(pretraining_flags(tmp_path / "new/run", *SEARCH, "--attn_implementation", "sparse_cpu"))
@@ -336,6 +364,17 @@ def test_a_search_whose_mask_has_empty_rows_is_frozen_when_that_is_accepted(pret
     assert main(flags) == 2 and "mask rows keep nothing" in capsys.readouterr().err
     assert main([*flags, "--resume", "--allow_empty_rows", "true"]) == 0
     assert load(tmp_path / "run").sparse_attention.mask.sparsity > 0.9
+
+
+def test_a_search_for_a_trained_model_leaves_no_row_empty(post_hoc_flags, tmp_path, caplog):
+    """A mask that would is mended, so that the search is not lost."""
+    flags = ("--search", "soft", "--diagonal", "remove", "--special_tokens", "none", "--target_sparsity", "0.9")
+    assert main(post_hoc_flags(tmp_path / "empty", *flags, "--allow_empty_rows")) == 0
+    assert not SparseMask.from_pretrained(tmp_path / "empty").to_table().any(-1).all()
+    assert main(post_hoc_flags(tmp_path / "mended", *flags)) == 0
+    assert "Now each of them keeps its best entry" in caplog.text
+    mask = SparseMask.from_pretrained(tmp_path / "mended")
+    assert mask.to_table().any(-1).all() and abs(mask.sparsity - 0.9) < 0.005
 
 
 def test_a_file_of_the_user_is_not_taken_for_runs(finetuning_flags, said, tmp_path):

@@ -86,6 +86,16 @@ def model_of(tiny_config, head_size=32, **fields):
     return SparseBertModel(tiny_config(**sizes | {"allow_empty_rows": True} | fields))
 
 
+def test_constant_positions_are_no_packed_rows(tiny_config):
+    model = model_of(tiny_config, pattern="dense").eval()
+    constant = torch.zeros_like(IDS)
+    got = model(IDS, position_ids=constant).last_hidden_state
+    with torch.no_grad():
+        table = model.embeddings.position_embeddings.weight
+        table.copy_(table[:1].clone().expand_as(table))
+    torch.testing.assert_close(got, model(IDS).last_hidden_state)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_packed_documents_are_alone_under_patterns(tiny_config, pattern):
     for backend in FROZEN:

@@ -185,6 +185,7 @@ long = torch.ones(1, 30, dtype=torch.long)
 report["changed"] = list(load(root / "served" / "table", length_policy="dense")(long)[0].shape)
 
 positions = torch.arange(3).repeat(2)[None]
+report["constant"] = list(model(torch.ones_like(positions), position_ids=0 * positions)[0].shape)
 report["packed"] = said(lambda: model(torch.ones_like(positions), position_ids=positions))
 model.set_attn_implementation("flex_attention")
 report["flex"] = said(lambda: model(**given))
@@ -257,6 +258,7 @@ def test_hidden_states_and_attentions_are_those_under_the_mask(client, folders):
 def test_what_it_cannot_do_is_refused_in_a_line(client):
     report = client[0]
     assert "attn_implementation 'flex_attention' cannot apply the mask" in report["flex"]
+    assert report["constant"][:2] == [1, 6]
     assert "position_ids restart within a row: packed rows" in report["packed"]
     assert "this model needs sparsebert (pip install sparsebert)" in report["searching"]
     assert "still being searched" in report["searching"] and "\n" not in report["searching"]

@@ -109,8 +109,8 @@ def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Document
         real (`torch.Tensor` of shape `(B, n)`): Bool, False for padding.
 
     Returns:
-        [`DocumentSpans`], or `None` if the rows are not packed: no position restarts, or positions do not count up by
-        one between restarts.
+        [`DocumentSpans`], or `None` if the rows are not packed: no position restarts, positions do not count up by
+        one between restarts, or they are constant.
     """
     length = real.shape[1]
     column = torch.arange(length, device=real.device).expand_as(real)
@@ -119,7 +119,8 @@ def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Document
     follows = position_ids == position_ids.gather(-1, before.clamp(min=0)) + column - before
     first = position_ids.gather(-1, real.int().argmax(-1, keepdim=True))
     starts = real & (position_ids == first)
-    if not bool((starts & (before >= 0)).any()) or not bool((starts | follows | ~real).all()):
+    counts_up = follows & ~starts & real
+    if not (bool((starts & (before >= 0)).any()) and bool(counts_up.any()) and bool((starts | follows | ~real).all())):
         return None
     number = starts.cumsum(-1) + length * torch.arange(len(real), device=real.device)[:, None]
     number = number.flatten()[(flat := real.flatten().nonzero()[:, 0])]

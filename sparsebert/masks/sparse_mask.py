@@ -378,7 +378,7 @@ class SparseMask:
             name = folder.resolve().name
             save_card(folder, bare_mask_card(name, self.description(), self.head_sparsities(), self.metadata))
         if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
+            self.push_to_hub(kwargs.pop("repo_id", folder.resolve().name), **kwargs)
 
     def write_beside_model(self, folder: Path) -> None:
         """Write the two files into the folder of the model that this mask is that of. A search there is removed."""

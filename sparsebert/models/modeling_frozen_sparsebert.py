@@ -108,7 +108,7 @@ def is_packed(position_ids, padding):
     real = padding[:, 1:] & padding[:, :-1]
     restarts = (position_ids[:, 1:] == 0) & real
     counts = position_ids[:, 1:] == position_ids[:, :-1] + 1
-    return bool(restarts.any() and (restarts | counts | ~real).all())
+    return bool(restarts.any() and (counts & real).any() and (restarts | counts | ~real).all())
 
 
 class FrozenMask:

@@ -21,7 +21,7 @@ from ..masks.sparse_mask import SparseMask
 from .budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from .mask_search import PENALIZED, MaskSearch
 from .searches import gumbel_noise, sample_mask, straight_through
-from .selection import check_selection, keep_largest, keep_shares, prune, select
+from .selection import best_of_rows, check_selection, keep_largest, keep_shares, prune, select
 
 
 logger = logging.get_logger(__name__)
@@ -235,6 +235,12 @@ class LearnedMask:
             `tuple` of two `torch.Tensor` of shape `(L, H, K)`: See [`sample_mask`].
         """
         search = self.search
+        if torch.is_grad_enabled() and not self.logits.requires_grad and not torch.compiler.is_compiling():
+            logger.warning_once(
+                "mask_logits: their requires_grad is False, so the training does not learn the mask; call "
+                "model.sparse_attention.mask_logits.requires_grad_() or, with PEFT, name 'sparse_attention' in "
+                "modules_to_save"
+            )
         alpha, width = self._budgeted()
         if self._exact:
             noisy = alpha / width
@@ -355,9 +361,22 @@ class LearnedMask:
                 together. Every row keeps its best entry unless the search allows empty rows.
         """
         search, kept, cpu = self.search, self.kept, torch.device("cpu")
-        index = search.index(search.length, cpu) if search.union is None else search.union.parameters_of_entries()
         scores = scores.detach().float().cpu()
         left = prune(
-            kept.cpu(), scores, index, search.fixed, sparsity, scope, search.allow_empty_rows, search.entries(cpu)
-        )
+            kept.cpu(), scores, self._index(), search.fixed, sparsity, scope, search.allow_empty_rows,
+            search.entries(cpu),
+        )  # fmt: skip
         self.logits.masked_fill_(~left.to(kept.device), -torch.inf)
+
+    @torch.no_grad()
+    def keep_best_of_rows(self) -> None:
+        """Raise the best parameter of each row that may become empty to the greatest logit of all."""
+        best = best_of_rows(self.logits.float().cpu(), self._index(), self.search.fixed)
+        self.logits.masked_fill_(best.to(self.logits.device), self.logits.max())
+
+    def _index(self):
+        """The parameter or the parameters of each entry, see [`parameter_index`]."""
+        search = self.search
+        if search.union is not None:
+            return search.union.parameters_of_entries()
+        return search.index(search.length, torch.device("cpu"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import set_seed
+from transformers.utils import logging
 
 from ..analysis.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ..analysis.tables import Table
@@ -36,6 +37,9 @@ from .run_folders import is_half_written, run_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.get_logger(__name__)
 
 # Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
 GROWTH, GROWTH_STAGES = 0.5, 8
@@ -97,7 +101,7 @@ def _search(
     masks = {} if given is None else {GIVEN: given}
     if given is None:
         started_from, outcome, learned = _learn(model, options, fields, source)
-        masks = {LEARNED: model.freeze(metadata={"run": output.name}), STARTED_FROM: started_from}
+        masks = {LEARNED: _freeze(model, learned, {"run": output.name}), STARTED_FROM: started_from}
         seconds["search"] = time.perf_counter() - begin
     mask = model.sparse_attention.mask
 
@@ -171,6 +175,16 @@ def _learn(
         options.bf16,
     )  # fmt: skip
     return started_from, sparse_attention.outcome(), sparse_attention.learned
+
+
+def _freeze(model: Any, learned: LearnedMask, metadata: dict[str, Any]) -> SparseMask:
+    """The mask that was found. A row that it leaves empty keeps its best entry, if that is not allowed."""
+    try:
+        return model.freeze(metadata=metadata)
+    except ValueError as error:  # it must not cost the search
+        logger.warning(f"{error}. Now each of them keeps its best entry.")
+        learned.keep_best_of_rows()
+        return model.freeze(metadata=metadata)
 
 
 def _compare(

@@ -95,7 +95,7 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     pruning = ProgressivePruning.from_settings(data.pruning)
     budget = None if data.max_minutes is None else TimeBudget(data.max_minutes)
     schedule = SearchSchedule(
-        data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.name},
+        data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.resolve().name},
         position=None if budget is None else budget.position,
     )  # fmt: skip
     checkpoint = training.resume_from_checkpoint

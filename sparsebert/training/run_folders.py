@@ -102,13 +102,13 @@ def run_folder(
         FileNotFoundError: If the checkpoint does not exist.
         NotADirectoryError: If `output` is a file.
         OSError: If the block could not write the weights of the model.
-        ValueError: If the checkpoint is not complete.
+        ValueError: If the checkpoint is not complete, or `output` is the root of the file system.
     """
     output, state = Path(output), PartialState()
     finish_move(output)
     folder, checkpoint = choose_folder(output, overwrite, resume, allow_partial, unfinished)
     if whole:
-        folder = output / ASIDE_NAME / output.name
+        folder = _aside(output)
     if checkpoint is not None:
         logger.warning(f"Resuming from {checkpoint}.")
     elif resume:
@@ -145,8 +145,10 @@ def choose_folder(
             finished run.
         FileNotFoundError: If the checkpoint does not exist.
         NotADirectoryError: If `output` is a file.
-        ValueError: If the checkpoint is not complete.
+        ValueError: If the checkpoint is not complete, or `output` is the root of the file system.
     """
+    if output.resolve() == output.resolve().parent:
+        raise ValueError(f"output_dir {output} is the root of the file system: choose a folder in it")
     aside, finished = _aside(output), (output / METRICS_NAME).is_file()
     if resume is True:
         home = aside if aside.is_dir() else output
@@ -236,7 +238,7 @@ def is_half_moved(output: Path) -> bool:
 
 
 def _aside(output):
-    return output / ASIDE_NAME / output.name
+    return output / ASIDE_NAME / output.resolve().name  # "." has no name
 
 
 def _keep_older(aside):
@@ -291,7 +293,7 @@ def _move(folder, output):
         if target.is_dir():
             _remove(target)
         os.replace(path, target)
-    shutil.rmtree(folder.parent)
+    shutil.rmtree(output / ASIDE_NAME)
 
 
 def finish_move(output: Path) -> None:
@@ -302,7 +304,7 @@ def finish_move(output: Path) -> None:
         if is_half_moved(output):
             _move(aside, output)
         elif (output / METRICS_NAME).is_file() and aside.is_dir() and not any(aside.iterdir()):
-            shutil.rmtree(aside.parent)
+            shutil.rmtree(output / ASIDE_NAME)
     state.wait_for_everyone()
 
 
