@@ -128,10 +128,10 @@ def test_results_fill_the_table_in(tmp_path):
     cells = {
         f"{system}_seed_{seed}": {
             "settings": {"system": system, "seed": seed},
-            "metrics": {"mlm_loss": loss + 0.1 * seed + 0.001 * (system != "dense") * seed},
+            "metrics": {"mlm_loss": loss + 0.1 * seed + 0.001 * order * seed},
         }
         for seed in range(3)
-        for system, loss in losses.items()
+        for order, (system, loss) in enumerate(losses.items())
     }
     path = tmp_path / "sparsebert_table1_tiny.json"
     for changed, found in ((0.0, "confirmed"), (0.3, "refuted")):

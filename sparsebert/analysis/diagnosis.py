@@ -221,8 +221,11 @@ def _of_cpu(field):
 
 
 def cpu_name() -> str:
-    """The processor of this machine."""
-    return _of_cpu("model name") or platform.processor() or platform.machine()
+    """The processor of this machine, on Linux with its family and model: a name may stand for several generations."""
+    name, family, model = map(_of_cpu, ("model name", "cpu family", "model"))
+    if name and family and model:
+        return f"{name}, family {family}, model {model}"
+    return name or platform.processor() or platform.machine()
 
 
 def _machine():
