@@ -23,6 +23,7 @@ from sparsebert import (
     load,
 )
 from sparsebert.masks.patterns import PATTERNS
+from sparsebert.models.loading import check_folder
 
 
 LENGTH, LAYERS, HEADS, WINDOW = 12, 3, 4, 2
@@ -546,6 +547,21 @@ def test_attaching_twice(tiny_config):
         attach(torch.nn.Linear(2, 2), "window")
     with pytest.raises(ValueError, match="nothing to detach"):
         detach(SparseBertForMaskedLM(tiny_config()))
+    with pytest.raises(ValueError, match="attached to a model with a head that contains this one"):
+        detach(model.bert)
+    model = head_model("bert")
+    attach(model.bert, "window")
+    with pytest.raises(ValueError, match="it was attached to its .*BertModel, which is to be given"):
+        detach(model)
+    assert detach(model.bert) is model.bert
+
+
+def test_a_mask_that_is_still_being_searched_is_no_mask(tmp_path):
+    attach(base_model("bert"), "dam_s", mask_length=LENGTH).save_pretrained(tmp_path)
+    with pytest.raises(MaskFileError, match="its mask is still being searched: load the model, and freeze it first"):
+        attach(base_model("bert"), tmp_path)
+    with pytest.raises(FileNotFoundError, match="mask: .* whose mask is still being searched"):
+        check_folder(tmp_path, "mask", ("mask_config.json",))
 
 
 def test_mask_of_another_base_model(tmp_path, caplog, monkeypatch):
@@ -558,6 +574,8 @@ def test_mask_of_another_base_model(tmp_path, caplog, monkeypatch):
     base_model("bert").save_pretrained(tmp_path / "two")
     same, other = (transformers.AutoModel.from_pretrained(tmp_path / name) for name in ("one", "two"))
     attach(same, mask, strict=True)
+    monkeypatch.chdir(tmp_path)
+    attach(transformers.AutoModel.from_pretrained("./one/"), mask, strict=True)
     assert "was found for" not in caplog.text
     with pytest.raises(
         ValueError, match="one .revision unknown., this model is .*two .revision unknown.: with strict"

@@ -37,6 +37,7 @@ from sparsebert import (
     attach,
     build_pattern,
     detach,
+    extend_positions,
     load,
 )
 from sparsebert.models.attaching import AttachedModel
@@ -515,6 +516,13 @@ def test_trainer_saves_the_mask_with_an_adapter(peft, adapter, state, tmp_path):
     loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-2")
     assert loaded.get_base_model().sparse_attention.searching == (state == "searching")
     torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits)
+
+
+def test_positions_are_extended_below_an_adapter(peft):
+    model = peft.get_peft_model(with_mask(stock_model(), "frozen"), lora(peft))
+    before, length = model(IDS).logits, model.config.max_position_embeddings
+    assert extend_positions(model, length + 30) is model and model.config.max_position_embeddings == length + 30
+    torch.testing.assert_close(model(IDS).logits, before)
 
 
 def test_merging_keeps_the_mask(peft, adapter, tmp_path):

@@ -113,7 +113,8 @@ def load_documents(
         if not selected:
             raise ValueError(
                 f"the split {split!r} of {source!r} is empty, since about one document in {holdout_every} "
-                "is held out: give more documents, or a separate corpus for validation"
+                "is held out: give more documents (in a text file, a blank line separates them), or a separate corpus "
+                "as validation"
             )
 
     def fingerprint() -> str | None:

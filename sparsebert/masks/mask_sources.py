@@ -87,6 +87,8 @@ def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: 
                 f"{folder / MASK_CONFIG_NAME}: no such file; there are masks in {', '.join(names)}: give one of them "
                 "as subfolder"
             )
+        if not (folder / MASK_CONFIG_NAME).is_file() and (folder / SEARCH_CONFIG_NAME).is_file():
+            raise MaskFileError(f"{folder}: its mask is still being searched: load the model, and freeze it first")
         return folder / MASK_CONFIG_NAME, folder / MASK_WEIGHTS_NAME
     if source.is_file() or source.suffix in PICKLE_SUFFIXES:
         raise MaskFileError(

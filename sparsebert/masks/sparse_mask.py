@@ -188,7 +188,7 @@ class SparseMask:
             and torch.equal(self.keep, other.keep)
         )
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # by identity, for caches, which do not compare entries
 
     def structure(self, length: int | None = None) -> torch.Tensor:
         """

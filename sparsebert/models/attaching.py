@@ -1,6 +1,7 @@
 """Attaching a mask to a model, and detaching it: one module, one reference per layer, a class with a `forward`."""
 
 import copy
+import os
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -116,13 +117,17 @@ def _check_base(model: PreTrainedModel, mask: SparseMask, strict: bool) -> None:
     """Check whether a mask was found for the weights that it is to be used with."""
     found = tuple(mask.metadata.get(name) for name in ("base_model", "base_model_revision"))
     here = (model.config.name_or_path or None, getattr(model.config, "_commit_hash", None))
-    if all(None in pair or pair[0] == pair[1] for pair in zip(found, here, strict=True)):
+    if all(None in pair or pair[0] == pair[1] or _same_folder(*pair) for pair in zip(found, here, strict=True)):
         return
     names = [f"{name} (revision {revision or 'unknown'})" for name, revision in (found, here)]
     message = f"the mask was found for {names[0]}, this model is {names[1]}"
     if strict:
         raise ValueError(f"{message}: with strict=True both must be the same")
     logger.warning(f"{message}.")
+
+
+def _same_folder(one, other):
+    return os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other)
 
 
 def warn_of_changed_weights(source: str | PathLike, description: Path, hint: str = "") -> None:
@@ -275,7 +280,13 @@ def detach(model: Model) -> Model:
     """
     inner = without_adapters(model)
     if not isinstance(inner, AttachedModel):
-        raise ValueError(f"no mask was attached to this {type(inner).__name__}: there is nothing to detach")
+        base = getattr(inner, "base_model", None)
+        hint = "there is nothing to detach"
+        if isinstance(base, AttachedModel):
+            hint = f"it was attached to its {type(base).__name__}, which is to be given"
+        elif sparse_attention_of(inner) is not None and not isinstance(inner.config, SparseBertConfig):
+            hint = "it was attached to a model with a head that contains this one, which is to be given"
+        raise ValueError(f"no mask was attached to this {type(inner).__name__}: {hint}")
     attached: Any = inner
     attributes = vars(attached)
     for module in attention_modules(attached):

@@ -64,6 +64,8 @@ def check_folder(
         return
     found = sorted(path.parent for each in names for path in folder.glob(f"*/{each}"))
     hint = f"; there is one in {', '.join(map(str, found[:3]))}" if found else ""
+    if names == (MASK_CONFIG_NAME,) and (folder / SEARCH_CONFIG_NAME).is_file():
+        hint = ", whose mask is still being searched: load the model, and freeze it first"
     raise FileNotFoundError(f"{field}there is no {' or '.join(names)} in the folder {str(folder)!r}{hint}")
 
 

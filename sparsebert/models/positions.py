@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..attention.model_masks import without_adapters
 from ..checks import check_choice
 from .token_mixers import fixed_length
 
@@ -65,7 +66,7 @@ def extend_positions(model: Model, length: int, method: str = "tile") -> Model:
     check_choice("method", method, METHODS)
     if not hasattr(model, "base_model"):
         raise ValueError(f"expected a model of transformers, got {type(model).__name__}")
-    embeddings, table, offset = _position_embeddings(model)
+    embeddings, table, offset = _position_embeddings(without_adapters(model))
     if fixed_length(model.config) is not None:
         raise ValueError("the token mixer 'bproj' takes inputs of one length: its positions cannot be extended")
     old = table.weight.detach()
