@@ -43,6 +43,8 @@ TASK_FILES = (
     *("AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv", "QQP.tsv"),
     *("RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"),
 )
+# Folders that runs write in their output folder: checkpoints, and the runs of a seed or of the settings in a grid.
+RUN_FOLDER = re.compile(r"checkpoint-\d+|seed-\d+|\w+=.*")
 # The name of a file that is being written, until it takes its place.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
@@ -72,14 +74,25 @@ def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None
 
     Args:
         output (`str` or `os.PathLike`): The output folder.
-        sources: Folders or Hub ids, by the fields that name them.
+        sources: Folders or Hub ids, by the fields that name them; those from [`within`].
 
     Raises:
-        ValueError: If one of them is the output folder.
+        ValueError: If one of them is the output folder, or a folder of a run in it.
     """
+    place = Path(output).resolve()
     for field, source in sources.items():
-        if source is not None and Path(source).is_dir() and Path(output).is_dir() and os.path.samefile(source, output):
+        if source is None or not Path(source).is_dir():
+            continue
+        folder = Path(source).resolve()
+        if folder == place or (place.is_dir() and folder.samefile(place)):
             raise ValueError(f"output_dir {output} is the folder of {field}, which would be replaced: choose another")
+        if place in folder.parents and RUN_FOLDER.fullmatch(folder.relative_to(place).parts[0]):
+            raise ValueError(f"output_dir {output} holds {field} {source}, which would be replaced: choose another")
+
+
+def within(source: str | None, subfolder: str | None) -> str | None:
+    """The folder of a model or mask that lies in a subfolder; of a Hub id, a path that does not exist."""
+    return source if source is None or subfolder is None else os.path.join(source, subfolder)
 
 
 def is_empty(path: str | os.PathLike) -> bool:

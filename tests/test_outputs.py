@@ -194,6 +194,45 @@ def test_the_current_folder_as_the_output_folder(
     assert load(output).sparse_attention.mask.metadata["run"] == output.name
 
 
+def test_files_of_the_user_with_names_like_those_of_a_run(
+    finetuning_flags, pretraining_flags, post_hoc_flags, checkpoints, tmp_path
+):
+    names = ("model-backup.safetensors", "checkpoint-old/w.bin", "_unfinished/draft.txt", "scores.csv")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", tmp_path]
+    pretrain = pretraining_flags(tmp_path, *SEARCH)
+    for words in (lengthen, finetuning_flags(tmp_path), pretrain, post_hoc_flags(tmp_path)):
+        assert main([*map(str, words), "--overwrite"]) == 0
+        assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
+
+
+@pytest.mark.parametrize("verb", ["lengthen", "search"])
+def test_a_folder_with_a_name_like_that_of_a_run_is_not_replaced(post_hoc_flags, said, checkpoints, tmp_path, verb):
+    (tmp_path / "out" / ASIDE_NAME).mkdir(parents=True)
+    (tmp_path / "out" / ASIDE_NAME / "thesis.txt").write_text("mine")
+    lengthen = ["lengthen", checkpoints["stock"], "--length", "128", "--output_dir", tmp_path / "out"]
+    assert "is not empty" in said(lengthen if verb == "lengthen" else post_hoc_flags(tmp_path / "out"))
+    assert (tmp_path / "out" / ASIDE_NAME / "thesis.txt").read_text() == "mine"
+
+
+def test_a_run_does_not_replace_what_it_starts_from(finetuning_flags, said, checkpoints, tmp_path):
+    repo, same = tmp_path / "repo", "is the folder of model"
+    for name in ("v1", "checkpoint-6"):
+        shutil.copytree(checkpoints["window"], repo / name)
+    before = contents(tmp_path)
+    inside = ("--subfolder", "v1", "--output_dir", repo / "v1")
+    for words, what in (
+        (["lengthen", repo, "--length", "128", *inside], same),
+        (finetuning_flags(tmp_path, "--model", repo, *inside), same),
+        (finetuning_flags(tmp_path, "--model", repo / "v1", "--output_dir", tmp_path / "no/../repo/v1"), same),
+        (finetuning_flags(repo, "--model", repo / "checkpoint-6"), "holds model"),
+    ):
+        assert what in said([*words, "--overwrite"])
+        assert contents(tmp_path) == before
+
+
 def test_the_root_is_no_output_folder():
     with pytest.raises(ValueError, match="output_dir / is the root of the file system"):
         choose_folder(Path("/"), True, None, False, False)

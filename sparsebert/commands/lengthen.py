@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checks import check_choice, check_range
-from ..files import check_other_folder, check_output_dir, locked_output
+from ..files import check_other_folder, check_output_dir, locked_output, within
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
@@ -60,7 +60,7 @@ def run(values):
     check_choice("method", options.method, METHODS)
     check_range("length", options.length, 1, MAX_POSITIONS)
     check_folder(options.model, "model", subfolder=options.subfolder)
-    check_other_folder(options.output_dir, model=options.model)
+    check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
     overwrite = options.overwrite or is_half_written(Path(options.output_dir))
     check_output_dir(options.output_dir, overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)

@@ -11,7 +11,16 @@ from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
 from transformers.utils import CONFIG_NAME
 
-from ..files import LOCK_NAME, LOCK_NAMES, RESULT_FILES, TASK_FILES, check_output_dir, is_empty, make_folder
+from ..files import (
+    LOCK_NAME,
+    LOCK_NAMES,
+    METRICS_NAME,
+    RESULT_FILES,
+    TASK_FILES,
+    check_output_dir,
+    is_empty,
+    make_folder,
+)
 from .mask_cards import CARD_NAME, own_card
 from .mask_files import MASK_CONFIG_NAME, MASK_STATE
 from .mask_sources import check_subfolder, mask_paths
@@ -49,12 +58,14 @@ def pull_folder(
         FileExistsError: If the folder is not empty and `overwrite` is not set, if it holds neither model nor mask, or
             weights that the repository has none to replace, or if another process is pulling into it.
         FileNotFoundError: If the repository has nothing in `subfolder`.
-        ValueError: If it is the current folder.
+        ValueError: If it is the current folder, or one that this lies in.
         OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
     """
     output = Path(output_dir).resolve()
-    if output == Path.cwd():
-        raise ValueError(f"output_dir {output} is the current folder, which cannot be replaced: choose another")
+    if output in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(
+            f"output_dir {output} is the current folder, or contains it, and cannot be replaced: choose another"
+        )
     check_output_dir(output, overwrite)
     subfolder = check_subfolder(subfolder)
     api = HfApi(token=token)
@@ -140,7 +151,11 @@ def _finish_swap(aside, output):
         os.replace(replaced, output)
     if not replaced.is_dir():
         return
+    shutil.copymode(replaced, output)
     for root, folders, names in os.walk(replaced):
+        for name in folders:
+            if not any(Path(root, name).iterdir()) and not Path(root, name).is_symlink():
+                (output / Path(root, name).relative_to(replaced)).mkdir(parents=True, exist_ok=True)
         links = [name for name in folders if Path(root, name).is_symlink()]
         for path in (Path(root, name) for name in (*names, *links)):
             target = output / path.relative_to(replaced)
@@ -158,6 +173,12 @@ def _is_of_model(path, folder):
         return False
     if path.name == CARD_NAME:
         return own_card(path) is not None
-    return _is_weights(path.name) or any(
-        fnmatch(path.name, each) for each in (*MASK_STATE, *RESULT_FILES, *TASK_FILES, *LOCK_NAMES)
-    )
+    results = (*RESULT_FILES, *TASK_FILES) if _is_fine_tuning(folder) else RESULT_FILES
+    return _is_weights(path.name) or any(fnmatch(path.name, each) for each in (*MASK_STATE, *results, *LOCK_NAMES))
+
+
+def _is_fine_tuning(folder):
+    try:
+        return "score" in json.loads((folder / METRICS_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -6,7 +6,6 @@ Finished runs are read from their folders, not repeated, see [`run_or_read`].
 
 import io
 import math
-import shutil
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from accelerate import PartialState
 from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..analysis.statistics import summarize
@@ -29,6 +27,7 @@ from ..files import (
     check_other_folder,
     locked_output,
     replace_files,
+    within,
     write_metrics,
 )
 from ..hub import without_secrets
@@ -39,7 +38,7 @@ from .finetuning_arguments import FinetuningArguments
 from .finished_runs import run_or_read
 from .run_cards import add_finetuning
 from .run_checks import check_training
-from .run_folders import remove_replaced, resume_from, stored_metrics
+from .run_folders import remove, remove_replaced, resume_from, stored_metrics, weights_and_checkpoints
 from .several_runs import (
     cells_of,
     check_runs_folder,
@@ -127,7 +126,9 @@ def _read_plan(recipe: dict[str, dict[str, Any]]) -> _Plan:
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
-    check_other_folder(output, model=options.model, mask=options.mask)
+    check_other_folder(
+        output, model=within(options.model, options.subfolder), mask=within(options.mask, options.mask_subfolder)
+    )
     arguments, *_ = [
         training_arguments(recipe["training"] | settings, output, TASKS[name])
         for name in (GLUE if options.all else [str(options.task)])
@@ -278,10 +279,8 @@ def _run_grid(
         for cell in cells:
             if cell is not best and PartialState().is_main_process:
                 for result in (output / cell["folder"]).glob(f"seed-*/{METRICS_NAME}"):
-                    for path in result.parent.glob("model*.safetensors"):
-                        path.unlink()
-                    for path in result.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-                        shutil.rmtree(path)
+                    for path in weights_and_checkpoints(result.parent):
+                        remove(path)
         PartialState().wait_for_everyone()
     runs = {}
     for seed in seeds:

@@ -9,7 +9,7 @@ import torch
 
 from ..checks import LARGEST_SEED, check_choice, check_range, nearest
 from ..data.tasks import TASKS
-from ..files import check_other_folder, check_output_dir
+from ..files import check_other_folder, check_output_dir, within
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.matched import VARIED, matched_pattern
 from ..masks.patterns import PATTERNS, build_pattern
@@ -185,8 +185,10 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
     _check_task(options)
-    check_other_folder(str(options.output_dir), model=options.model, mask=options.mask)
     output = Path(str(options.output_dir))
+    check_other_folder(
+        output, model=within(options.model, options.subfolder), mask=within(options.mask, options.mask_subfolder)
+    )
     # A finished run whose files are still to be moved is not refused before they are.
     check_output_dir(output, options.overwrite or is_half_written(output) or is_half_moved(output))
     _check_mask(options, fields, given)

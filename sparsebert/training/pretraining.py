@@ -11,7 +11,7 @@ from transformers import TrainingArguments, set_seed
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..analysis.importance import analyzed_special_tokens, position_groups
-from ..files import METRICS_NAME, check_other_folder, locked_output, write_metrics
+from ..files import METRICS_NAME, check_other_folder, locked_output, within, write_metrics
 from ..masks.mask_files import MASK_PROBS_NAME
 from ..models.configuration_sparsebert import SparseBertConfig
 from ..search.learned_mask import expand_probs, read_outcome
@@ -75,7 +75,9 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         model.setdefault("mask_seed", training.seed)
     warn_of_ignored_engine(training)
     output = Path(str(training.output_dir))
-    check_other_folder(output, base_model=data.base_model, mask=data.mask)
+    check_other_folder(
+        output, base_model=within(data.base_model, data.subfolder), mask=within(data.mask, data.mask_subfolder)
+    )
     resume = resume_from(data.resume, training.resume_from_checkpoint)
     with (
         locked_output(output) as unfinished,

@@ -23,6 +23,7 @@ from ..files import (
     RESULT_FILES,
     SUBMISSION_NAME,
     TASK_FILES,
+    UNFINISHED_NAME,
     FinishedRunError,
     check_output_dir,
     is_damaged,
@@ -30,6 +31,7 @@ from ..files import (
 )
 from ..masks.mask_cards import CARD_NAME, own_card
 from ..masks.mask_files import MASK_STATE
+from ..masks.repositories import WEIGHTS
 from .checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
 
 
@@ -38,10 +40,8 @@ logger = logging.get_logger(__name__)
 # A run that is to replace another works in this folder of the output folder. Trainer pushes nothing with such a name.
 ASIDE_NAME = "_unfinished"
 # Patterns of what every run leaves that must not stay beside the files of another.
-_REPLACED = (
-    *("model*.safetensors*", *MASK_STATE, *RESULT_FILES),
-    f"{PREFIX_CHECKPOINT_DIR}-*",
-)
+_REPLACED = (*MASK_STATE, *RESULT_FILES)
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 # What a run of some kinds leaves as well, by a key of its metrics.
 _REPLACED_OF_KIND = {
     "score": TASK_FILES,
@@ -228,6 +228,8 @@ def check_unfinished(output: Path) -> None:
 def is_half_written(output: Path) -> bool:
     """Whether a folder holds nothing but what a run without checkpoints left when it was killed before its end."""
     names = {path.name for path in output.glob("*")}
+    if not (output / UNFINISHED_NAME).is_file() or len(list((output / ASIDE_NAME).glob("*"))) != len(_asides(output)):
+        return False  # files of the user
     kept = (path for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", METRICS_NAME) for path in output.rglob(pattern))
     return ASIDE_NAME in names <= {ASIDE_NAME, *LOCK_NAMES} and not any(kept)
 
@@ -239,6 +241,24 @@ def is_half_moved(output: Path) -> bool:
 
 def _aside(output):
     return output / ASIDE_NAME / output.resolve().name  # "." has no name
+
+
+def _asides(output):
+    """The folders aside of this and of earlier runs."""
+    name = re.escape(_aside(output).name)
+    return [path for path in (output / ASIDE_NAME).glob("*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
+
+
+def _remove_asides(output):
+    for path in _asides(output):
+        remove(path)
+    if not any((output / ASIDE_NAME).iterdir()):
+        (output / ASIDE_NAME).rmdir()
+
+
+def weights_and_checkpoints(folder: Path) -> set[Path]:
+    """The weights of a model and the checkpoints of a run in a folder, by the exact names that they have."""
+    return {path for path in folder.glob("*") if WEIGHTS.fullmatch(path.name) or _CHECKPOINT.fullmatch(path.name)}
 
 
 def _keep_older(aside):
@@ -271,11 +291,12 @@ def _swap(folder, output):
     names = {path.name for path in folder.iterdir()}
     older = stored_metrics(output)
     replaced = {path for pattern in (*_REPLACED, *_of_kind(older)) for path in output.glob(pattern)}
+    replaced |= weights_and_checkpoints(output)
     for path in replaced | _run_folders(output, older):
         if path.name not in names:
-            _remove(path)
+            remove(path)
     if CARD_NAME not in names and own_card(output / CARD_NAME) is not None:
-        _remove(output / CARD_NAME)
+        remove(output / CARD_NAME)
     (output / METRICS_NAME).unlink(missing_ok=True)  # from now on the folder holds parts of two runs
     _move(folder, output)
 
@@ -291,9 +312,9 @@ def _move(folder, output):
                 os.replace(log, target / log.name)
             continue
         if target.is_dir():
-            _remove(target)
+            remove(target)
         os.replace(path, target)
-    shutil.rmtree(output / ASIDE_NAME)
+    _remove_asides(output)
 
 
 def finish_move(output: Path) -> None:
@@ -304,7 +325,7 @@ def finish_move(output: Path) -> None:
         if is_half_moved(output):
             _move(aside, output)
         elif (output / METRICS_NAME).is_file() and aside.is_dir() and not any(aside.iterdir()):
-            shutil.rmtree(output / ASIDE_NAME)
+            _remove_asides(output)
     state.wait_for_everyone()
 
 
@@ -337,12 +358,14 @@ def remove_replaced(output: Path, older: dict[str, Any], newer: dict[str, Any]) 
         names = {path.name for run in runs for path in run.iterdir() if path.is_file()}
         if own_card(output / CARD_NAME) is None:
             names.discard(CARD_NAME)
-        paths = {output / name for name in names}.union(*map(output.glob, (*_REPLACED, *_of_kind(older))))
+        paths = {output / name for name in names}.union(
+            weights_and_checkpoints(output), *map(output.glob, (*_REPLACED, *_of_kind(older)))
+        )
         paths.discard(output / METRICS_NAME)
     if "glue" in older and "glue" not in newer:
         paths.add(output / SUBMISSION_NAME)
     for path in paths:
-        _remove(path)
+        remove(path)
 
 
 def _run_folders(output, metrics):
@@ -364,7 +387,8 @@ def _of_kind(metrics):
     return tuple(pattern for key in metrics for pattern in _REPLACED_OF_KIND.get(key, ()))
 
 
-def _remove(path):
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with what is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -181,8 +181,8 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     if not begun:
         check_output_dir(output, overwrite)
     if listed is not None:  # scores of masks that will not be there
-        for path in output.glob(f"{SCORES_NAME}.*"):
-            path.unlink()
+        for suffix in (".json", ".png", ".svg"):
+            (output / SCORES_NAME).with_suffix(suffix).unlink(missing_ok=True)
         for name in listed:
             if _MASK_FOLDER.fullmatch(name):  # a table may be a stranger's
                 shutil.rmtree(output / RUNS_NAME / name, ignore_errors=True)
