@@ -195,14 +195,18 @@ model.save_pretrained({str(folder)!r})
     client.done("pull", "user/run", "--output_dir", tmp_path / "link")
     (tmp_path / "here/mine").mkdir()
     stale = ("metrics.json", "trainer_state.json", "mask_logits.safetensors", "model-00001-of-00002.safetensors")
-    for name in ("old.txt", "mine/a.py", *stale):
+    for name in ("old.txt", "mine/a.py", "recipe.yaml", *stale):
         (tmp_path / "here" / name).write_text("{}")
+    (tmp_path / "here/empty").mkdir()
+    (tmp_path / "here").chmod(0o700)
     client.done("pull", "user/run", "--output_dir", tmp_path / "link", "--overwrite")
-    kept = {"old.txt", "mine"}  # results, logits and weights would be those of another model
+    assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700
+    kept = {"old.txt", "mine", "empty", "recipe.yaml"}  # results, logits and weights would be those of another model
     assert {path.name for path in (tmp_path / "here").iterdir()} == pushed | kept and not list(tmp_path.glob(".*"))
     assert (tmp_path / "here/mine/a.py").is_file()
-    code, _, err = client(["pull", "user/run", "--output_dir", "."])
-    assert code == 2 and "is the current folder, which cannot be replaced" in err
+    for place in (".", ".."):
+        code, _, err = client(["pull", "user/run", "--output_dir", place])
+        assert code == 2 and "is the current folder, or contains it, and cannot be replaced" in err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("mine")
     (tmp_path / "other" / "config.json").write_text('{"of": "a program"}')
