@@ -79,11 +79,11 @@ def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None
     Raises:
         ValueError: If one of them is the output folder, or a folder of a run in it.
     """
-    place = Path(output).resolve()
+    place = Path(os.path.realpath(output))  # unlike resolve, it takes links in a circle
     for field, source in sources.items():
         if source is None or not Path(source).is_dir():
             continue
-        folder = Path(source).resolve()
+        folder = Path(os.path.realpath(source))
         if folder == place or (place.is_dir() and folder.samefile(place)):
             raise ValueError(f"output_dir {output} is the folder of {field}, which would be replaced: choose another")
         if place in folder.parents and RUN_FOLDER.fullmatch(folder.relative_to(place).parts[0]):
