@@ -43,8 +43,8 @@ TASK_FILES = (
     *("AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv", "QQP.tsv"),
     *("RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"),
 )
-# Folders that runs write in their output folder: checkpoints, and the runs of a seed or of the settings in a grid.
-RUN_FOLDER = re.compile(r"checkpoint-\d+|seed-\d+|\w+=.*")
+# Folders that are written in an output folder: checkpoints, and the runs of a seed or of the settings in a grid.
+CHECKPOINT, RUN_FOLDER = re.compile(r"checkpoint-\d+"), re.compile(r"seed-\d+|\w+=[^/]*")
 # The name of a file that is being written, until it takes its place.
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
@@ -86,7 +86,8 @@ def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None
         folder = Path(os.path.realpath(source))
         if folder == place or (place.is_dir() and folder.samefile(place)):
             raise ValueError(f"output_dir {output} is the folder of {field}, which would be replaced: choose another")
-        if place in folder.parents and RUN_FOLDER.fullmatch(folder.relative_to(place).parts[0]):
+        name = folder.relative_to(place).parts[0] if place in folder.parents else ""
+        if CHECKPOINT.fullmatch(name) or RUN_FOLDER.fullmatch(name):
             raise ValueError(f"output_dir {output} holds {field} {source}, which would be replaced: choose another")
 
 

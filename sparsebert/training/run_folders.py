@@ -16,11 +16,13 @@ from transformers.utils import logging
 
 from ..data.tasks.glue import GLUE
 from ..files import (
+    CHECKPOINT,
     EXPERIMENT_NAME,
     LOCK_NAMES,
     METRICS_NAME,
     RECIPE_NAME,
     RESULT_FILES,
+    RUN_FOLDER,
     SUBMISSION_NAME,
     TASK_FILES,
     UNFINISHED_NAME,
@@ -41,7 +43,6 @@ logger = logging.get_logger(__name__)
 ASIDE_NAME = "_unfinished"
 # Patterns of what every run leaves that must not stay beside the files of another.
 _REPLACED = (*MASK_STATE, *RESULT_FILES)
-_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 # What a run of some kinds leaves as well, by a key of its metrics.
 _REPLACED_OF_KIND = {
     "score": TASK_FILES,
@@ -50,8 +51,6 @@ _REPLACED_OF_KIND = {
     "bleu": ("translations.txt",),
 }
 _LOGS_NAME = "runs"
-# Folders of the runs of a fine-tuning: of a seed, or of the settings in a grid.
-_RUN_FOLDER = re.compile(r"(seed-\d+|\w+=[^/]*)(/|$)")
 
 
 def resume_from(resume: bool, checkpoint: Any) -> bool | str | None:
@@ -258,7 +257,7 @@ def _remove_asides(output):
 
 def weights_and_checkpoints(folder: Path) -> set[Path]:
     """The weights of a model and the checkpoints of a run in a folder, by the exact names that they have."""
-    return {path for path in folder.glob("*") if WEIGHTS.fullmatch(path.name) or _CHECKPOINT.fullmatch(path.name)}
+    return {path for path in folder.glob("*") if WEIGHTS.fullmatch(path.name) or CHECKPOINT.fullmatch(path.name)}
 
 
 def _keep_older(aside):
@@ -378,7 +377,7 @@ def _run_folders(output, metrics):
     cells = sweep.get("cells") if isinstance(sweep, dict) else None
     runs += cells if isinstance(cells, list) else []
     places = [str(run.get("folder")) for run in runs if isinstance(run, dict)]
-    names = {place.split("/")[0] for place in places if _RUN_FOLDER.match(place)}
+    names = {name for place in places if RUN_FOLDER.fullmatch(name := place.split("/")[0])}
     return {output / name for name in names.union(GLUE.keys() & tasks if isinstance(tasks, dict) else ())}
 
 
