@@ -69,9 +69,7 @@ def test_reports_are_those_of_the_results(path):
 
 def test_what_the_front_page_says_of_training():
     ratio = _cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
-    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in " ".join(
-        (ROOT / "README.md").read_text().split()
-    )
+    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _front_page()
 
 
 def test_what_the_results_say_of_reviews():
@@ -139,3 +137,55 @@ def test_what_the_pages_say_of_the_tables():
     cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
     missed = {goal.partition(" is ")[0] for goal in pretrain.missed(cells)}  # pretraining_cost.md
     assert missed == {"small, n = 512: frozen", "base, n = 2048: frozen"}
+
+
+def _front_page():
+    return " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_what_the_front_page_says_of_quality():
+    cells = json.loads((REPRODUCED / "minilm_tiny.json").read_text())["cells"]
+
+    def means(mask, metric, form, lengths=(128, 512, 1024)):
+        found = (fmean(cells[f"{mask}_{n}_0.9_seed_{i}"]["metrics"][metric] for i in range(3)) for n in lengths)
+        return [form.format(value) for value in found]
+
+    before, after = (means("dam_s", metric, "{:.3f}") for metric in ("cosine_before", "cosine"))
+    text = _front_page()
+    assert "With 128, 512 and 1024 tokens it is {}, {} and {}.".format(*before) in text
+    assert "raises it to {}, {} and {}.".format(*after) in text
+    assert "it reaches {}, {} and {}".format(*means("attention", "cosine", "{:.3f}")) in text
+    scores = [means(mask, "spearman", "{:.1%}", (128,))[0].rstrip("%") for mask in ("dam_s", "attention")]
+    assert "the learned mask has {}, the other {}.".format(*scores) in text
+
+
+def test_what_the_front_page_says_of_tasks():
+    short, long = (
+        json.loads((REPRODUCED / folder / "minilm_task_masks_tiny.json").read_text())["cells"]
+        for folder in (".", "longer_recovery")
+    )
+    names, seeds = ("cola", "sst2", "mrpc", "stsb", "rte", "qnli"), (1, 2, 3)
+    masked, dense = (
+        [fmean(100 * short[f"{name}_seed_{seed}"]["metrics"][f"score_{score}"] for name in names) for seed in seeds]
+        for score in ("learned_recovered", "dense")
+    )
+    test = paired_difference(masked, dense)
+    text = _front_page()
+    said = "is {:.1f}, dense {:.1f} (three seeds; interval [{low:.1f}, {high:.1f}], P = {p:.2f},"
+    assert said.format(fmean(masked), fmean(dense), **test) in text
+    longer, before = (
+        [100 * long[f"qnli_seed_{seed}"]["metrics"][f"score_{score}"] for seed in seeds]
+        for score in ("learned_recovered", "dense")
+    )
+    assert f"({fmean(longer):.1f} instead of {fmean(before):.1f}, P = 0.04)" in text
+
+
+def test_what_the_front_page_says_of_pretraining():
+    cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
+    (ratios,) = [
+        cell["speed_up"]["stock"]
+        for cell in cells
+        if (cell["size"], cell["n"]) == ("base", 2048) and "stock" in cell["speed_up"]
+    ]
+    said = "is {:.1f} times as fast as stock BERT's, {:.1f} times without a mask"
+    assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _front_page()
