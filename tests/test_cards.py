@@ -74,6 +74,22 @@ def test_names_that_are_none_do_not_reach_a_card(tmp_path, name):
     assert name not in collection_card("user/masks", [found]).text
 
 
+def test_cards_of_masks_name_no_local_folder(tmp_path):
+    """And a mask stands beside the model that it was found for."""
+    keep = torch.ones(1, 2, 16, 16, dtype=torch.bool)
+    found = []
+    for name, base in (("a", str(tmp_path)), ("b", "user/base"), ("c", None)):
+        metadata = {} if base is None else {"base_model": base}
+        sparsebert.SparseMask(keep, length=16, metadata=metadata).save_pretrained(tmp_path / "masks" / name)
+        found.append(list_masks(tmp_path / "masks" / name)[0] | {"name": name})
+    card = ModelCard.load(tmp_path / "masks" / "a" / "README.md")
+    assert card.data.base_model is None and str(tmp_path) not in card.text.replace(str(tmp_path / "masks"), "")
+    assert "It was found for a model in a local folder." in card.text
+    card = collection_card("user/masks", found)
+    assert card.data.base_model == "user/base" and str(tmp_path) not in card.text
+    assert 'AutoModel.from_pretrained("user/base")\nsparsebert.attach(model, "user/masks", subfolder="b")' in card.text
+
+
 def test_parameters_of_a_pattern_are_shown_as_code(tmp_path):
     """Anybody may have written them."""
     parameters = {"x": "</td><img src=x> | `z`" * 30}

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from ..checks import shortened
 from ..files import replace_files
@@ -201,7 +203,8 @@ def bare_mask_card(
         name (`str`): Name of its folder.
         description, sparsities, metadata: See [`describe_mask`].
     """
-    base = name_in(metadata, "base_model")
+    recorded = name_in(metadata, "base_model")
+    base = _hub_id(recorded)
     data = ModelCardData(
         library_name="sparsebert",
         base_model=base,
@@ -228,7 +231,8 @@ them."""
     fits += f" and {len(sparsities)} layers." if len(sparsities) > 1 else "."
     limits = [fits, *mask_limits(description)]
     if not base:
-        limits.insert(1, "Which model it was found for is not recorded.")
+        known = "It was found for a model in a local folder."
+        limits.insert(1, known if recorded else "Which model it was found for is not recorded.")
     sections = {
         "": intro + found,
         "Mask": describe_mask(description, sparsities, metadata),
@@ -236,6 +240,17 @@ them."""
         "Limits": "\n".join(f"- {line}" for line in limits),
     }
     return make_card(data, sections)
+
+
+def _hub_id(name):
+    """A name that may be one of the Hub, `None` for that of a local folder."""
+    if name is None:
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return None if Path(name).is_dir() else name
 
 
 def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCard:
@@ -246,7 +261,8 @@ def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCa
         repo_id (`str`): Name of the repository.
         masks (`list[dict]`): From [`list_masks`].
     """
-    bases = sorted({mask["base_model"] for mask in masks if mask["base_model"]})
+    named = {mask["name"]: base for mask in masks if (base := _hub_id(mask["base_model"]))}
+    bases = sorted({*named.values()})
     tags = sorted({mask["made_by"] for mask in masks if mask["made_by"]})
     data = ModelCardData(
         library_name="sparsebert",
@@ -258,14 +274,16 @@ def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCa
         removed = "" if mask["sparsity"] is None else f"{mask['sparsity']:.1%}"
         cells = (mask["made_by"] or "", removed, mask["form"], mask["length"], mask["num_layers"], mask["num_heads"])
         lines.append(f"| [{mask['name'] or '.'}]({mask['name'] or '.'}) | {' | '.join(map(str, cells))} |")
-    first = next((mask["name"] for mask in masks if mask["name"]), "NAME")
+    # A mask with the model that it was found for, if there is one.
+    ordered = sorted((mask["name"] for mask in masks if mask["name"]), key=lambda name: name not in named)
+    first = ordered[0] if ordered else "NAME"
     load = f"""With the package `sparsebert`:
 
 ```python
 import sparsebert
 from transformers import AutoModel
 
-model = AutoModel.from_pretrained("{bases[0] if bases else "MODEL"}")
+model = AutoModel.from_pretrained("{named.get(first, "MODEL")}")
 sparsebert.attach(model, "{repo_id}", subfolder="{first}")
 ```"""
     intro = f"# {repo_id.split('/')[-1]}\n\nAttention masks for Transformer encoders, without models."
