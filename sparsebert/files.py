@@ -32,13 +32,14 @@ LOCK_NAMES = (LOCK_NAME, UNFINISHED_NAME)
 METRICS_NAME, PICTURE_NAME = "metrics.json", "heads.png"
 # The pictures of P before freezing.
 PROBS_PICTURES = ("mean_probs.png", "offset_profile.png")
-# What a fine-tuning run was asked for, and several; and the archive for GLUE's server.
-RECIPE_NAME, EXPERIMENT_NAME, SUBMISSION_NAME = "recipe.yaml", "experiment.yaml", "submission.zip"
+# What a fine-tuning run was asked for, and several; their tables; and the archive for GLUE's server.
+RECIPE_NAME, EXPERIMENT_NAME, TABLES_NAME = "recipe.yaml", "experiment.yaml", "results.md"
+SUBMISSION_NAME = "submission.zip"
 # Patterns of the results of a run, which say something false beside the model of another: those of every run, and what
 # a fine-tuning adds.
 RESULT_FILES = (METRICS_NAME, "trainer_state.json", PICTURE_NAME, *PROBS_PICTURES)
 TASK_FILES = (
-    *(RECIPE_NAME, "results.md", "predictions_*.json*"),
+    *(RECIPE_NAME, TABLES_NAME, "predictions_*.json*"),
     *("nbest_predictions_*.json", "null_odds_*.json"),
     *("AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "MRPC.tsv", "QNLI.tsv", "QQP.tsv"),
     *("RTE.tsv", "SST-2.tsv", "STS-B.tsv", "WNLI.tsv"),

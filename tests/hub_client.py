@@ -61,7 +61,7 @@ class Client:
     def done(self, *words):
         """What a command prints that succeeds."""
         code, out, err = self(list(words))
-        assert code == 0, err
+        assert code == 0, err or code
         return out
 
     def refused(self, *words):

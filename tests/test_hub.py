@@ -188,6 +188,14 @@ for kind in ("own", "attached"):
     trainer = train(kind, "dam_s", "all_checkpoints", 0.5)  # frozen after the first of two checkpoints
     loaded = load(f"user/trained_{kind}").sparse_attention
     assert loaded.mask == trainer.model.sparse_attention.mask is not None, kind
+
+with open(f"{trainer.args.output_dir}/metrics.json", "w") as file:
+    file.write("{}")
+trainer.push_results()
+trainer.args.hub_token = "hf_wrong"
+with open(f"{trainer.args.output_dir}/later.json", "w") as file:
+    file.write("{}")
+trainer.push_results()  # a finished run does not fail for it
 """
 
 
@@ -335,6 +343,7 @@ def test_pushes_of_a_trainer_hold_one_state_of_a_mask(hub, run_client, tmp_path)
         last = hub.repos[f"user/trained_{kind}"].commits[-1]
         assert {f"checkpoint-2/{name}" for name in (MANIFEST_NAME, "mask_probs.safetensors")} <= last
         assert f"checkpoint-1/{MANIFEST_NAME}" in last
+    assert "metrics.json" in last and "later.json" not in last
 
 
 def run_without_connection(code, offline, home, *arguments):

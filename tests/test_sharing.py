@@ -412,6 +412,9 @@ def test_a_run_pushed_by_its_trainer_is_whole_elsewhere(hub, client, tmp_path, c
         client.done(*words, "--push_to_hub", "--hub_model_id", "user/pushed", *flags)
         files = set(hub.repos["user/pushed"].files)
         assert "mask.safetensors" in files and not [name for name in files if "lock" in name or "unfinished" in name]
+        for name in ("metrics.json", "recipe.yaml", "heads.png", "README.md"):
+            assert hub.read("user/pushed", name) == (tmp_path / "run" / name).read_bytes(), name
+        assert b"model-index" in hub.read("user/pushed", "README.md")
     client.done("pull", "user/pushed", "--output_dir", tmp_path / "pulled")
     client.done("push", tmp_path / "pulled", "--repo_id", "user/again")
 

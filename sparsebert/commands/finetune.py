@@ -6,8 +6,6 @@ Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--s
 (the tables that it prints) and logs. If the same command is run again, it runs only what is not finished.
 """
 
-from accelerate import PartialState
-
 from ..analysis.reports import read_metrics, report_tables
 from ..models.configuration_sparsebert import STATE_FIELDS
 from ..training.finetuning import SECTIONS, finetune
@@ -29,7 +27,4 @@ def command(words):
 def run(values):
     output = finetune(values)
     metrics = read_metrics([output])
-    tables = report_tables(metrics)
-    if PartialState().is_main_process:
-        (output / "results.md").write_text("\n".join(table.markdown() for table in tables), encoding="utf-8")
-    return Results(metrics[output], tables, [f"written to {output}"])
+    return Results(metrics[output], report_tables(metrics), [f"written to {output}"])

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ..analysis.reports import read_metrics, report_tables
 from ..analysis.statistics import summarize
 from ..checks import nearest
 from ..data.tasks import TASKS
@@ -24,6 +25,7 @@ from ..files import (
     EXPERIMENT_NAME,
     METRICS_NAME,
     SUBMISSION_NAME,
+    TABLES_NAME,
     check_other_folder,
     locked_output,
     replace_files,
@@ -79,7 +81,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
         recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
 
     Returns:
-        `Path`: The output folder. Its `metrics.json` holds the results.
+        `Path`: The output folder. Its `metrics.json` holds the results, `results.md` their tables.
     Raises:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
@@ -93,7 +95,11 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     with locked_output(plan.output) as unfinished:
         check_runs_folder(plan.output, plan.options, layout, resume, unfinished)
         PartialState().wait_for_everyone()  # before one of the processes writes to the folder
-        return _finetune(recipe, plan)
+        output = _finetune(recipe, plan)
+        if PartialState().is_main_process:
+            tables = report_tables(read_metrics([output]))
+            replace_files({output / TABLES_NAME: "\n".join(table.markdown() for table in tables).encode()})
+        return output
 
 
 def check_finetuning(recipe: dict[str, dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from transformers import Trainer
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from ..masks.mask_cards import CARD_NAME, own_card, save_card
@@ -35,6 +35,7 @@ class HubTrainer(Trainer):
     The part of [`SparseBertTrainer`] that is about the Hub.
 
     - A push, at the end or of a checkpoint, contains the mask or the search, and deletes files that contradict it.
+    - `push_results` pushes what a run adds to its folder after the model is saved.
     - The arguments are saved and pushed without `hub_token`: pickling them leaves it out.
     - The card of a model with a mask is kept, and completed with what the Trainer knows.
     """
@@ -79,6 +80,27 @@ class HubTrainer(Trainer):
             self.init_hf_repo(token=token, **given)
         self._delete_contradicting(token, revision)
         return super().push_to_hub(commit_message, blocking, token, revision, **given, **kwargs)
+
+    def push_results(self) -> None:
+        """
+        With the argument `push_to_hub`, push what a run has written since `save_model` pushed the model: results,
+        pictures and the card with both. `Trainer.push_to_hub` would save the model again, with a card without them.
+        """
+        if not self.args.push_to_hub or not self.is_world_process_zero():
+            return
+        try:
+            HfApi(token=self.args.hub_token).upload_folder(
+                repo_id=self.hub_model_id,
+                folder_path=self.args.output_dir,
+                commit_message="Results",
+                revision=self.args.hub_revision,
+                ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+            )
+        except Exception as error:  # whatever it is, the run is finished, and its model pushed
+            logger.warning(
+                f"{self.hub_model_id} has the model, but its results could not be pushed: {error}\n"
+                "`sparsebert push` pushes the finished run."
+            )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()

@@ -160,7 +160,9 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     trainer.save_state()
     if trainer.is_world_process_zero():
         add_pretraining(output, metrics, model, data.text)
-    return write_metrics(output / METRICS_NAME, metrics)
+    metrics = write_metrics(output / METRICS_NAME, metrics)
+    trainer.push_results()
+    return metrics
 
 
 def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["torch.Tensor", dict[str, Any]]:

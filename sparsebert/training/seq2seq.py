@@ -356,7 +356,9 @@ def _train_translation(
         "train_seconds": trainer.train_seconds,
         "seconds": time.perf_counter() - start,
     }
-    return write_metrics(output / METRICS_NAME, metrics)
+    metrics = write_metrics(output / METRICS_NAME, metrics)
+    trainer.push_results()
+    return metrics
 
 
 def check_data(data: TranslationArguments) -> None:

@@ -162,7 +162,9 @@ def _run(data, model, training, output, recipe):
         add_finetuning(output, metrics, network, options.data is None)
         if recipe is not None:
             write_recipe(output / RECIPE_NAME, recipe)
-    return write_metrics(output / METRICS_NAME, metrics)
+    metrics = write_metrics(output / METRICS_NAME, metrics)
+    trainer.push_results()
+    return metrics
 
 
 def write_predictions(
