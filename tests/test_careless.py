@@ -159,7 +159,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("report folder", "folder/metrics.json: damaged or not JSON"),
         (
             "report other",
-            "other/metrics.json: not the metrics of a pre-training, a fine-tuning, a GLUE run or a search",
+            "other/metrics.json: not the metrics of a pre-training, a fine-tuning, a GLUE run, a search or",
         ),
         ("report list", "list/metrics.json: not the metrics of"),
         ("report --json list", "--json must be true or false, got 'list'"),

@@ -14,6 +14,7 @@ from processes import start, start_command, wait_for
 from safetensors.torch import load_file
 
 from sparsebert import load
+from sparsebert.analysis.reports import read_metrics, report_tables
 from sparsebert.commands import main
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output
 from sparsebert.masks.sparse_mask import SparseMask
@@ -547,6 +548,9 @@ def test_a_signal_in_a_translation_saves_and_the_run_goes_on(tmp_path, said):
     assert main([*words, "--resume", "--max_test_pairs", "3"]) == 0
     assert json.loads((folder / "metrics.json").read_text())["steps"] == 90
     assert not (folder / UNFINISHED_NAME).exists()
+    (table,) = report_tables(read_metrics([folder]))
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["mask"], row["training pairs"], row["test pairs"], row["steps"]) == ("dense", "60", "3", "90")
 
 
 # Complete checkpoints

@@ -344,8 +344,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         ({"metrics.json": "{"}, "metrics.json: damaged or not JSON"),
         ({"metrics.json": "[]"}, "metrics.json: not the metrics of a pre-training"),
         (
-            {"metrics.json": '{"bleu": 30.0, "sparsity": 0.5}'},
-            "not the metrics of a pre-training, a fine-tuning, a GLUE run or a search",
+            {"metrics.json": '{"rouge": 30.0, "sparsity": 0.5}'},
+            "not the metrics of a pre-training, a fine-tuning, a GLUE run, a search or a translation",
         ),
         ({"metrics.json": '{"sparsity": "x", "positions": {}, "seconds": 1}'}, "its metrics are incomplete"),
         ({"mask_config.json": "{}", "mask.safetensors": ""}, "mask_config.json"),

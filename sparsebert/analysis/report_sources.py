@@ -62,8 +62,8 @@ def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) ->
             masks = tuple(_masks(name, metrics or {}))
         if not (is_run or masks):
             raise FileNotFoundError(
-                f"{name}: holds neither {METRICS_NAME} nor a mask; expected the output folder of a finished "
-                "pre-training, fine-tuning or search, or the folder or Hub id of a mask"
+                f"{name}: holds neither {METRICS_NAME} nor a mask; expected the output folder of a finished run, or "
+                "the folder or Hub id of a mask"
             )
         sources.append(Source(name, metrics, masks))
     return sources

@@ -1,4 +1,4 @@
-"""Tables of finished runs, from the `metrics.json` of pre-training, fine-tuning and searches."""
+"""Tables of finished runs, from the `metrics.json` of pre-training, fine-tuning, searches and translation."""
 
 import json
 import os
@@ -23,12 +23,13 @@ POSITIONS = {
 
 # Masks in the metrics of a search in a trained model: the one that it learned or was given, and the same recovered.
 LEARNED, GIVEN, RECOVERED = "learned", "given", "{}, recovered"
-# What is in the metrics of GLUE, of fine-tuning, of pre-training and of a search in a trained model.
+# What is in the metrics of GLUE, of fine-tuning, of pre-training, of a search in a trained model and of translation.
 _KINDS = (
     {"glue", "missing"},
     {"task", "main_metric", "splits"},
     {"sparsity", "positions", "seconds"},
     {"agreement", "sparsity", "seconds"},
+    {"bleu", "sparsity", "seconds"},
 )
 
 
@@ -42,7 +43,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
     Read the metrics of runs.
 
     Args:
-        folders (`list` of `str` or `os.PathLike`): Output folders of pre-training, fine-tuning and searches.
+        folders (`list` of `str` or `os.PathLike`): Output folders of finished runs.
 
     Returns:
         `dict[Path, dict]`: Metrics by folder.
@@ -54,16 +55,16 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
     for folder in map(Path, folders):
         path = folder / METRICS_NAME
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}: no such file; expected the output folder of a finished pre-training, fine-tuning or search"
-            )
+            raise FileNotFoundError(f"{path}: no such file; expected the output folder of a finished run")
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: damaged or not JSON ({error})") from error
         kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
         if not kinds:
-            raise ValueError(f"{path}: not the metrics of a pre-training, a fine-tuning, a GLUE run or a search")
+            raise ValueError(
+                f"{path}: not the metrics of a pre-training, a fine-tuning, a GLUE run, a search or a translation"
+            )
         try:
             report_tables({folder: found})
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
@@ -80,8 +81,8 @@ def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
 
 def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     """
-    Make the tables of runs: pre-training, masks for trained models, fine-tuning, grids of settings and GLUE. Empty
-    ones are left out.
+    Make the tables of runs: pre-training, masks for trained models, fine-tuning, grids of settings, GLUE and
+    translation. Empty ones are left out.
 
     Args:
         runs (`dict[Path, dict]`): Metrics by folder, from [`read_metrics`].
@@ -93,12 +94,16 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     searches: list[dict[str, str]] = []
     finetuning: list[dict[str, str]] = []
     glue: list[dict[str, str]] = []
+    translations: list[dict[str, str]] = []
     grids: list[Table] = []
     notes: list[str] = []
     glue_notes: list[str] = []
     for run, metrics in zip(distinct_names([*runs]), runs.values(), strict=True):
         if "agreement" in metrics:
             searches.append(_search_row(run, metrics))
+            continue
+        if "bleu" in metrics:
+            translations.append(_translation_row(run, metrics))
             continue
         if "glue" in metrics:
             tasks = {f"{run}/{task}": values for task, values in metrics["glue"].items()}
@@ -143,6 +148,9 @@ def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
             "counts once. In brackets: the columns there are, if some are missing; not comparable with the whole"
         )
         result.append(Table.of("GLUE, development sets, %", glue, [note, *glue_notes]))
+    if translations:
+        note = "BLEU: cased, from sacreBLEU; of references: of the references after tokenization, the highest possible"
+        result.append(Table.of("Translation", translations, [note]))
     return result
 
 
@@ -176,6 +184,21 @@ def _search_row(name, metrics):
     times = metrics.get("inference_seconds") or {}
     row["speed-up"] = _number(times["dense"] / times["masked"] if times.get("masked") else None, 2)
     return row | {"seconds": _number(metrics["seconds"]["total"], 0)}
+
+
+def _translation_row(name, metrics):
+    return {
+        "run": name,
+        "mask": str(metrics["pattern"] or ""),
+        "removed": _percent(metrics["sparsity"]),
+        "BLEU": _number(metrics["bleu"], 2),
+        "of references": _number(metrics["bleu_of_references"], 1),
+        "loss": _number(metrics["loss"], 3),
+        "training pairs": str(metrics["train_pairs"]),
+        "test pairs": str(metrics["test_pairs"]),
+        "steps": str(metrics["steps"]),
+        "train s": _number(metrics["train_seconds"], 0),
+    }
 
 
 def _finetuning_rows(name, metrics):

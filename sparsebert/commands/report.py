@@ -1,9 +1,9 @@
 """
 Print tables of finished runs, and with `--output report.html` (or `-o`) write a web page that shows their masks.
 
-Takes output folders of `pretrain` and `finetune`, and folders or Hub ids of masks. The page is one file that needs no
-network. It shows every head, the share kept by distance, live tiles, what the universality theorems say, two masks
-side by side, and for several runs their quality against sparsity and time.
+Takes output folders of `pretrain`, `finetune`, `search` and `translate`, and folders or Hub ids of masks. The page is
+one file that needs no network. It shows every head, the share kept by distance, live tiles, what the universality
+theorems say, two masks side by side, and for several runs their quality against sparsity and time.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ReportArguments:
     What to report.
 
     Args:
-        runs (`list[str]`): Output folders of `pretrain`, `finetune` and `search`; folders or Hub ids of masks.
+        runs (`list[str]`): Output folders of finished runs; folders or Hub ids of masks.
         output (`str`, *optional*): Web page to write, `report.html`; its folder is created if missing.
         overwrite (`bool`): Replace an existing page.
     """

@@ -5,7 +5,11 @@ Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased B
 `translation`.
 """
 
-from ..analysis.tables import Table
+from pathlib import Path
+
+from transformers import Seq2SeqTrainingArguments
+
+from ..analysis.reports import report_tables
 from ..training.seq2seq import SECTIONS, train_translation
 from ._command import Command, Printing, Results
 
@@ -23,5 +27,5 @@ def command(words):
 
 def run(values):
     metrics = train_translation(values)
-    row = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-    return Results(metrics, [Table.of("Translation", [row])])
+    output = Path(str(Seq2SeqTrainingArguments(**values["training"]).output_dir))
+    return Results(metrics, report_tables({output: metrics}), [f"written to {output}"])
