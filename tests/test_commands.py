@@ -190,6 +190,13 @@ def test_failure_on_the_way_exits_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "sparsebert report: No space left on device\n"
 
 
+def test_sizes_beyond_the_memory_are_one_line(pretraining_flags, tmp_path, capsys):
+    sizes = ("--vocab_size", 10**9, "--hidden_size", 2**20)  # more than a process can address
+    assert main(pretraining_flags(tmp_path / "run", *sizes)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+    assert line.startswith("sparsebert pretrain: there is not enough memory for these sizes: ")
+
+
 # Programs
 
 

@@ -160,6 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _say(verb, f"too long for the name of a file or folder: {shortened(repr(error.filename))}", 2)
         return _say(verb, error, 1)
+    except (MemoryError, RuntimeError) as error:
+        from accelerate.utils.memory import should_reduce_batch_size
+
+        if not should_reduce_batch_size(error) and not isinstance(error, MemoryError):
+            raise
+        return _say(verb, f"there is not enough memory for these sizes: {error}", 1)
     except KeyboardInterrupt as error:
         return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))
 
