@@ -58,7 +58,7 @@ class Case:
         batch, num_heads, length, _ = self.query.shape
         device, padded = self.query.device.type, self.padding is not None
         return Request(
-            device, self.query.dtype, batch, num_heads, length, length, HEAD_SIZE, dropout, gradients, padded
+            device, self.query.dtype, batch, num_heads, length, length, HEAD_SIZE, dropout > 0, gradients, padded
         )
 
 

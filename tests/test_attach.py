@@ -485,6 +485,14 @@ def test_logits_of_a_search_stay_float32(dtype):
     assert (model.dtype, logits.dtype) == (dtype, torch.float32)
 
 
+def test_a_bias_of_the_caller_keeps_its_precision():
+    stock, bias = base_model("bert").double(), torch.randn(3, 1, LENGTH, LENGTH, dtype=torch.float64)
+    model = attach(copy.deepcopy(stock), "dense", mask_length=LENGTH, attn_implementation="sparse_eager")
+    with torch.no_grad():
+        got, want = (each(**inputs_of("bert") | {"attention_mask": bias})[0] for each in (model, stock))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+
+
 def test_a_mask_of_an_unknown_search(tmp_path):
     mask = build_pattern("window", 16, 4).replace(metadata={"search": "of_a_newer_version"})
     model = attach(head_model("bert"), mask)

@@ -307,7 +307,7 @@ def check(case):
     query, key, value, grad = laid_out(case, 2 if padding is None else len(padding))
     shape = (*query.shape[:3], *key.shape[2:])
     flags = {"gradients": True, "padded": padding is not None, "causal": case.causal}
-    reason = refusal(case.name, Request(case.device, case.dtype, *shape, case.dropout, **flags))
+    reason = refusal(case.name, Request(case.device, case.dtype, *shape, case.dropout > 0, **flags))
     on_device = None if padding is None else padding.to(case.device)
     if reason is not None:
         with pytest.raises(ValueError, match=re.escape(f"{case.name} cannot run here: {reason}. Use ")):

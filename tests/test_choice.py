@@ -40,12 +40,12 @@ def auto(density, **fields):
         ({"gradients": True, "padded": True}, 0.5, "sparse_sdpa"),
         ({"num_keys": 129, "num_queries": 129}, 0.3, "sparse_sdpa"),
         ({"num_keys": 512, "num_queries": 512}, 0.3, "sparse_sdpa"),
-        ({"dropout": 0.1, "gradients": True}, 0.7, "sparse_eager"),
+        ({"dropout": True, "gradients": True}, 0.7, "sparse_eager"),
         ({"dtype": torch.bfloat16}, 0.3, "sparse_eager"),
         ({"dtype": torch.float16}, 0.3, "sparse_sdpa"),
         ({"dtype": torch.bfloat16, "num_keys": 512, "num_queries": 512}, 0.3, "sparse_sdpa"),
-        ({"dtype": torch.bfloat16, "dropout": 0.1}, 0.3, "sparse_eager"),
-        ({"num_keys": 129, "num_queries": 129, "dropout": 0.1}, 0.7, "sparse_sdpa"),
+        ({"dtype": torch.bfloat16, "dropout": True}, 0.3, "sparse_eager"),
+        ({"num_keys": 129, "num_queries": 129, "dropout": True}, 0.7, "sparse_sdpa"),
     ],
     ids=str,
 )
@@ -100,14 +100,14 @@ def test_auto_serves_every_need(need):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"needs": ["learned"], "dropout": 0.1}, "sparse_sdpa"),
+        ({"needs": ["learned"], "dropout": True}, "sparse_sdpa"),
         ({"needs": ["learned"], "num_keys": 129}, "sparse_sdpa"),
         ({"needs": ["learned"]}, "sparse_eager"),
-        ({"needs": ["learned"], "dropout": 0.1, "num_keys": 512, "padded": True}, "sparse_sdpa"),
-        ({"dropout": 0.1, "needs": ["learned", "additive"]}, "sparse_eager"),
-        ({"dropout": 0.1, "needs": ["learned", "gate"]}, "sparse_eager"),
-        ({"dropout": 0.1, "needs": ["learned"], "gradients": False}, "sparse_eager"),
-        ({"dropout": 0.1, "needs": ["learned"], "device": "cuda"}, "sparse_eager"),
+        ({"needs": ["learned"], "dropout": True, "num_keys": 512, "padded": True}, "sparse_sdpa"),
+        ({"dropout": True, "needs": ["learned", "additive"]}, "sparse_eager"),
+        ({"dropout": True, "needs": ["learned", "gate"]}, "sparse_eager"),
+        ({"dropout": True, "needs": ["learned"], "gradients": False}, "sparse_eager"),
+        ({"dropout": True, "needs": ["learned"], "device": "cuda"}, "sparse_eager"),
         ({"needs": ["additive"], "gradients": False}, "sparse_eager"),
         ({"needs": ["additive"], "gradients": False, "num_keys": 512}, "sparse_eager"),
         ({"needs": ["additive"], "gradients": False, "num_keys": 513}, "sparse_sdpa"),
@@ -121,7 +121,7 @@ def test_auto_while_searching(fields, expected):
     assert by_table(None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [128, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -192,7 +192,7 @@ def test_measure_times_all_that_can_run_once_per_shape(calls):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"padded": True}, {"dropout": 0.1}, {"causal": True}, {"num_queries": 3}, {"dtype": torch.bfloat16}],
+    [{"padded": True}, {"dropout": True}, {"causal": True}, {"num_queries": 3}, {"dtype": torch.bfloat16}],
     ids=str,
 )
 def test_measure_serves_every_shape(fields):
@@ -223,9 +223,9 @@ def test_measure_takes_the_faster():
 def test_measuring_leaves_random_numbers_alone():
     query, key, value = torch.randn(3, 2, HEADS, 16, 8).requires_grad_().unbind(0)
     mask, before = mask_of(0.2, 16), torch.get_rng_state()
-    by_measurement(mask, replace(TRAINED, dropout=0.1))
+    by_measurement(mask, replace(TRAINED, dropout=True))
     assert torch.equal(torch.get_rng_state(), before)
-    chosen = by_measurement(mask, replace(TRAINED, dropout=0.1))[0]
+    chosen = by_measurement(mask, replace(TRAINED, dropout=True))[0]
     outputs = []
     for name in (chosen, "sparse_measure"):
         torch.manual_seed(4)

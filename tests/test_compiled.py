@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS, refusal
@@ -143,6 +144,42 @@ def test_what_is_made_in_inference_mode_serves_training():
     with torch.inference_mode():
         ((form,),) = compiled(mask, table_form, 20, False, CPU)
     assert not form.is_inference() and not form.requires_grad
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])
+def test_what_is_made_of_fake_tensors_is_not_kept(name):
+    """As in an estimate of the memory that a model takes."""
+    mask, padding = make_mask(special_tokens="first_last"), torch.arange(9) < torch.tensor([9, 5])[:, None]
+
+    def attend():
+        query, key, value = torch.randn(3, 2, HEADS, 9, 8)
+        return sparse_dot_product_attention(query, key, value, mask, padding, backend=name)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attend().shape == (2, HEADS, 9, 8)
+    output = attend()
+    assert type(output) is torch.Tensor and output.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["table", "offsets"])
+@pytest.mark.parametrize("name", ["sparse_auto", "sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_one_graph_for_sizes_masks_and_dropout_that_vary(name, form):
+    """Sizes, the mask and the probability of dropout are variables of the graph at the second call, or at once."""
+    states = torch.randn(3, 2, HEADS, 9, 8)
+    first = make_mask() if form == "table" else build_pattern("window", 9, HEADS)
+    masks = [first, first.replace(diagonal=False), first.replace(diagonal=True)]
+
+    def attention(query, key, value, mask, dropout=0.0):
+        return sparse_dot_product_attention(query, key, value, mask, dropout_p=dropout, backend=name)
+
+    for dynamic in (None, True):
+        torch.compiler.reset()
+        graph = torch.compile(attention, backend="eager", fullgraph=True, dynamic=dynamic)
+        for mask in masks:
+            torch.testing.assert_close(graph(*states, mask), attention(*states, mask))
+        for dropout in (0.1, 0.2, 0.3, 0.0):
+            assert graph(*states, first, dropout).isfinite().all()
+        torch.testing.assert_close(graph(*states, first, 0.0), attention(*states, first))
 
 
 def test_a_default_device_changes_nothing():

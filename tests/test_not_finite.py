@@ -62,12 +62,48 @@ def test_padding_never_reaches_real_tokens(name, dropout, value):
     assert (results[1][0][~real] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [None, 1.0, 2.0, 64.0, 2e4])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_large_scores_of_padding_are_removed(name, dropout, scale, dtype):
+    """The scores of real keys are as negative as those of padded ones are positive."""
+    if refusal(name, Request("cpu", dtype, 1, 1, 4, 4, 16, dropout > 0, padded=True)) is not None:
+        pytest.skip("refused here")
+    mask, padding = SparseMask(torch.ones(1, 4, 4, dtype=torch.bool), 4), torch.tensor([[True, True, True, False]])
+    for held in (100.0, 240.0, 260.0):
+        query, key, value = torch.zeros(3, 1, 1, 4, 16, dtype=dtype)
+        query[..., 0], key[..., 0], key[:, :, 3, 0], value[:, :, 3] = 1.0, -1.0, held, 7.0
+        query[:, :, :3, 0] = min(240.0, 3e4 / (scale or 0.25))  # whose scores of real keys are finite in float16
+        output = sparse_dot_product_attention(
+            query, key, value, mask, padding, scale=scale, dropout_p=dropout, backend=name
+        )
+        assert (output == 0).all(), (held, output)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_gradients_of_padding_never_reach_real_tokens(name, dropout):
+    """A residual connection has NaN at padded positions, and so has the gradient of what attention adds to it."""
+    if name not in serving(gradients=True, dropout=dropout > 0):
+        pytest.skip("refused here")
+    tensors, mask, results = torch.randn(4, 3, HEADS, LENGTH, SIZE), a_mask(), []
+    for gradient in (tensors[3], spoiled(tensors[3], math.nan)):
+        leaves = [leaf.clone().requires_grad_() for leaf in spoiled(tensors[:3], math.nan)]
+        torch.manual_seed(3)
+        output = sparse_dot_product_attention(*leaves, mask, PADDING, dropout_p=dropout, backend=name)
+        results.append(torch.autograd.grad(output, leaves, gradient))
+    real = PADDING[:, None, :, None].expand_as(tensors[0])
+    for got, want in zip(*results, strict=True):
+        assert want[real].abs().sum() > 0 and torch.equal(got[real], want[real])
+
+
 def test_finite_states_are_not_copied():
     states, mask = torch.randn(3, 3, HEADS, LENGTH, SIZE).unbind(0), a_mask()
     inputs = MaskInputs("sparse_sdpa", LENGTH, LENGTH, sparse_mask=mask, padding=PADDING)
-    assert all(one is other for one, other in zip(without_padding(inputs, *states), states, strict=True))
+    assert all(one is other for one, other in zip(without_padding(inputs, 1.0, *states), states, strict=True))
     for value in (math.inf, 100.0):  # whose scores overflow in float16
-        for state in without_padding(inputs, spoiled(states[0], value), *states[1:]):
+        for state in without_padding(inputs, 1.0, spoiled(states[0], value), *states[1:]):
             assert (state.transpose(1, 2)[~PADDING] == 0).all()
 
 

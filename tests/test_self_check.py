@@ -505,9 +505,9 @@ def test_nothing_is_chosen_before_its_check():
     "fields, asked",
     [
         ({}, ["sparse_triton", "sparse_flex"]),
-        ({"dropout": 0.1}, ["sparse_triton"]),
+        ({"dropout": True}, ["sparse_triton"]),
         ({"dtype": torch.float32}, ["sparse_flex"]),
-        ({"dtype": torch.float32, "dropout": 0.1}, []),
+        ({"dtype": torch.float32, "dropout": True}, []),
         ({"head_size": 48}, ["sparse_flex"]),
         ({"num_queries": 3}, []),
         ({"num_queries": 256, "num_keys": 256, "padded": True}, []),
@@ -530,9 +530,9 @@ def test_a_mask_without_empty_tiles_is_timed_only_where_a_kernel_fuses_more():
     ask = outcome_of(orders, sparse_triton=1.0, sparse_sdpa=2.0)
     for mask in (scattered, near_tiles(512, 6, HEADS)):  # of which it has 69 %
         assert auto(ask, mask)[0] == "sparse_sdpa" and not orders
-    assert auto(ask, scattered, dropout=0.1)[0] == auto(ask, scattered, padded=True)[0] == "sparse_triton"
+    assert auto(ask, scattered, dropout=True)[0] == auto(ask, scattered, padded=True)[0] == "sparse_triton"
     slow = outcome_of(orders, sparse_triton=2.0, sparse_sdpa=1.0)
-    assert auto(slow, scattered, dropout=0.1)[0] == "sparse_sdpa"
+    assert auto(slow, scattered, dropout=True)[0] == "sparse_sdpa"
     assert [(order.setting.live, order.setting.partial) for order in orders] == 3 * [(10, 10)]
 
 
@@ -542,7 +542,7 @@ def test_times_of_whole_tiles_say_nothing_of_partial_ones():
     whole = near_tiles(512, 10, HEADS)
     table = whole.structure(512)[0].clone()
     table[:, :256] &= torch.rand(256, 512) < 0.5
-    fields, orders, known = {"num_keys": 512, "num_queries": 512, "dropout": 0.1}, [], {}
+    fields, orders, known = {"num_keys": 512, "num_queries": 512, "dropout": True}, [], {}
 
     def ask(order, mask):
         orders.append(order)
@@ -559,7 +559,7 @@ def test_times_of_whole_tiles_say_nothing_of_partial_ones():
 @needs_triton
 def test_the_setting_is_that_of_the_request():
     orders = []
-    auto(outcome_of(orders), dropout=0.1, gradients=True, padded=True)
+    auto(outcome_of(orders), dropout=True, gradients=True, padded=True)
     assert orders[0].device == "cuda:1"
     live = tile_shares(TILES.structure(500)[0], 64)[0]
     assert orders[0].setting == Setting("bfloat16", 64, True, True, True, False, 512, math.ceil(10 * live))
@@ -661,7 +661,7 @@ def test_what_sparse_auto_does_not_check_is_not_timed(timed):
     orders = []
     by_measurement(TILES, replace(REQUEST, dtype=torch.float32), outcome_of(orders, sparse_flex=1.0))
     assert timed == [(*PLAIN, "sparse_flex")] and orders[0].backends == ("sparse_flex", TRUSTED)
-    by_measurement(TILES, replace(REQUEST, dtype=torch.float32, dropout=0.1), outcome_of(orders))
+    by_measurement(TILES, replace(REQUEST, dtype=torch.float32, dropout=True), outcome_of(orders))
     assert timed[1:] == [PLAIN] and len(orders) == 1
 
 

@@ -180,6 +180,14 @@ def test_equality():
     assert mask != mask.replace(length_policy="dense")
     assert mask != mask.replace(special_tokens="first")
     assert mask != mask.without_diagonal()
+
+
+def test_a_mask_shares_its_metadata_with_no_one():
+    given = {"notes": ["first"]}
+    mask = make_mask("table").replace(metadata=given)
+    given["notes"].append("second")
+    mask.replace().metadata["notes"].append("third")
+    assert mask.metadata == {"notes": ["first"]}
     # The same entries in another form mask longer inputs differently.
     offsets = make_mask("offsets")
     assert offsets != SparseMask(offsets.to_table(), 11)

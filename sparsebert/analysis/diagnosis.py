@@ -183,7 +183,7 @@ def _orders(where, dtypes, head_sizes, length, mask, folder):
     orders = []
     for dtype, size, (padded, dropout, gradients) in product(dtypes, head_sizes, PHASES):
         shape = (1, 1, length, length, size)
-        flags = {"dropout": 0.1 * dropout, "gradients": gradients, "padded": padded, "index": where.index}
+        flags = {"dropout": dropout, "gradients": gradients, "padded": padded, "index": where.index}
         request = Request(where.type, getattr(torch, dtype), *shape, **flags)
         able = [name for name in candidates if refusal(name, request) is None]
         if mask is None:

@@ -140,7 +140,7 @@ def make_plan(
         raise ValueError(f"device must be a device of torch, such as cpu or cuda, got {device!r}") from error
     sparsity = 1.0 - mask.density_at(length, causal)
     choices = {}
-    for phase, dropout in (("inference", 0.0), ("training", 0.0), ("training with dropout", 0.1)):
+    for phase, dropout in (("inference", False), ("training", False), ("training with dropout", True)):
         shape = (1, mask.num_heads, length, length, head_size)
         request = Request(
             device_type, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map

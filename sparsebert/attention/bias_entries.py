@@ -29,7 +29,9 @@ def additive_4d(attention_mask: torch.Tensor) -> torch.Tensor:
     """A mask of the host, `(B, m)` or `(B, 1, n, m)`, bool or added to the scores, as a bias `(B, 1, n or 1, m)`."""
     if attention_mask.dim() == 2:
         attention_mask = attention_mask[:, None, None, :]
-    return additive(attention_mask) if attention_mask.dtype == torch.bool else attention_mask.float()
+    if attention_mask.dtype == torch.bool:
+        return additive(attention_mask)
+    return attention_mask.to(torch.promote_types(attention_mask.dtype, torch.float32))
 
 
 def first_real(padding: torch.Tensor) -> torch.Tensor:

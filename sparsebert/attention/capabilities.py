@@ -45,7 +45,7 @@ class Request:
         num_queries (`int`): Number of queries per sequence.
         num_keys (`int`): Number of keys per sequence.
         head_size (`int`): Size of a head.
-        dropout (`float`): Probability of attention dropout, 0 in evaluation.
+        dropout (`bool`): Whether there is attention dropout.
         gradients (`bool`): Whether a backward pass may follow.
         padded (`bool`): Whether there is padding.
         causal (`bool`): Whether future keys are removed.
@@ -61,7 +61,7 @@ class Request:
     num_queries: int
     num_keys: int
     head_size: int
-    dropout: float = 0.0
+    dropout: bool = False
     gradients: bool = False
     padded: bool = False
     causal: bool = False

@@ -116,9 +116,10 @@ def sparse_dot_product_attention(
     if maps.alpha_logits is not None:
         raise ValueError("alpha of entmax must be a number outside a model, got 'learned'")
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    drops = True if dropout_p > 0 else False  # a branch, since a compiled graph takes `bool` for a variable
     sizes = (0, mask.num_heads, 0, 0) if exported else (batch, num_heads, num_queries, num_keys)  # symbols say nothing
     dtype = autocast_dtype(query.device.type, query.dtype)
-    request = (query.device.type, dtype, *sizes, head_size, dropout_p, gradients, padding is not None, is_causal)
+    request = (query.device.type, dtype, *sizes, head_size, drops, gradients, padding is not None, is_causal)
     needs = frozenset({"export"} if exported else ())
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
     inputs = MaskInputs(

@@ -32,7 +32,7 @@ def eager_attention(
 
     Mask and softmax are computed in float32 (float64 for float64 inputs), whatever the autocast dtype.
     """
-    query, key, value = without_padding(inputs, query, key, value)
+    query, key, value = without_padding(inputs, scaling, query, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
     power, rest = power_of_two(scaling)
     scores = torch.matmul(query * power, key.transpose(2, 3)).to(dtype) * rest  # (B, H, n, m)
@@ -47,5 +47,7 @@ def eager_attention(
     if inputs.live[0] is not None:
         weights = weights * inputs.live[0]
     weights = weights.to(value.dtype)
-    dropped = nn.functional.dropout(weights, p=dropout)
-    return torch.matmul(dropped, value).transpose(1, 2).contiguous(), weights
+    output = torch.matmul(nn.functional.dropout(weights, p=dropout), value)
+    if inputs.live[0] is not None:  # again, since 0 times a gradient that is NaN is NaN
+        output = torch.where(inputs.live[0], output, output.new_zeros(()))
+    return output.transpose(1, 2).contiguous(), weights

@@ -267,8 +267,11 @@ def flex_backend(
     """
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
-    query, key, value = without_padding(inputs, query, key, value)
-    return block_attention(query, key, value, inputs.compiled[0], scaling), None
+    query, key, value = without_padding(inputs, scaling, query, key, value)
+    output = block_attention(query, key, value, inputs.compiled[0], scaling)
+    if inputs.padding is not None and torch.is_grad_enabled():  # 0 times a gradient that is NaN is NaN
+        output = torch.where(inputs.padding[:, -output.shape[1] :, None, None], output, output.new_zeros(()))
+    return output, None
 
 
 def block_attention(

@@ -1,5 +1,6 @@
 """Padded tokens in attention: their content never affects the other tokens."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,11 +9,19 @@ from ..masks.exported import exporting
 from .mask_inputs import MaskInputs
 
 
-# Two vectors of this length have a score that is finite in float16, and no match for what removes it.
+# Two vectors of this length have a product that is finite in float16.
 _LARGE = 250.0
+# The difference of two scores that is no match for what removes an entry in float16, which is -65504.
+_MOST_APART = 65000.0
 
 
-def without_padding(inputs: MaskInputs, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _limit(scaling):
+    """The length up to which vectors are harmless: their scores are at most the length squared times the scale."""
+    most = _MOST_APART / 2
+    return _LARGE if abs(scaling) * _LARGE**2 <= most else math.sqrt(most / abs(scaling))
+
+
+def without_padding(inputs: MaskInputs, scaling: float, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     States with 0 at padded positions, for backends that compute with padded tokens and then remove them. A removed key
     has the weight 0, but 0 times NaN or infinity is NaN, and a finite score may be too large to be removed.
@@ -20,29 +29,31 @@ def without_padding(inputs: MaskInputs, *states: torch.Tensor) -> tuple[torch.Te
     Args:
         inputs ([`MaskInputs`]): Its padding is read. Under a mask that is not frozen, where padded queries have an
             output, only what is NaN or large becomes 0.
+        scaling (`float`): Factor of the scores.
         states (`torch.Tensor` of shape `(B, H, n, d)`): Query, key or value: the last n of the m positions.
 
     Returns:
         `tuple` of `torch.Tensor`: The states themselves if there is no padding, or if it is 0 already, as in the
         documents of a packed batch, or on CPUs if none is large.
     """
-    if inputs.padding is None or inputs.documents is not None or _known_small(states):
+    if inputs.padding is None or inputs.documents is not None or _known_small(states, scaling):
         return states
     real, frozen = inputs.padding[:, None, :, None], inputs.sparse_mask is not None
     cleared = []
     for each in states:
         keep = real[:, :, real.shape[2] - each.shape[2] :]
-        keep = keep if frozen else keep | (torch.linalg.vector_norm(each, dim=-1, keepdim=True) < _LARGE)
+        keep = keep if frozen else keep | (torch.linalg.vector_norm(each, dim=-1, keepdim=True) < _limit(scaling))
         cleared.append(torch.where(keep, each, each.new_zeros(())))
     return tuple(cleared)
 
 
-def _known_small(states: Sequence[torch.Tensor]) -> bool:
+def _known_small(states: Sequence[torch.Tensor], scaling: float) -> bool:
     """Whether no vector is large, where it costs little to ask: on CPUs, a tenth of setting padding to 0."""
     if torch.compiler.is_compiling() or exporting() or states[0].device.type != "cpu":
         return False
+    limit = _limit(scaling)
     try:
         with torch.no_grad():
-            return all(bool(torch.linalg.vector_norm(each, dim=-1).amax() < _LARGE) for each in states)
+            return all(bool(torch.linalg.vector_norm(each, dim=-1).amax() < limit) for each in states)
     except RuntimeError:  # tensors without values, or under vmap
         return False

@@ -20,7 +20,7 @@ def sdpa_attention(
     PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned. See
     [`Backend`] for the shapes; returns no probabilities.
     """
-    query, key, value = without_padding(inputs, query, key, value)
+    query, key, value = without_padding(inputs, scaling, query, key, value)
     if inputs.learned[0] is not None:
         # PyTorch's attention would take its slow path and keep the gradient of the bias for every sequence.
         output = bias_attention(
@@ -44,7 +44,7 @@ def sdpa_attention(
         fixed = fixed.to(torch.promote_types(query.dtype, torch.float32))
         shape = (query.shape[1], query.shape[2], key.shape[2])
         output = bias_attention(query, key, value, fixed.expand(shape), dropout=dropout, scale=scaling)
-        return (output if live is None else output * live).transpose(1, 2).contiguous(), None
+        return _of_live_queries(output, live).transpose(1, 2).contiguous(), None
     if bias is not None:
         # Under autocast the operator casts its inputs, the bias included.
         dtype = autocast_dtype(query.device.type, query.dtype)
@@ -57,9 +57,12 @@ def sdpa_attention(
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )
-    if live is not None:
-        output = output * live
-    return output.transpose(1, 2).contiguous(), None
+    return _of_live_queries(output, live).transpose(1, 2).contiguous(), None
+
+
+def _of_live_queries(output, live):
+    """0 for padded queries and those without a key, whose gradient must not spread even if it is NaN."""
+    return output if live is None else torch.where(live, output, output.new_zeros(()))
 
 
 def _aligned(tensor):

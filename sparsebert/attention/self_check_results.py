@@ -186,7 +186,7 @@ def setting_for(request: Request, mask_length: int | None, live: float, full: fl
         str(request.dtype).removeprefix("torch."),
         request.head_size,
         request.padded,
-        bool(request.dropout),
+        request.dropout,
         request.gradients,
         request.causal,
         length if mask_length is None else min(length, mask_length),

@@ -15,6 +15,8 @@ from .mask_inputs import MaskInputs
 
 
 ROUNDS = 5
+# The probability of attention dropout in a trial, which its time does not depend on.
+_DROPOUT = 0.1
 
 
 def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
@@ -43,8 +45,10 @@ def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
     )
     inputs = replace(inputs, **backend.prepare(mask, inputs)).for_layer(0)
 
+    dropout = _DROPOUT if request.dropout else 0.0
+
     def run():
-        output, _ = backend.function(query, key, value, inputs, request.head_size**-0.5, request.dropout)
+        output, _ = backend.function(query, key, value, inputs, request.head_size**-0.5, dropout)
         if request.gradients:
             output.backward(output.detach())
 

@@ -337,7 +337,7 @@ def triton_backend(
     """
     mask = inputs.sparse_mask
     assert mask is not None
-    query, key, value = without_padding(inputs, query, key, value)
+    query, key, value = without_padding(inputs, scaling, query, key, value)
     seed = inputs.seeds[0]
     if dropout and seed is None:
         (seed,) = draw_seeds(1, query.device)

@@ -43,10 +43,14 @@ def base_table(mask: SparseMask, length: int, causal: bool = False, special: str
     return table.tril() if causal else table
 
 
-def _size(values):
-    """Bytes of some tensors and block masks."""
+def _tensors_in(values):
+    """The tensors among some tensors, masks and block masks, and in the latter."""
     parts = [part for value in values for part in (value.as_tuple() if hasattr(value, "as_tuple") else (value,))]
-    return sum(getattr(part, "nbytes", 0) for part in parts)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _size(values):
+    return sum(tensor.nbytes for tensor in _tensors_in(values))
 
 
 def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tuple:
@@ -65,6 +69,8 @@ def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tupl
             # Tensors made in inference mode could not be used in training later.
             with torch.inference_mode(False), torch.no_grad():
                 values = make()
+            if any(type(tensor) is not torch.Tensor for tensor in _tensors_in(values)):
+                return values  # without data, as under FakeTensorMode: it means nothing outside
             room = MAX_BYTES - _size(values)
             while cache and sum(map(_size, cache.values())) > room:
                 cache.pop(next(iter(cache)))

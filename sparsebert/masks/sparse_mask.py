@@ -8,6 +8,7 @@ A query i may attend to a key j where the mask is True. No entry, not even one o
 structure or the special tokens turn it on.
 """
 
+import copy
 import itertools
 import os
 import tempfile
@@ -55,8 +56,9 @@ LAST_TOKENS = ("real", "position")
 
 class SparseMask:
     """
-    A frozen attention mask: for each head, which keys every query may attend to. It is immutable. Patterns, finished
-    searches and mask files all give a mask of this type.
+    A frozen attention mask: for each head, which keys every query may attend to. It does not change, nor may the
+    tensor `keep` be written to: `replace` gives another mask. Patterns, finished searches and mask files all give a
+    mask of this type.
 
     Args:
         keep (`torch.Tensor`): Bool, True = may attend. L = 1 means that all layers share the masks, and this leading
@@ -84,10 +86,11 @@ class SparseMask:
         ValueError: If a field is out of its range or `keep` does not fit the form.
     """
 
-    # Masks by `handle`, a number that stands for the mask where an object cannot: in constants of a compiled graph.
-    instances: "weakref.WeakValueDictionary[int, SparseMask]" = weakref.WeakValueDictionary()
+    # Masks by `handle`, which stands for the mask where an object cannot: in constants of a compiled graph. It is a
+    # text, since a graph may take a number for a variable.
+    instances: "weakref.WeakValueDictionary[str, SparseMask]" = weakref.WeakValueDictionary()
     _handles = itertools.count()
-    handle: int
+    handle: str
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class SparseMask:
         self.last_token = last_token
         self.diagonal = None if diagonal is None else bool(diagonal)
         self.length_policy = length_policy
-        self.metadata = dict(metadata or {})
+        self.metadata = copy.deepcopy(metadata or {})
         self._register()
 
     # What was made of its fields is kept, here and for the kernels.
@@ -153,7 +156,7 @@ class SparseMask:
         super().__setattr__(name, value)
 
     def _register(self):
-        vars(self)["handle"] = next(self._handles)
+        vars(self)["handle"] = str(next(self._handles))
         self.instances[self.handle] = self
 
     def __setstate__(self, state):
@@ -182,7 +185,7 @@ class SparseMask:
         )
 
     def __eq__(self, other):
-        return (
+        return self is other or (
             isinstance(other, SparseMask)
             and self.description() == other.description()
             and torch.equal(self.keep, other.keep)

@@ -386,15 +386,15 @@ class SparseAttention(Float32Module):
             raise ValueError(SEARCHING)
         wanted = self._wanted(needs, sampling) | ({"export"} if exported else set())
         causal = bool(config.is_decoder)
-        # Only a measurement depends on these; a compiled graph should not.
+        # Only a measurement depends on it; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" and not exported else 1
-        dropout = dropout if name == "sparse_measure" or not dropout else 0.5
         if not self.num_layers:
             check_backend(name)
             return MaskInputs(name, num_queries, num_keys, device, mask, padding)
         sizes = (0, 0) if exported else (num_queries, num_keys)  # symbols say nothing
+        drops = True if dropout > 0 else False  # a branch, since a compiled graph takes `bool` for a variable
         shape = (batch, config.num_attention_heads, *sizes, self.head_size)
-        request = (device.type, dtype, *shape, dropout, torch.is_grad_enabled(), padding is not None, causal)
+        request = (device.type, dtype, *shape, drops, torch.is_grad_enabled(), padding is not None, causal)
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map, device.index)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)

@@ -90,8 +90,8 @@ class HubTrainer(Trainer):
             return
         try:
             HfApi(token=self.args.hub_token).upload_folder(
-                repo_id=self.hub_model_id,
-                folder_path=self.args.output_dir,
+                repo_id=str(self.hub_model_id),
+                folder_path=str(self.args.output_dir),
                 commit_message="Results",
                 revision=self.args.hub_revision,
                 ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],

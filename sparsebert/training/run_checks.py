@@ -396,7 +396,7 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
                 wanted.add("gate")
         shape = (1, heads, length, length, sparse_attention.head_size)
         request = Request(
-            *(device, dtype, *shape, dropout if trains else 0.0, trains, True, causal, frozenset(wanted)),
+            *(device, dtype, *shape, trains and dropout > 0, trains, True, causal, frozenset(wanted)),
             probability_map=config.probability_map,
             index=training.device.index,
         )
