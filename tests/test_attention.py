@@ -766,8 +766,12 @@ def test_refusals_of_models(tiny_config, what, name):
     "fields, words",
     [
         ({"mask": SparseMask(torch.ones(3, 12, 12, dtype=torch.bool), 12)}, "must have the query's 4 heads, got 3"),
-        ({"layer": 1}, "layer must be an integer from 0 to 0, got 1"),
-        ({"layer": 0.5}, "layer must be an integer from 0 to 0, got 0.5"),
+        ({"layer": -1}, "layer must be an integer of at least 0, got -1"),
+        ({"layer": 0.5}, "layer must be an integer of at least 0, got 0.5"),
+        (
+            {"layer": 2, "mask": SparseMask(torch.ones(2, 4, 12, 12, dtype=torch.bool), 12)},
+            "layer must be an integer from 0 to 1, got 2",
+        ),
         ({"dropout_p": 1.0}, r"dropout_p must be a number in \[0, 1\), got 1.0"),
         ({"dropout_p": "0.1"}, r"dropout_p must be a number in \[0, 1\), got '0.1'"),
         (
@@ -798,6 +802,13 @@ def test_arguments_that_do_not_fit(fields, words):
         sparse_dot_product_attention(
             **dict(zip(("query", "key", "value"), numbers(2, 12)[:3], strict=True)) | {"mask": mask} | fields
         )
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_layers_that_share_their_masks(name):
+    mask, states = SparseMask(random_table(12, 0.3), 12), numbers(2, 12)[:3]
+    first, last = (sparse_dot_product_attention(*states, mask, layer=layer, backend=name) for layer in (0, 11))
+    assert torch.equal(first, last)
 
 
 @pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])

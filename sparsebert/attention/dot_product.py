@@ -53,7 +53,7 @@ def sparse_dot_product_attention(
         value (`torch.Tensor` of shape `(B, H, m, d)`): Values of all m positions.
         mask ([`SparseMask`]): A mask for H heads.
         padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-        layer (`int`, *optional*, defaults to 0): The layer of the mask to apply.
+        layer (`int`, *optional*, defaults to 0): The layer of the mask to apply, any if its layers share their masks.
         dropout_p (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1).
         is_causal (`bool`, *optional*, defaults to `False`): Whether to remove keys after the query.
         scale (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
@@ -95,7 +95,7 @@ def sparse_dot_product_attention(
         )
     if mask.num_heads != num_heads:
         raise ValueError(f"mask must have the query's {num_heads} heads, got {mask.num_heads}")
-    check_range("layer", layer, 0, mask.num_layers - 1)
+    check_range("layer", layer, 0, mask.num_layers - 1 if mask.num_layers > 1 else None)
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
     if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) < math.inf):
