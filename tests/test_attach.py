@@ -8,8 +8,10 @@ import pickle
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
+from transformers.utils import logging
 
 import sparsebert
 from sparsebert import (
@@ -483,6 +485,77 @@ def test_logits_of_a_search_stay_float32(dtype):
     model = attach(head_model("bert"), "dam_s", mask_length=16).to(dtype)
     logits = model.sparse_attention.mask_logits
     assert (model.dtype, logits.dtype) == (dtype, torch.float32)
+
+
+@pytest.fixture
+def in_mixed_precision(tmp_path):
+    """Trains a model as a stock Trainer does."""
+
+    def train(model, *callbacks):
+        rows = [{"input_ids": row, "labels": row} for row in IDS]
+        fields = {"max_steps": 2, "bf16": True, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+        arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, **fields)
+        transformers.Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks)).train()
+        return model.eval()
+
+    return train
+
+
+def test_detached_after_a_training_in_mixed_precision(in_mixed_precision):
+    """Accelerate keeps the forward of the model that it was given."""
+    model = in_mixed_precision(attach(head_model("bert"), "window", mask_length=LENGTH))
+    detach(model)
+    stock = head_model("bert")
+    stock.load_state_dict(model.state_dict())
+    torch.testing.assert_close(states_of_head(model), states_of_head(stock), rtol=0.05, atol=0.05)
+    assert in_mixed_precision(model)(IDS).logits.isfinite().all()
+
+
+def states_of_head(model):
+    with torch.no_grad():
+        return model(IDS).logits.float()
+
+
+@pytest.mark.parametrize("make", [base_model, head_model])
+def test_a_model_prepared_for_mixed_precision_is_refused(make):
+    """Its forward would not know of the mask."""
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(make("bert"))
+    with pytest.raises(ValueError, match="was prepared by accelerate for mixed precision"):
+        attach(model, "window", mask_length=LENGTH)
+    assert not hasattr(model, "sparse_attention")
+
+
+def test_a_schedule_reaches_the_search_in_a_part_of_a_model(in_mixed_precision):
+    class Pair(torch.nn.Module):
+        def __init__(self, *heads):
+            super().__init__()
+            self.heads = torch.nn.ModuleList(heads)
+
+        def forward(self, input_ids, labels):
+            outputs = [head(input_ids, labels=labels) for head in self.heads]
+            return {"loss": sum(output.loss for output in outputs), "logits": outputs[0].logits}
+
+    searching, frozen = (attach(head_model("bert"), mask, mask_length=LENGTH) for mask in ("dam_s", "window"))
+    in_mixed_precision(Pair(searching, frozen), sparsebert.SearchSchedule(0.5))
+    assert searching.sparse_attention.mask is not None
+    pair = Pair(*(attach(head_model("bert"), "dam_s", mask_length=LENGTH) for _ in range(2)))
+    with pytest.raises(ValueError, match="SearchSchedule is for one search, not 2"):
+        in_mixed_precision(pair, sparsebert.SearchSchedule(0.5))
+
+
+def test_a_loss_of_several_forwards_needs_the_penalty_once(caplog):
+    logging.get_logger("sparsebert").warning_once.cache_clear()
+    model = attach(base_model("bert"), "dam_s", mask_length=LENGTH, sparsity_weight=0.01).train()
+    for _ in range(2):
+        first, second = model(IDS).last_hidden_state, model(IDS).last_hidden_state
+        ((first * second).sum() + sparsebert.sparsity_loss(model)).backward()
+    loss = model(IDS).last_hidden_state.sum()
+    states(model.eval(), "bert")
+    penalty = sparsebert.sparsity_loss(model.train())  # of the sample before the evaluation
+    (loss + penalty).backward()
+    assert penalty > 0 and "without the penalty" not in caplog.text
+    model(IDS).last_hidden_state.sum().backward()
+    assert "without the penalty" in caplog.text
 
 
 def test_a_bias_of_the_caller_keeps_its_precision():

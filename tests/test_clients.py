@@ -39,6 +39,7 @@ from sparsebert import (
     detach,
     extend_positions,
     load,
+    sparsity,
 )
 from sparsebert.models.attaching import AttachedModel
 from sparsebert.training.finetuning_arguments import FinetuningArguments
@@ -563,6 +564,35 @@ def test_adapters_with_names_bring_their_mask(peft, tmp_path):
     for folder in folders:
         loaded = peft.PeftModel.from_pretrained(stock_model(), tmp_path / folder).get_base_model()
         assert loaded.sparse_attention.mask == model.get_base_model().sparse_attention.mask
+
+
+def test_each_adapter_with_a_mask_of_its_own_keeps_it(peft, tmp_path):
+    """With `modules_to_save` PEFT gives every adapter a copy of the search."""
+    config = lora(peft, modules_to_save=["sparse_attention"])
+    model = peft.get_peft_model(with_mask(stock_model(), "searching"), config)
+    model.add_adapter("second", config)
+    found = {}
+    for name, value in (("default", 1.0), ("second", -1.0)):
+        model.set_adapter(name)
+        model.get_base_model().sparse_attention.mask_logits.data.fill_(value)
+        found[name] = sparsity(model)
+    assert found["default"] < found["second"]
+    model.save_pretrained(tmp_path / "searching")
+    both = peft.PeftModel.from_pretrained(with_mask(stock_model(), "searching"), tmp_path / "searching")
+    both.load_adapter(tmp_path / "searching" / "second", "second")
+    for name, place in (("default", ""), ("second", "second")):
+        alone = peft.PeftModel.from_pretrained(stock_model(), tmp_path / "searching" / place)
+        both.set_adapter(name)
+        assert sparsity(alone) == sparsity(both) == found[name]
+    for name, target in (("default", 0.2), ("second", 0.7)):
+        model.set_adapter(name)
+        logits = model.get_base_model().sparse_attention.mask_logits
+        logits.data = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+        model.get_base_model().sparse_attention.freeze(sparsity=target)
+        found[name] = sparsity(model)
+    model.save_pretrained(tmp_path / "frozen")
+    for name, place in (("default", ""), ("second", "second")):
+        assert sparsity(peft.PeftModel.from_pretrained(stock_model(), tmp_path / "frozen" / place)) == found[name]
 
 
 def test_an_adapter_with_a_search_replaces_one_with_a_mask(peft, tmp_path):

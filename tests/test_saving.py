@@ -125,6 +125,23 @@ def test_the_encoder_of_a_head_is_saved_alone(tmp_path):
             assert loaded.sparse_attention.sparsity() == model.sparse_attention.sparsity()
 
 
+def test_heads_that_share_an_encoder_save_its_mask(tmp_path):
+    """The configuration that the mask changes is that of the first head."""
+    fields = {"search": "dam_u", "mask_length": 40, "target_sparsity": 0.5}
+    first, second = (SparseBertForMaskedLM(SparseBertConfig(**ONE_LAYER, **fields)) for _ in range(2))
+    second.bert = first.bert
+    first.sparse_attention.set_progress(0.25)
+    second.save_pretrained(tmp_path)
+    assert load(tmp_path).sparse_attention.progress == 0.25
+    mask = first.freeze()
+    second.save_pretrained(tmp_path)
+    assert load(tmp_path).sparse_attention.mask == mask
+    second.bert = SparseBertForMaskedLM(SparseBertConfig(**ONE_LAYER, **fields)).bert
+    second.save_pretrained(tmp_path)
+    loaded = load(tmp_path).sparse_attention
+    assert loaded.searching and torch.equal(loaded.mask_logits, second.sparse_attention.mask_logits)
+
+
 def test_new_search_starts_from_nothing(tmp_path):
     """A search that is asked for anew takes neither the logits' progress nor that of the checkpoint."""
     model = searching_model(False, "dam_s", target_sparsity=0.6, initial_sparsity=0.0)

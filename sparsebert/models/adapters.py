@@ -22,18 +22,24 @@ from ..masks.mask_sources import check_subfolder, find_descriptions, hub_argumen
 from ..masks.sparse_mask import SparseMask
 from .architectures import check_architecture
 from .configuration_sparsebert import STATE_FIELDS, read_search
-from .saving import get_sparse_attention, save_with_adapter
+from .saving import save_with_adapter
 from .stock_loading import attach_from
 
 
 logger = logging.get_logger(__name__)
 
+# PEFT's name of an adapter that has none, which is saved in the folder itself.
+DEFAULT = "default"
 # Fields in which the search of an adapter may differ from that of the model that it is loaded into.
 _MAY_DIFFER = {*STATE_FIELDS, "skip_padding"}
 
 
 def load_mask_of_adapter(
-    model: torch.nn.Module, source: str | PathLike, is_trainable: bool = False, **hub_arguments: Any
+    model: torch.nn.Module,
+    source: str | PathLike,
+    is_trainable: bool = False,
+    adapter: str = DEFAULT,
+    **hub_arguments: Any,
 ) -> None:
     """
     Give a model the mask that was saved with an adapter, if there is one.
@@ -42,6 +48,7 @@ def load_mask_of_adapter(
         model (`torch.nn.Module`): The model that the adapter was loaded into, changed in place.
         source (`str` or `os.PathLike`): Folder or Hub id of the adapter.
         is_trainable (`bool`, *optional*, defaults to `False`): Whether the logits of a search are trained.
+        adapter (`str`, *optional*, defaults to `"default"`): Name of the adapter in the model.
         hub_arguments: Any of `HUB_ARGUMENTS`.
 
     Raises:
@@ -55,13 +62,13 @@ def load_mask_of_adapter(
     check_subfolder(hub_arguments.get("subfolder"))
     check_architecture(inner.config.model_type)
     if found.mask is not None:
-        _load_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments))
+        _load_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments), adapter)
         return
     assert found.search is not None
     fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
     if sparse_attention_of(inner) is None:
         attach_from(source, inner, None, **fields)
-    sparse_attention = get_sparse_attention(inner)
+    sparse_attention = sparse_attention_of(inner, adapter)
     parameter = sparse_attention.mask_logits
     if parameter is None:
         raise MaskFileError(
@@ -92,8 +99,8 @@ def load_mask_of_adapter(
     parameter.requires_grad_(is_trainable)
 
 
-def _load_frozen(model, source, mask):
-    sparse_attention = sparse_attention_of(model)
+def _load_frozen(model, source, mask, adapter):
+    sparse_attention = sparse_attention_of(model, adapter)
     if sparse_attention is None:
         attach_from(source, model, mask)
         return
@@ -136,7 +143,8 @@ def _extended_load_adapter(stock):
         arguments |= arguments.pop("kwargs", {})
         source = arguments.get("model_id", arguments.get("peft_model_id"))
         if source is not None:
-            load_mask_of_adapter(self, source, arguments.get("is_trainable", False), **_hub_arguments(arguments))
+            trained, adapter = arguments.get("is_trainable", False), arguments.get("adapter_name") or DEFAULT
+            load_mask_of_adapter(self, source, trained, adapter, **_hub_arguments(arguments))
         return result
 
     return load_adapter
@@ -151,7 +159,9 @@ def _extended_save_pretrained(stock):
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
         if arguments.get("is_main_process", True) and sparse_attention_of(self) is not None:
             for name in arguments.get("selected_adapters") or self.peft_config:
-                save_with_adapter(self, Path(save_directory, "" if name == "default" else name))
+                save_with_adapter(
+                    sparse_attention_of(self, name), Path(save_directory, "" if name == DEFAULT else name)
+                )
         return result
 
     return save_pretrained

@@ -186,6 +186,13 @@ def attach(
         raise ValueError(
             f"{type(inner).__name__} carries a mask already: change it with set_mask, or detach the model first"
         )
+    for module in (inner, inner.base_model):
+        if "_original_forward" in vars(module):  # where accelerate keeps the forward that it has wrapped
+            raise ValueError(
+                f"{type(module).__name__} was prepared by accelerate for mixed precision, and would run without the "
+                "mask: attach the mask before Accelerator.prepare or a training in bf16 or fp16, or save the model, "
+                "load it and attach the mask then"
+            )
     if getattr(inner.base_model, "mask_files", None) is not None:
         raise ValueError(
             f"{type(inner).__name__} applies a mask by the code that is saved with it: load it with sparsebert.load"
@@ -304,7 +311,7 @@ def detach(model: Model) -> Model:
 def sparsity_loss(model: nn.Module) -> torch.Tensor:
     """
     The penalty `lambda * ||M||_1` on the mask sampled in the last training forward, for loops that compute their own
-    loss.
+    loss. A loss of several forwards needs it once.
 
     Args:
         model (`PreTrainedModel`): A model with a mask.

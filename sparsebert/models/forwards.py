@@ -62,6 +62,8 @@ def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     _, *names = signature.parameters
 
     def forward(self, *args, **kwargs):
+        if not isinstance(self, cls):  # accelerate still calls the forward of a model that was detached since
+            return type(self).forward(self, *args, **kwargs)
         # If several of these classes derive from each other, only the class of the model itself does its part.
         outermost, restore = type(self) is cls, None
         if outermost and "sparse_attention" in self._modules:

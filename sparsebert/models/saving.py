@@ -23,7 +23,7 @@ from ..masks.mask_files import (
 )
 from ..masks.repositories import push_folder
 from ..masks.sparse_mask import SparseMask
-from .configuration_sparsebert import OWN_FIELDS
+from .configuration_sparsebert import OWN_FIELDS, SparseBertConfig
 from .derived import Derived
 from .forwards import MaskedForward
 from .model_cards import save_model_card
@@ -53,12 +53,11 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     return sparse_attention
 
 
-def save_with_adapter(model: nn.Module, folder: Path) -> None:
+def save_with_adapter(sparse_attention: SparseAttention, folder: Path) -> None:
     """
-    Write the mask of a model beside the weights of an adapter: the frozen mask, or what is searched and the logits.
-    Files of another state of the mask are removed.
+    Write a mask beside the weights of an adapter: the frozen mask, or what is searched and the logits. Files of
+    another state of the mask are removed.
     """
-    sparse_attention = get_sparse_attention(model)
     if sparse_attention.mask is not None:
         sparse_attention.mask.save_pretrained(folder)
         (folder / MASK_LOGITS_NAME).unlink(missing_ok=True)
@@ -122,6 +121,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         hub = {name: kwargs.pop(name) for name in HUB_UPLOAD_ARGUMENTS if name in kwargs}
         self._check_layers()
         self.sparse_attention.record_progress()
+        self._describe_mask()
         if is_main_process:
             # Before anything is written: what an interrupted save leaves must not pass for a model.
             for name in self._contradicting_files():
@@ -129,7 +129,8 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         state_dict = self._with_logits(state_dict)
         super().save_pretrained(save_directory, is_main_process, state_dict, False, *args, **kwargs)
         if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
-            save_with_adapter(self, Path(save_directory))  # transformers has written the adapter alone
+            # Transformers has written the adapter alone.
+            save_with_adapter(self.sparse_attention, Path(save_directory))
         elif is_main_process:
             self._save_mask(Path(save_directory))
             save_model_card(self, Path(save_directory))
@@ -137,6 +138,13 @@ class SparseModelMixin(MaskedForward, _ModelBase):
             # Not within the save above, which uploads only what it has written itself, without the mask.
             hub.setdefault("repo_id", Path(save_directory).name)
             self.push_to_hub(**hub, token=kwargs.get("token"))
+
+    def _describe_mask(self):
+        """Have the configuration describe the mask, which another head that shares the encoder may have changed."""
+        found = self.sparse_attention.config
+        if isinstance(self.config, SparseBertConfig) and found is not self.config:
+            for name in OWN_FIELDS:
+                setattr(self.config, name, getattr(found, name))
 
     def _check_layers(self):
         """Raise a `ValueError` before a folder is written that cannot be loaded."""

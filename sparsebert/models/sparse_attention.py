@@ -400,7 +400,9 @@ class SparseAttention(Float32Module):
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not self.one_layer else 0
         inputs = replace(inputs, dropout_layers=seeded, documents=documents)
-        self._sample = None
+        previous = None if torch.compiler.is_compiling() else self._sample
+        if self.training:
+            self._sample = None
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
@@ -408,9 +410,10 @@ class SparseAttention(Float32Module):
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
             merged = backend != "sparse_sdpa" or "additive" in needs or self.window is not None
-            prepared = (
-                self._sampled(learned, inputs, merged) if sampling else thresholded_inputs(learned, inputs, merged)
-            )
+            if sampling:
+                prepared = self._sampled(learned, inputs, merged, previous)
+            else:
+                prepared = thresholded_inputs(learned, inputs, merged)
         inputs = replace(inputs, **prepared)
         if self.window is None:
             return inputs
@@ -432,7 +435,9 @@ class SparseAttention(Float32Module):
                 wanted.add("gate")
         return wanted
 
-    def _sampled(self, learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:
+    def _sampled(
+        self, learned: LearnedMask, inputs: MaskInputs, merged: bool, previous: torch.Tensor | None
+    ) -> dict[str, Any]:
         search = learned.search
         if search.target_sparsity is not None and not self._scheduled and not torch.compiler.is_compiling():
             logger.warning_once(
@@ -440,5 +445,5 @@ class SparseAttention(Float32Module):
                 "new one at its end); pass callbacks=[SearchSchedule()] to the Trainer, or call "
                 "sparse_attention.set_progress in a loop of your own"
             )
-        self._sample, noisy = learned.draw()
+        self._sample, noisy = learned.draw(previous)
         return drawn_inputs(search, self._sample, noisy, inputs, merged)

@@ -8,6 +8,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
@@ -104,13 +105,19 @@ def is_of_mask(path: Path, mask: SparseMask) -> bool:
         return False
 
 
-def _watch_penalty(sample: torch.Tensor) -> None:
-    """Warn once if a gradient reaches a sample whose penalty is not part of the loss."""
-    penalized: list[bool] = []
-    setattr(sample, PENALIZED, penalized)
+def _watch_penalty(sample: torch.Tensor, previous: torch.Tensor | None) -> None:
+    """
+    Warn once if a gradient reaches a sample and its loss contains no penalty. A loss may be of several samples, all
+    those since the last backward pass, and needs the penalty of one.
+    """
+    watch = getattr(previous, PENALIZED, None)
+    if watch is None or watch.reached:
+        watch = SimpleNamespace(penalized=False, reached=False)
+    setattr(sample, PENALIZED, watch)
 
     def warn(gradient: torch.Tensor) -> None:
-        if not penalized:
+        watch.reached = True
+        if not watch.penalized:
             logger.warning_once(
                 "sparsity_weight: the loss was computed outside the model, without the penalty on the mask; add "
                 "sparsebert.sparsity_loss(model) to it, or set sparsity_weight to 0"
@@ -227,9 +234,12 @@ class LearnedMask:
         alpha, width = self._budgeted()
         return self.search.log_odds((alpha / width).cpu())
 
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, previous: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Sample the mask, with noise from the global generator.
+
+        Args:
+            previous (`torch.Tensor`, *optional*): The sample before this one, which may be part of the same loss.
 
         Returns:
             `tuple` of two `torch.Tensor` of shape `(L, H, K)`: See [`sample_mask`].
@@ -251,7 +261,7 @@ class LearnedMask:
         sample, noisy = sample_mask(alpha, self.temperature(), search.hard, noise)
         penalized = search.sparsity_weight and search.target_sparsity is None
         if penalized and sample.requires_grad and not torch.compiler.is_compiling():
-            _watch_penalty(sample)
+            _watch_penalty(sample, previous)
         return sample, noisy
 
     def _select(self, probs: torch.Tensor, threshold: float | None, sparsity: float | None) -> torch.Tensor:

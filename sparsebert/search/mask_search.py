@@ -32,7 +32,7 @@ from .searches import SEARCHES, hard_log_bias, mask_bias, num_parameters, parame
 # Standard deviation of alpha at the start, so that P starts near 1/2. Source: arXiv 2102.12871, Algorithm 1.
 INITIAL_STD = 1e-3
 
-# Attribute of a sample: a list, empty until its penalty is taken.
+# Attribute of a sample: what happened to it, whether its penalty was taken and whether a gradient reached it.
 PENALIZED = "_sparsebert_penalized"
 
 
@@ -337,8 +337,8 @@ class MaskSearch:
 
         Source: SparseBERT (arXiv 2102.12871), Eq. 7.
         """
-        if (penalized := getattr(sample, PENALIZED, None)) is not None:
-            penalized.append(True)
+        if (watch := getattr(sample, PENALIZED, None)) is not None:
+            watch.penalized = True
         norm = self.entries(sample.device).kept(sample).sum(1) + self.num_fixed * self.num_heads
         return self.sparsity_weight * norm.mean()
 

@@ -20,6 +20,18 @@ from .selection import check_selection
 logger = logging.get_logger(__name__)
 
 
+def _searched_in(model):
+    """The mask of a model or, without one, that of a part of it that is searched, as in an encoder-decoder."""
+    found = sparse_attention_of(model)
+    if found is not None or not isinstance(model, torch.nn.Module):
+        return found
+    parts = [module for module in model.modules() if sparse_attention_of(module) is not None]
+    searched = {id(part): part for part in map(sparse_attention_of, parts) if part.searching}
+    if len(searched) > 1:
+        raise ValueError(f"SearchSchedule is for one search, not {len(searched)}: call set_progress of each")
+    return next(iter(searched.values()), None)
+
+
 class SearchSchedule(TrainerCallback):
     """
     Tells a mask that is being learned how far the search has progressed, which its temperature and sparsity follow. If
@@ -83,7 +95,7 @@ class SearchSchedule(TrainerCallback):
         model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = sparse_attention_of(model)
+        sparse_attention = _searched_in(model)
         if not args.load_best_model_at_end or sparse_attention is None or not sparse_attention.searching:
             return
         if self.end < 1:
@@ -103,7 +115,7 @@ class SearchSchedule(TrainerCallback):
         model: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = sparse_attention_of(model)
+        sparse_attention = _searched_in(model)
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if sparse_attention is not None and sparse_attention.searching and (checkpoint / MASK_CONFIG_NAME).is_file():
             raise ValueError(
@@ -122,7 +134,7 @@ class SearchSchedule(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = sparse_attention_of(model)
+        sparse_attention = _searched_in(model)
         if sparse_attention is None or not sparse_attention.searching:
             return
         if self.end < 1 and sparse_attention.search.pruning:
@@ -141,7 +153,7 @@ class SearchSchedule(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        sparse_attention = sparse_attention_of(model)
+        sparse_attention = _searched_in(model)
         # A search that ends with the last step, after which none begins.
         if sparse_attention is not None and sparse_attention.searching and self._done(state) >= 1:
             self._end(args, state, sparse_attention, optimizer)
