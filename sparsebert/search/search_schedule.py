@@ -36,8 +36,8 @@ class SearchSchedule(TrainerCallback):
     """
     Tells a mask that is being learned how far the search has progressed, which its temperature and sparsity follow. If
     the search ends before the training does, the mask is frozen at that point, and training continues through it with
-    the same optimizer. The processes of a distributed training compare their frozen masks when the training begins and
-    when the search ends.
+    the same optimizer. The mask may be that of a part of the model, such as the encoder of an encoder-decoder. The
+    processes of a distributed training compare their frozen masks when the training begins and when the search ends.
 
     When the mask is frozen during the training, P and the outcome are saved to the output folder, see [`save_probs`],
     since a run that resumes after that point cannot find them again.
