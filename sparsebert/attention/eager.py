@@ -7,7 +7,7 @@ from torch import nn
 
 from .bias_entries import REMOVED_BELOW
 from .mask_inputs import MaskInputs
-from .padded_tokens import of_live_queries, without_padding
+from .padded_tokens import without_padding
 
 
 def power_of_two(scaling: float) -> tuple[float, float]:
@@ -48,4 +48,6 @@ def eager_attention(
         weights = weights * inputs.live[0]
     weights = weights.to(value.dtype)
     output = torch.matmul(nn.functional.dropout(weights, p=dropout), value)
-    return of_live_queries(output, inputs.live[0]).transpose(1, 2).contiguous(), weights
+    if inputs.live[0] is not None:  # again, since 0 times a gradient that is NaN is NaN
+        output = torch.where(inputs.live[0], output, output.new_zeros(()))
+    return output.transpose(1, 2).contiguous(), weights

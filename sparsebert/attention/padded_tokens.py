@@ -47,22 +47,6 @@ def without_padding(inputs: MaskInputs, scaling: float, *states: torch.Tensor) -
     return tuple(cleared)
 
 
-def of_live_queries(output: torch.Tensor, live: torch.Tensor | None) -> torch.Tensor:
-    """
-    An attention output with 0 for queries that are padded or have no key, whose gradient must not spread either.
-
-    Args:
-        output (`torch.Tensor` of shape `(B, H, n, d)`): The output.
-        live (`torch.Tensor`, *optional*): Bool, False for these queries, broadcast to `(B, H, n, 1)`; `None` if there
-            are none.
-    """
-    if live is None:
-        return output
-    if not torch.is_grad_enabled():
-        return output * live  # four times as fast
-    return torch.where(live, output, output.new_zeros(()))  # 0 times a gradient that is NaN is NaN
-
-
 def _known_small(states: Sequence[torch.Tensor], scaling: float) -> bool:
     """Whether no vector is large, where it costs little to ask: on CPUs, a tenth of setting padding to 0."""
     if torch.compiler.is_compiling() or exporting() or states[0].device.type != "cpu":

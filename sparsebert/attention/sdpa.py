@@ -5,7 +5,7 @@ import torch
 from ..masks.exported import exporting
 from .bias_operator import bias_attention
 from .mask_inputs import MaskInputs, autocast_dtype
-from .padded_tokens import of_live_queries, without_padding
+from .padded_tokens import without_padding
 
 
 def sdpa_attention(
@@ -44,7 +44,7 @@ def sdpa_attention(
         fixed = fixed.to(torch.promote_types(query.dtype, torch.float32))
         shape = (query.shape[1], query.shape[2], key.shape[2])
         output = bias_attention(query, key, value, fixed.expand(shape), dropout=dropout, scale=scaling)
-        return of_live_queries(output, live).transpose(1, 2).contiguous(), None
+        return _of_live_queries(output, live).transpose(1, 2).contiguous(), None
     if bias is not None:
         # Under autocast the operator casts its inputs, the bias included.
         dtype = autocast_dtype(query.device.type, query.dtype)
@@ -57,7 +57,12 @@ def sdpa_attention(
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )
-    return of_live_queries(output, live).transpose(1, 2).contiguous(), None
+    return _of_live_queries(output, live).transpose(1, 2).contiguous(), None
+
+
+def _of_live_queries(output, live):
+    """0 for padded queries and those without a key, whose gradient must not spread even if it is NaN."""
+    return output if live is None else torch.where(live, output, output.new_zeros(()))
 
 
 def _aligned(tensor):
