@@ -70,6 +70,8 @@ def test_large_scores_of_padding_are_removed(name, dropout, scale, dtype):
     """The scores of real keys are as negative as those of padded ones are positive."""
     if refusal(name, Request("cpu", dtype, 1, 1, 4, 4, 16, dropout > 0, padded=True)) is not None:
         pytest.skip("refused here")
+    if name == "sparse_flex" and scale != 2.0:
+        pytest.skip("it is compiled for every scale")
     mask, padding = SparseMask(torch.ones(1, 4, 4, dtype=torch.bool), 4), torch.tensor([[True, True, True, False]])
     for held in (100.0, 240.0, 260.0):
         query, key, value = torch.zeros(3, 1, 1, 4, 16, dtype=dtype)

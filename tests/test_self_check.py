@@ -41,6 +41,12 @@ from sparsebert.attention.self_check_results import (
 from sparsebert.masks.tiles import tile_shares
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled():
+    """Other tests in this process may have compiled so many kinds of inputs that `sparse_flex` is left out."""
+    flex._compiled.cache_clear()
+
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 SETTING = Setting("float32", 16, padded=True, dropout=True, gradients=True, length=64)
 ORDER = Order("cpu", SETTING, ("sparse_cpu",), lengths=(7, 70))
