@@ -190,7 +190,7 @@ class SparseAttention(Float32Module):
         Raises:
             ValueError: If the mask is frozen.
         """
-        self.search = replace(self._learned_mask().search, pruning=True)
+        self.search, self._sample = replace(self._learned_mask().search, pruning=True), None
         self.config.pruned = True
 
     def set_mask(self, mask: SparseMask, search: str | None = None) -> None:
@@ -400,9 +400,6 @@ class SparseAttention(Float32Module):
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
         seeded = self.num_layers if dropout and not self.one_layer else 0
         inputs = replace(inputs, dropout_layers=seeded, documents=documents)
-        previous = None if torch.compiler.is_compiling() else self._sample
-        if self.training:
-            self._sample = None
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
@@ -411,7 +408,7 @@ class SparseAttention(Float32Module):
         else:
             merged = backend != "sparse_sdpa" or "additive" in needs or self.window is not None
             if sampling:
-                prepared = self._sampled(learned, inputs, merged, previous)
+                prepared = self._sampled(learned, inputs, merged)
             else:
                 prepared = thresholded_inputs(learned, inputs, merged)
         inputs = replace(inputs, **prepared)
@@ -435,9 +432,7 @@ class SparseAttention(Float32Module):
                 wanted.add("gate")
         return wanted
 
-    def _sampled(
-        self, learned: LearnedMask, inputs: MaskInputs, merged: bool, previous: torch.Tensor | None
-    ) -> dict[str, Any]:
+    def _sampled(self, learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:
         search = learned.search
         if search.target_sparsity is not None and not self._scheduled and not torch.compiler.is_compiling():
             logger.warning_once(
@@ -445,5 +440,6 @@ class SparseAttention(Float32Module):
                 "new one at its end); pass callbacks=[SearchSchedule()] to the Trainer, or call "
                 "sparse_attention.set_progress in a loop of your own"
             )
+        previous = None if torch.compiler.is_compiling() else self._sample
         self._sample, noisy = learned.draw(previous)
         return drawn_inputs(search, self._sample, noisy, inputs, merged)
