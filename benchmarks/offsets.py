@@ -65,7 +65,7 @@ def measured(model):
 
 
 def table(report):
-    """The stretches of distances beyond `FAR` that most heads keep: those above twice the mean."""
+    """The ranges of distances from `FAR` on that most heads keep: those above twice the mean, and short gaps."""
     kept = torch.tensor(report["kept"])[FAR:]
     high = (kept > 2 * kept.mean()).tolist()
     stretches = []
@@ -77,7 +77,7 @@ def table(report):
     rows = []
     for stretch in stretches:
         if len(stretch) > 1:
-            values = [fmean(report[name][d] for d in stretch) for name in ("kept", "similarity")]
+            values = [fmean(report[name][stretch[0] : stretch[-1] + 1]) for name in ("kept", "similarity")]
             rows.append([f"{stretch[0]} to {stretch[-1]}", f"{values[0]:.0%}", f"{values[1]:+.2f}"])
     alike = torch.tensor(report["similarity"])[FAR:]
     rows.append([f"all from {FAR} on", f"{kept.mean():.0%}", f"{alike.mean():+.2f}"])

@@ -77,7 +77,7 @@ class MasksStudy(ContinuedSettings):
     start_from_attention: bool = True
     initial_decay: float | None = None
     initial_sparsity: float | None = None
-    variants: list[str] = field(default_factory=lambda: ["mask", "layers"])
+    variants: list[str] = field(default_factory=lambda: ["mask", "layers", "probs"])
 
 
 def cells(settings: MasksStudy) -> dict[str, dict[str, Any]]:
