@@ -329,7 +329,7 @@ def test_distances_at_which_positions_are_alike():
     kept = [0.0] * 100
     kept[50], kept[52], kept[80] = 0.5, 0.4, 0.3
     table = offsets.table({"kept": kept, "similarity": [0.1] * 100, "correlation": -0.2})
-    assert table.rows[0] == ["50 to 52", "45%", "+0.10"] and table.rows[1][0] == "all from 40 on"
+    assert table.rows[0] == ["50 to 52", "30%", "+0.10"] and table.rows[1][0] == "all from 40 on"
     assert table.rows[2][-1] == "-0.20"
 
 
