@@ -62,11 +62,25 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
         FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
         NotADirectoryError: If it is a file, or below one.
     """
-    for parent in Path(path).parents:
-        if parent.is_file():
-            raise NotADirectoryError(f"output_dir {path} cannot be made: {parent} is a file")
+    check_folder(path)
     if not (overwrite or resume) and not is_empty(path):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
+
+
+def check_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
+    """
+    Check that neither an output folder nor one that it is to lie in is a file.
+
+    Args:
+        path (`str` or `os.PathLike`): The folder.
+        field (`str`, *optional*, defaults to `"output_dir"`): The field that names it, for the message.
+
+    Raises:
+        NotADirectoryError: If one is.
+    """
+    for folder in (Path(path), *Path(path).parents):
+        if folder.is_file():
+            raise NotADirectoryError(f"{field} {path} cannot be made: {folder} is a file")
 
 
 def check_other_folder(output: str | os.PathLike, **sources: str | None) -> None:

@@ -198,12 +198,35 @@ def test_bad_input_of_redraw(ran, reproduce, tmp_path, flags, message):
     assert ran == [] and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ['{"cells": []}', '{"cells": {"a": {}}}', '{"cells": {"a": 1}}', "[]", "{"])
+_CELL = {"settings": {}, "metrics": {}}
+_OWN = {"experiment": "words", "scale": "tiny"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *('{"cells": []}', '{"cells": {"a": {}}}', '{"cells": {"a": 1}}', "[]", "{"),
+        *(json.dumps(_OWN | {"cells": cells}) for cells in ([], {"a": {}}, {"a": 1}, {"../a": _CELL})),
+        *(json.dumps(_OWN | {"cells": {"a": _CELL}} | other) for other in ({"experiment": "x"}, {"scale": "paper"})),
+    ],
+)
 def test_redrawing_of_no_results_is_refused(ran, reproduce, tmp_path, content):
     (tmp_path / "results").mkdir()
     (tmp_path / "results/words_tiny.json").write_text(content)
-    with pytest.raises(ValueError, match="words_tiny.json holds no results of an experiment"):
+    with pytest.raises(ValueError, match="words_tiny.json holds no results of this experiment"):
         reproduce("--redraw")
+
+
+def test_redrawing_of_a_damaged_cell_is_refused(ran, reproduce, tmp_path):
+    reproduce()
+    results, table = (tmp_path / f"results/words_tiny.{kind}" for kind in ("json", "md"))
+    content = json.loads(results.read_text())
+    content["cells"]["b"]["metrics"] = {"length": "four"}
+    results.write_text(json.dumps(content))
+    before = table.read_text()
+    with pytest.raises(ValueError, match=r"words_tiny.json: there is no table of the cell b \(ValueError.*mend or"):
+        reproduce("--redraw")
+    assert table.read_text() == before
 
 
 def test_redrawing_without_matplotlib_is_refused(ran, reproduce, monkeypatch):

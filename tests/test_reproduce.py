@@ -480,9 +480,43 @@ def test_a_file_of_something_else_is_not_overwritten(experiment, run, tmp_path):
     path = tmp_path / "results/products_tiny.json"
     path.parent.mkdir()
     path.write_text('{"other": 1}')
-    with pytest.raises(ValueError, match="holds no results of an experiment"):
+    with pytest.raises(ValueError, match="holds no results of this experiment"):
         run("products")
     assert path.read_text() == '{"other": 1}' and experiment == []
+
+
+@pytest.mark.parametrize("value, reason", [(None, "KeyError"), ("six", "ValueError")])
+def test_damaged_cells_are_named(experiment, run, tmp_path, value, reason):
+    run("products", "--only", "a")
+    path = tmp_path / "results/products_tiny.json"
+    content = json.loads(path.read_text())
+    content["cells"]["a"]["metrics"] = {} if value is None else {"product": value}
+    before = json.dumps(content)
+    path.write_text(before)
+    with pytest.raises(ValueError, match=rf"products_tiny.json: there is no table of the cell a \({reason}.*mend or"):
+        run("products")
+    assert experiment == ["a"] and path.read_text() == before
+
+
+def test_runs_that_diverged_have_tables(experiment, run, tmp_path):
+    run("products", "--only", "a")
+    path = tmp_path / "results/products_tiny.json"
+    content = json.loads(path.read_text())
+    cell = content["cells"].pop("a")
+    for seed, product in enumerate((1.0, float("nan"), 2.0)):
+        own = {"settings": cell["settings"] | {"seed": seed}, "metrics": cell["metrics"] | {"product": product}}
+        content["cells"][f"a_seed_{seed}"] = cell | own
+    path.write_text(json.dumps(content))
+    assert "nan ± nan" in run("products", "--only", "b")
+
+
+def test_a_file_in_place_of_the_output_is_named_first(experiment, run, tmp_path):
+    run("products")
+    (tmp_path / "file").write_text("")
+    for output in ("file", "file/x"):
+        with pytest.raises(NotADirectoryError, match="output .*/file.* cannot be made: .*/file is a file"):
+            reproduce("products", "--output", tmp_path / output, "--runs", tmp_path / "runs")
+    assert experiment == ["a", "b"]
 
 
 def test_cells_are_listed(experiment, run, tmp_path):

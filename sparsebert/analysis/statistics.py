@@ -24,10 +24,13 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
         values (`list[float]`): The number in each run, one per seed.
 
     Returns:
-        `dict[str, float]`: `"mean"` and, for two or more values, `"std"` (of the sample, n - 1).
+        `dict[str, float]`: `"mean"` and, for two or more values, `"std"` (of the sample, n - 1), NaN if a value is not
+        finite, such as the loss of a run that diverged.
     """
     summary = {"mean": statistics.fmean(values)}
-    return summary | ({"std": statistics.stdev(values)} if len(values) > 1 else {})
+    if len(values) > 1:
+        summary["std"] = statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    return summary
 
 
 def paired_bootstrap(

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..analysis.tables import Table
 from ..checks import check_range, nearest
-from ..files import make_folder, replace_files
+from ..files import check_folder, make_folder, replace_files
 from ..training.run_cards import hardware
 from ..training.run_checks import check_training
 from ..version import __version__
@@ -135,17 +135,21 @@ def read_results(
     Returns:
         `dict[str, dict]`: `"settings"`, `"metrics"` and `"made_with"` by cell.
     Raises:
-        ValueError: If the file holds something else or, made with other settings, one of `cells` (without
-            `overwrite`) or another seed of one of them.
+        ValueError: If the file holds something else, such as another experiment, or, made with other settings, one of
+            `cells` (without `overwrite`) or another seed of one of them.
     """
     if not path.is_file():
         return {}
     try:
-        finished = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        if not all(isinstance(cell[part], dict) for cell in finished.values() for part in ("settings", "metrics")):
-            raise TypeError("a cell is no object")
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        finished = contents["cells"]
+        if f"{contents['experiment']}_{contents['scale']}" != path.stem:
+            raise ValueError("another experiment or scale")
+        for name, cell in finished.items():
+            if Path(name).name != name or not all(isinstance(cell[part], dict) for part in ("settings", "metrics")):
+                raise TypeError(f"{name} is no cell")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no results of an experiment: choose another --output") from error
+        raise ValueError(f"{path} holds no results of this experiment: choose another --output") from error
     others: dict[str, list[str]] = {}
     for name in finished:
         others.setdefault(unseeded(name), []).append(name)
@@ -248,6 +252,8 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     cells = plan_cells(experiment, options, settings)
     before = read_results(path, {})  # first: what another process finishes in between is not run again
     finished = read_results(path, cells, options.overwrite)
+    _check_tables(experiment, options, finished, path)
+    check_folder(path.parent, "output")
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
     for folder in todo.values():
         if reason := _of_others(folder, path, options):
@@ -308,7 +314,21 @@ def _redraw(experiment, options, settings, path):
         raise ValueError(f"{path} has no finished cells to draw: choose another --output or --scale")
     make_folder(Path(options.runs), "runs")
     with _locked(path, options):
-        return _write_report(experiment, options, read_results(path, {}), path)
+        finished = read_results(path, {})
+        _check_tables(experiment, options, finished, path)
+        return _write_report(experiment, options, finished, path)
+
+
+def _check_tables(experiment, options, finished, path):
+    """Check that each finished cell has what the tables show: the file may have been edited."""
+    for name, cell in finished.items():
+        try:
+            experiment_tables(experiment, options.scale, {name: cell})
+        except Exception as error:
+            raise ValueError(
+                f"{path}: there is no table of the cell {name} ({error!r}): mend or remove it, or choose another "
+                "--output"
+            ) from error
 
 
 @contextmanager

@@ -297,7 +297,7 @@ def convert(what: str, value, annotation):
     if allowed == {list} and not isinstance(value, list):
         raise ValueError(f"{what} must be a list, such as [1, 2], got {value!r}")
     if list in allowed and isinstance(value, list):
-        return [convert(what, item, _item(annotation)) for item in value]
+        return [convert(f"each of {what}", item, _item(annotation)) for item in value]
     if isinstance(value, str) and bool in allowed and str not in allowed:
         value = _TRUTH.get(value.lower(), value)
     if isinstance(value, str) and str in allowed:

@@ -1,7 +1,6 @@
 """Checks of a recipe before any text or weights are read: each error names field, value and bounds."""
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from ..attention.backends import BACKENDS, check_request
 from ..attention.capabilities import Request
 from ..attention.model_masks import sparse_attention_of
 from ..checks import LARGEST_SEED, check_choice, check_range, nearest
+from ..files import check_folder
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import num_positions
@@ -235,9 +235,8 @@ def _check_text(data):
     """Check the text, and how much of it is read."""
     for name in ("text", "validation"):
         check_text_files(name, getattr(data, name), data.streaming)
-    for folder in () if data.cache_dir is None else (Path(data.cache_dir), *Path(data.cache_dir).parents):
-        if folder.is_file():
-            raise NotADirectoryError(f"cache_dir {data.cache_dir} cannot be made: {folder} is a file")
+    if data.cache_dir is not None:
+        check_folder(data.cache_dir, "cache_dir")
     check_range("max_length", data.max_length, 8)
     for name in ("max_tokens", "max_validation_tokens"):
         if getattr(data, name) is not None and getattr(data, name) < data.max_length:
