@@ -489,6 +489,7 @@ def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
         ({"pattern": "window"}, "pattern has no meaning"),
         ({"hidden_size": 8}, "hidden_size has no meaning here"),
         ({"mask_length": 8}, "mask_length has no meaning here: .* set max_length"),
+        ({"initial_decay": 0}, "initial_decay has no meaning here: the search starts from what the dense model"),
         ({"train": "bias"}, "train must be one of"),
         ({"max_length": 40}, "at most the model's 39 positions, got 40"),
         ({"batch_size": 100_000}, "too few for a batch of 100000"),

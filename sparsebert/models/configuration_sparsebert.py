@@ -153,8 +153,8 @@ class SparseBertConfig(MaskedConfigMixin, BertConfig):
             others). Reset to `None` once a mask is frozen.
         skip_padding (`bool`, *optional*, defaults to `False`): Whether an encoder takes the padding out of a batch
             before its layers and puts it back, as zeros, after them. The result is the same, but padding takes no
-            time. Padding stays in if a row begins with it, in compiled and exported graphs, and if attentions are
-            returned.
+            time. Padding stays in if a row begins with it or has gaps, in compiled and exported graphs, if attentions
+            are returned, and if the last special token is the last position.
         probability_map (`str`, *optional*, defaults to `"softmax"`): What turns scores into probabilities, a key of
             `PROBABILITY_MAPS`: `"softmax"`, `"topk"`, `"sparsegen_lin"`, `"sparsemax"`, `"entmax15"`, `"entmax"`.
             Cross-attention keeps softmax.

@@ -89,9 +89,9 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     Args:
         pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id that `save_pretrained` wrote.
         model_class (`type`, *optional*): Class or `Auto*` class to load. Defaults to the one that was saved.
-        kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal` and
-            `allow_empty_rows` change how the mask is used. Code in the folder or repository is never run, whatever
-            `trust_remote_code` says.
+        kwargs: Arguments of `PreTrainedModel.from_pretrained`. `length_policy`, `last_token`, `diagonal`,
+            `allow_empty_rows` and `skip_padding` change how the mask is used. Code in the folder or repository is
+            never run, whatever `trust_remote_code` says.
 
     Returns:
         `PreTrainedModel`: The model, in evaluation mode.

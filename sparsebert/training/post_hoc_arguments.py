@@ -206,8 +206,12 @@ def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[s
     """Check what is searched for, or the mask that is given instead."""
     if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
-    if given.get("mask_length") is not None:
-        raise ValueError("--model.mask_length has no meaning here: the mask is as long as the rows, set max_length")
+    for name, why in (
+        ("mask_length", "the mask is as long as the rows, set max_length"),
+        ("initial_decay", "the search starts from what the dense model attends to"),
+    ):
+        if given.get(name) is not None:
+            raise ValueError(f"--model.{name} has no meaning here: {why}")
     allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
     if refused := sorted(fields.keys() - {*allowed, "target_sparsity"}):
         why = "the mask is given" if options.mask else "the model keeps its own configuration"
