@@ -510,16 +510,6 @@ def test_runs_that_diverged_have_tables(experiment, run, tmp_path):
     assert "nan ± nan" in run("products", "--only", "b")
 
 
-def test_a_run_that_diverged_is_run_again(experiment, run, tmp_path):
-    run("products", "--only", "a")
-    path = tmp_path / "results/products_tiny.json"
-    content = json.loads(path.read_text())
-    content["cells"]["a"]["metrics"]["product"] = float("nan")
-    path.write_text(json.dumps(content))
-    run("products", "--only", "a", "--overwrite")
-    assert experiment == ["a", "a"] and read(path)["a"]["metrics"]["product"] == 3
-
-
 def test_a_file_in_place_of_the_output_is_named_first(experiment, run, tmp_path):
     run("products")
     (tmp_path / "file").write_text("")

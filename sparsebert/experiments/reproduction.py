@@ -274,8 +274,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
         try:
             with FileLock(folder.with_name(f"{cell}.lock")).acquire(timeout=0):
                 # Another process may have finished it meanwhile.
-                made = read_results(path, {}).get(cell)
-                if made is None or json.dumps(made) == json.dumps(before.get(cell)):  # equal, with NaN
+                if (made := read_results(path, {}).get(cell)) is None or made == before.get(cell):
                     reason = _of_others(folder, path, options)
                     if reason := reason or _run_cell(experiment, name, options, cells[cell], folder, path):
                         failed.append(f"{cell} ({reason})")
