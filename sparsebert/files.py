@@ -62,12 +62,12 @@ def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: b
         FileExistsError: If the folder is not empty and neither `overwrite` nor `resume` is set.
         NotADirectoryError: If it is a file, or below one.
     """
-    check_folder(path)
+    check_makeable(path)
     if not (overwrite or resume) and not is_empty(path):
         raise FileExistsError(f"output_dir {path} is not empty: choose another, or pass --overwrite true")
 
 
-def check_folder(path: str | os.PathLike, field: str = "output_dir") -> None:
+def check_makeable(path: str | os.PathLike, field: str = "output_dir") -> None:
     """
     Check that neither an output folder nor one that it is to lie in is a file.
 

@@ -203,6 +203,7 @@ def test_shipped_recipes_read_the_same_in_yaml_of_1_1(name):
         ("search SEARCH --max_tokens 3", "max_tokens must be an integer of at least 16, got 3"),
         ("search SEARCH --model STOCK/config.json", "model: 'STOCK/config.json' is a file"),
         ("search SEARCH --output_dir file", "output_dir file cannot be made: file is a file"),
+        ("search SEARCH --initial_decay 0", "initial_decay has no meaning here: the search starts from what"),
         ("translate PAIRS --max_steps 0", "max_steps must be an integer of at least 1, got 0"),
         ("translate PAIRS --learning_rate -1", "learning_rate must be a number of at least 0, got -1.0"),
         ("translate PAIRS --num_attention_heads 0", "num_attention_heads must be an integer of at least 1, got 0"),

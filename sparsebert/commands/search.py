@@ -19,8 +19,7 @@ from ._command import Command, Printing, Results, advising
 
 
 def command(words):
-    meaningful = {"search", *(name for search in SEARCHES for name in allowed_fields(search))}
-    meaningful -= {"mask_length", "initial_decay"}
+    meaningful = {"search", *(name for search in SEARCHES for name in allowed_fields(search))} - {"mask_length"}
     fields = {item.name for item in dataclasses.fields(SECTIONS["model"])}
     return Command(
         run,
@@ -29,7 +28,7 @@ def command(words):
             "--model DIR --data FILE --max_length 512 --target_sparsity 0.9 --output_dir DIR2",
             "--model DIR --task mrpc --data GLUE_DIR --target_sparsity 0.9 --output_dir DIR3",
         ),
-        # The model keeps its own configuration, the mask is as long as the rows, and the search starts from attention.
+        # The model keeps its own configuration, and the mask is as long as the rows.
         excluded={"model": tuple(sorted(fields - meaningful))},
         defaults={"model": FIELDS},
     )

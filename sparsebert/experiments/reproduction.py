@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..analysis.tables import Table
 from ..checks import check_range, nearest
-from ..files import check_folder, make_folder, replace_files
+from ..files import check_makeable, make_folder, replace_files
 from ..training.run_cards import hardware
 from ..training.run_checks import check_training
 from ..version import __version__
@@ -253,7 +253,7 @@ def run_experiment(name: str, options: ReproductionArguments, settings: Mapping[
     before = read_results(path, {})  # first: what another process finishes in between is not run again
     finished = read_results(path, cells, options.overwrite)
     _check_tables(experiment, options, finished, path)
-    check_folder(path.parent, "output")
+    check_makeable(path.parent, "output")
     todo = {cell: Path(options.runs) / path.stem / cell for cell in cells if cell not in finished}
     for folder in todo.values():
         if reason := _of_others(folder, path, options):

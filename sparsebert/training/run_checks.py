@@ -16,7 +16,7 @@ from ..attention.backends import BACKENDS, check_request
 from ..attention.capabilities import Request
 from ..attention.model_masks import sparse_attention_of
 from ..checks import LARGEST_SEED, check_choice, check_range, nearest
-from ..files import check_folder
+from ..files import check_makeable
 from ..hub import HubArguments, mask_arguments, read_config
 from ..masks.patterns import PATTERNS
 from ..models.architectures import num_positions
@@ -236,7 +236,7 @@ def _check_text(data):
     for name in ("text", "validation"):
         check_text_files(name, getattr(data, name), data.streaming)
     if data.cache_dir is not None:
-        check_folder(data.cache_dir, "cache_dir")
+        check_makeable(data.cache_dir, "cache_dir")
     check_range("max_length", data.max_length, 8)
     for name in ("max_tokens", "max_validation_tokens"):
         if getattr(data, name) is not None and getattr(data, name) < data.max_length:
