@@ -52,11 +52,11 @@ sanitize: $(INSTALLED)
 	rm -rf $(SANITIZED)
 	mkdir -p $(SANITIZED)
 	cp -r sparsebert $(SANITIZED)
-	rm -f $(SANITIZED)/sparsebert/attention/*.so
-	CXX="$(CXX)" $(VENV)/bin/python $(SANITIZED)/sparsebert/attention/compilation.py $(SANITIZERS)
+	rm -f $(SANITIZED)/sparsebert/attention/kernels/*.so
+	CXX="$(CXX)" $(VENV)/bin/python $(SANITIZED)/sparsebert/attention/kernels/compilation.py $(SANITIZERS)
 	PYTHONPATH=$(SANITIZED) CXX=none TORCH_EXTENSIONS_DIR=$(SANITIZED) OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-		$(VENV)/bin/pytest -p no:cacheprovider tests/test_cpu.py tests/test_attention.py \
+		$(VENV)/bin/pytest -p no:cacheprovider tests/attention/test_cpu.py tests/attention/test_attention.py \
 		-k "(test_cpu or sparse_cpu) and not (compile or opcheck or reason or allocation)"
 
 $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
@@ -69,5 +69,5 @@ $(INSTALLED): setup.cfg setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build runs build dist *.egg-info sparsebert/attention/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) docs/_build runs build dist *.egg-info sparsebert/attention/kernels/*.so .mypy_cache .pytest_cache .ruff_cache
 	find sparsebert tests -name __pycache__ -type d -prune -exec rm -rf {} +

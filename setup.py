@@ -10,8 +10,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 
-ATTENTION = Path("sparsebert") / "attention"
-compilation = runpy.run_path(str(Path(__file__).parent / ATTENTION / "compilation.py"))
+KERNELS = Path("sparsebert") / "attention" / "kernels"
+compilation = runpy.run_path(str(Path(__file__).parent / KERNELS / "compilation.py"))
 NAMES = {Path(compilation["library_name"](level)).stem: level for level in compilation["LEVELS"]}
 
 
@@ -30,7 +30,7 @@ class BuildLibraries(build_ext):
             raise CompileError(error) from None  # which is a warning, since the libraries are optional
 
     def copy_extensions_to_source(self):
-        for outdated in ATTENTION.glob("csr_attention_*.so"):
+        for outdated in KERNELS.glob("csr_attention_*.so"):
             outdated.unlink()
         super().copy_extensions_to_source()
 
@@ -45,7 +45,7 @@ class PlatformWheel(bdist_wheel):
 try:
     compilation["find_compiler"]()
     extensions = [
-        Extension(f"sparsebert.attention.{name}", [str(ATTENTION / "csr_attention.cpp")], optional=True)
+        Extension(f"sparsebert.attention.kernels.{name}", [str(KERNELS / "csr_attention.cpp")], optional=True)
         for name in NAMES
     ]
 except compilation["CompilationError"] as error:

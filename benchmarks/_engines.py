@@ -23,7 +23,7 @@ from torch import distributed
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForSequenceClassification
-from sparsebert.search.search_schedule import SearchSchedule
+from sparsebert.learning.search_schedule import SearchSchedule
 from sparsebert.training.engines import warn_of_ignored_engine
 from sparsebert.training.trainer import SparseBertTrainer
 

@@ -13,7 +13,7 @@ import torch
 from transformers import BertConfig
 
 from sparsebert import SparseBertConfig
-from sparsebert.attention.choice import ATTENTION_NAMES
+from sparsebert.attention.choosing.choice import ATTENTION_NAMES
 
 from ._masks import HELP, build_mask, kept
 from ._measure import check_close, cpu_seconds, cuda_wall_seconds, interleaved, speed_up, summary

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from sparsebert.analysis.diagnosis import DTYPES, cpu_name
-from sparsebert.analysis.figures import COLORS, VERMILION, new_figure, save_figure
+from sparsebert.analysis.doctor import DTYPES, cpu_name
+from sparsebert.analysis.pictures.figures import COLORS, VERMILION, new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.files import replace_files
 

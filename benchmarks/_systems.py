@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from sparsebert import SparseMask
 from sparsebert.attention.backends import BACKENDS, run_backend
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choice import ATTENTION_NAMES, automatic, choose_backend
+from sparsebert.attention.choosing.choice import ATTENTION_NAMES, automatic, choose_backend
 from sparsebert.attention.mask_inputs import MaskInputs
 
 from ._masks import build_mask, kept

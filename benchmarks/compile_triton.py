@@ -24,10 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebert.attention import triton_kernels
-from sparsebert.attention.triton import short_backward_limit
-from sparsebert.attention.triton_launch import configurations
-from sparsebert.attention.triton_limits import DTYPES, GPUS, HEAD_SIZES
+from sparsebert.attention.kernels import triton_kernels
+from sparsebert.attention.kernels.triton import short_backward_limit
+from sparsebert.attention.kernels.triton_launch import configurations
+from sparsebert.attention.kernels.triton_limits import DTYPES, GPUS, HEAD_SIZES
 
 from ._ptx import Loop, matrix_loops
 

@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from sparsebert.analysis.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
+from sparsebert.analysis.pictures.figures import BLUE, GREEN, PURPLE, VERMILION, new_figure, save_figure
 from sparsebert.files import replace_files
 
 from ._report import RESULTS, ROOT, hardware, make_table

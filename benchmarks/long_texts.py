@@ -34,16 +34,16 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import extend_positions, load
-from sparsebert.analysis.figures import new_figure, save_figure
+from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
-from sparsebert.experiments.base_models import located
-from sparsebert.experiments.long_reviews import named_models
-from sparsebert.experiments.review_classifiers import long_rows
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
-from sparsebert.training.sentence_similarity import embed
+from studies.base_models import located
+from studies.long_reviews import named_models
+from studies.review_classifiers import long_rows
+from studies.sentence_similarity import embed
 
 from ._report import RESULTS, STYLES, commit, explained, hardware, hardware_line
 from .encoders import PRECISIONS, in_precision

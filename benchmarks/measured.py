@@ -14,8 +14,8 @@ import re
 import sys
 
 from sparsebert.analysis.tables import Table
-from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.result_tables import experiment_tables
+from studies import EXPERIMENTS
+from studies.result_tables import experiment_tables
 
 from . import (
     _cpu_tables,

@@ -16,8 +16,8 @@ from PIL import Image
 from scipy.stats import spearmanr
 
 import sparsebert
-from sparsebert.analysis.figures import new_figure, save_figure
-from sparsebert.analysis.mask_pictures import plot_heads
+from sparsebert.analysis.pictures.figures import new_figure, save_figure
+from sparsebert.analysis.pictures.mask_pictures import plot_heads
 from sparsebert.analysis.tables import Table
 
 from ._report import RESULTS, ROOT, commit, explained

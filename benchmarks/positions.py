@@ -23,11 +23,11 @@ from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.tasks import glue
-from sparsebert.experiments.base_models import located
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
-from sparsebert.models.positions import METHODS
-from sparsebert.training.sentence_similarity import embed, similarity
+from sparsebert.models.lengthening import METHODS
+from studies.base_models import located
+from studies.sentence_similarity import embed, similarity
 
 from ._report import RESULTS, commit, explained
 

@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from sparsebert import SparseBertConfig, SparseBertModel
-from sparsebert.search.searches import SEARCHES
+from sparsebert.learning.searches import SEARCHES
 
 from ._measure import (
     check_close,

@@ -15,7 +15,7 @@ import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
-from sparsebert.analysis.figures import new_figure, save_figure
+from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.masks.matched import VARIED, matched_patterns
 

@@ -23,10 +23,10 @@ from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import attach
 from sparsebert.analysis.tables import Table
-from sparsebert.experiments.base_models import located
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.models.architectures import attention_modules
-from sparsebert.training.matching import carrier, learn_mask, random_batches, start_from_attention
+from sparsebert.training.searching.matching import carrier, learn_mask, random_batches, start_from_attention
+from studies.base_models import located
 
 from ._report import RESULTS, commit, explained
 

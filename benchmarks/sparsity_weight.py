@@ -16,12 +16,12 @@ import torch
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
-from sparsebert.analysis.figures import new_figure, save_figure
+from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.tokenization import train_tokenizer
-from sparsebert.training.pretraining_arguments import PretrainingArguments
+from sparsebert.training.pretraining.pretraining_arguments import PretrainingArguments
 from sparsebert.training.recipes import load_recipe
 from sparsebert.training.trainer import SparseBertTrainer
 

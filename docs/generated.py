@@ -25,16 +25,16 @@ import yaml
 import sparsebert
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import WANTED
-from sparsebert.attention.choice import CHOICES
+from sparsebert.attention.choosing.choice import CHOICES
 from sparsebert.commands import VERBS
 from sparsebert.data.tasks import TASKS
-from sparsebert.experiments import EXPERIMENTS
+from sparsebert.learning.progressive_pruning import ProgressivePruning
+from sparsebert.learning.searches import SEARCHES, num_parameters
 from sparsebert.masks.patterns import PATTERNS, build_pattern
 from sparsebert.models.architectures import ARCHITECTURES
-from sparsebert.models.configuration_sparsebert import SparseBertConfig
-from sparsebert.models.token_mixers import MIXERS
-from sparsebert.search.progressive_pruning import ProgressivePruning
-from sparsebert.search.searches import SEARCHES, num_parameters
+from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
+from sparsebert.models.bert.token_mixers import MIXERS
+from studies import EXPERIMENTS
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,15 +18,16 @@ from transformers import (
 from .analysis.plans import Plan, plan
 from .attention.dot_product import sparse_dot_product_attention
 from .attention.probability_maps import PROBABILITY_MAPS
+from .learning.progressive_pruning import ProgressivePruning
+from .learning.search_schedule import SearchSchedule
+from .learning.searches import SEARCHES
 from .masks.mask_files import MaskFileError
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.sparse_mask import SparseMask
-from .models.adapters import extend_adapters
 from .models.architectures import ARCHITECTURES
 from .models.attaching import attach, detach, sparsity, sparsity_loss
-from .models.configuration_sparsebert import SparseBertConfig
-from .models.loading import load
-from .models.modeling_sparsebert import (
+from .models.bert.configuration_sparsebert import SparseBertConfig
+from .models.bert.modeling_sparsebert import (
     SparseBertForMaskedLM,
     SparseBertForMultipleChoice,
     SparseBertForNextSentencePrediction,
@@ -38,14 +39,13 @@ from .models.modeling_sparsebert import (
     SparseBertModel,
     SparseBertPreTrainedModel,
 )
-from .models.positions import extend_positions
+from .models.bert.token_mixers import MIXERS
+from .models.lengthening import extend_positions
+from .models.loading import load
 from .models.quantization import quantize
 from .models.sparse_attention import SparseAttention
-from .models.stock_loading import extend_stock_loading
-from .models.token_mixers import MIXERS
-from .search.progressive_pruning import ProgressivePruning
-from .search.search_schedule import SearchSchedule
-from .search.searches import SEARCHES
+from .plugin.adapters import extend_adapters
+from .plugin.stock_loading import extend_stock_loading
 from .version import __version__
 
 

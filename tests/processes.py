@@ -15,7 +15,9 @@ from sparsebert.commands import main
 
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["sparsebert.training.pretraining", "sparsebert.commands.pretrain", "pytest"])
+SERVER.set_forkserver_preload(
+    ["sparsebert.training.pretraining.pretraining_run", "sparsebert.commands.pretrain", "pytest"]
+)
 
 
 # Begin and end of what two ranks run.

@@ -24,8 +24,8 @@ import pytest
 import sparsebert
 from sparsebert.commands import VERBS, main, parse
 from sparsebert.data.tasks.glue import GLUE
-from sparsebert.experiments import EXPERIMENTS
-from sparsebert.experiments.reproduction import ReproductionArguments, plan_cells, plan_text
+from studies import EXPERIMENTS
+from studies.reproduction import ReproductionArguments, plan_cells, plan_text
 
 
 ROOT = Path(__file__).parents[1]

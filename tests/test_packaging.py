@@ -33,7 +33,7 @@ def source(tmp_path_factory):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(ROOT / name, folder / name)
-    compilation = folder / "sparsebert/attention/compilation.py"
+    compilation = folder / "sparsebert/attention/kernels/compilation.py"
     compilation.write_text(compilation.read_text().replace('"-O3"', '"-O0"'))  # for the time it takes
     return folder
 
@@ -41,7 +41,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def libraries(source):
     """The file names of the compiled operator, by level."""
-    compilation = runpy.run_path(str(source / "sparsebert/attention/compilation.py"))
+    compilation = runpy.run_path(str(source / "sparsebert/attention/kernels/compilation.py"))
     return {level: compilation["library_name"](level) for level in compilation["LEVELS"]}
 
 
@@ -80,7 +80,7 @@ def test_wheel_holds_every_module_and_recipe(wheel, libraries):
     recipes = [path for path in (ROOT / "recipes").rglob("*.*") if path.suffix in (".yaml", ".json")]
     expected |= {f"sparsebert/{path.relative_to(ROOT)}" for path in recipes}
     expected = {name for name in expected if not name.endswith((".pyc", ".so"))}
-    expected |= {f"sparsebert/attention/{name}" for name in libraries.values()}
+    expected |= {f"sparsebert/attention/kernels/{name}" for name in libraries.values()}
     assert {name for name in files if name.startswith("sparsebert/")} == expected
     assert not {name for name in files if not name.startswith(("sparsebert/", "sparsebert-"))}
 

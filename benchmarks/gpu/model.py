@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
-from sparsebert.attention.flex import full_tiles, live_tiles
-from sparsebert.attention.triton_launch import configurations
+from sparsebert.attention.kernels.flex import full_tiles, live_tiles
+from sparsebert.attention.kernels.triton_launch import configurations
 from sparsebert.masks.compiled_forms import base_table
 from sparsebert.masks.tiles import tile_form
 

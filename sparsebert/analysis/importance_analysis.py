@@ -23,9 +23,9 @@ from .importance import (
     offset_profile,
     sketch,
 )
-from .importance_pictures import plot_groups, plot_mean_probs, plot_offset_profile, plot_sketch
-from .mask_pictures import plot_heads
-from .runs import MASK_ONLY, Run, read_runs
+from .pictures.importance_pictures import plot_groups, plot_mean_probs, plot_offset_profile, plot_sketch
+from .pictures.mask_pictures import plot_heads
+from .saved_runs import MASK_ONLY, Run, read_runs
 from .tables import Table
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers.utils import CONFIG_NAME
 
 from ..attention.capabilities import Request
-from ..attention.choice import by_table
+from ..attention.choosing.choice import by_table
 from ..checks import check_range
 from ..hub import check_path
 from ..masks.mask_files import MAX_MASK_LENGTH

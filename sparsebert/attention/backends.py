@@ -7,14 +7,14 @@ request or raises; `choice.py` has the names that choose one.
 
 import torch
 
-from . import cpu, flex, triton, triton_limits
+from .biases.mask_biases import prepare_bias
 from .capabilities import WANTED, Backend, Request
-from .eager import eager_attention
-from .mask_biases import prepare_bias
+from .kernels import cpu, flex, triton, triton_limits
+from .kernels.eager import eager_attention
+from .kernels.sdpa import sdpa_attention
 from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
 from .probability_maps import PROBABILITY_MAPS
-from .sdpa import sdpa_attention
 
 
 BACKENDS: dict[str, Backend] = {

@@ -15,7 +15,7 @@ from ..checks import check_range
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
 from .backends import BACKENDS, run_backend
-from .choice import ATTENTION_NAMES, choose_backend
+from .choosing.choice import ATTENTION_NAMES, choose_backend
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
 

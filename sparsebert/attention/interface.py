@@ -14,7 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from .backends import run_backend
-from .choice import ATTENTION_NAMES
+from .choosing.choice import ATTENTION_NAMES
 from .mask_inputs import MaskInputs, check_arguments
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..masks.sparse_mask import SparseMask
-from .bias_entries import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, token_entries
-from .offset_biases import OffsetBias
+from .biases.bias_entries import REMOVED, REMOVED_BELOW, additive_4d, first_real, last_real, token_entries
+from .biases.offset_biases import OffsetBias
 from .packed_batches import DocumentSpans
 
 

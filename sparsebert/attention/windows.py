@@ -9,9 +9,9 @@ import torch
 from ..masks.compiled_forms import narrowed, windowed
 from ..masks.exported import exporting
 from .backends import BACKENDS
-from .bias_entries import REMOVED
-from .choice import choose_backend
-from .mask_biases import near_entries
+from .biases.bias_entries import REMOVED
+from .biases.mask_biases import near_entries
+from .choosing.choice import choose_backend
 from .mask_inputs import MaskInputs
 
 

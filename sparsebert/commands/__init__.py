@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from ..checks import nearest, shortened
 from ..files import is_unicode
 from ..hub import explained
-from ..search.rank_agreement import MaskMismatchError
+from ..learning.rank_agreement import MaskMismatchError
 from ..version import __version__
 from ._command import Command
 

@@ -5,20 +5,20 @@ import re
 import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 
-from ..attention.choice import ATTENTION_NAMES
+from ..attention.choosing.choice import ATTENTION_NAMES
 from ..attention.probability_maps import PROBABILITY_MAPS
 from ..data.tasks import TASKS
 from ..hub import HubArguments
+from ..learning.searches import SEARCHES
+from ..learning.selection import SCOPES
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS
-from ..models.configuration_sparsebert import MASK_FORMS, SparseBertConfig
-from ..models.positions import METHODS
-from ..models.token_mixers import MIXERS
-from ..search.searches import SEARCHES
-from ..search.selection import SCOPES
-from ..training.objectives import OBJECTIVES
+from ..models.bert.configuration_sparsebert import MASK_FORMS, SparseBertConfig
+from ..models.bert.token_mixers import MIXERS
+from ..models.lengthening import METHODS
 from ..training.recipes import recipe_names
+from ..training.searching.objectives import OBJECTIVES
 from ._command import Command
 
 

@@ -11,9 +11,9 @@ or a package is missing without which the kernels of this device do not run; 2 i
 
 from dataclasses import dataclass, field
 
-from ..analysis.diagnosis import DTYPES, diagnose
-from ..analysis.runs import read_saved_mask
-from ..attention.self_check_process import TIMEOUT
+from ..analysis.doctor import DTYPES, diagnose
+from ..analysis.saved_runs import read_saved_mask
+from ..attention.choosing.self_check_process import TIMEOUT
 from ..hub import HubArguments
 from ._command import Command, Printing, Results
 

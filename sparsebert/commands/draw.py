@@ -7,8 +7,8 @@ Masks are read from folders or the Hub; for a run or a model, its mask is drawn.
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.mask_pictures import plot_gallery, plot_heads
-from ..analysis.runs import find_mask, is_pattern
+from ..analysis.pictures.mask_pictures import plot_gallery, plot_heads
+from ..analysis.saved_runs import find_mask, is_pattern
 from ..files import make_folder
 from ..hub import HubArguments
 from ._command import Command, Results, needed

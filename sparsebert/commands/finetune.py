@@ -6,9 +6,9 @@ Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--s
 (the tables that it prints) and logs. If the same command is run again, it runs only what is not finished.
 """
 
-from ..analysis.reports import read_metrics, report_tables
-from ..models.configuration_sparsebert import STATE_FIELDS
-from ..training.finetuning import SECTIONS, finetune
+from ..analysis.reporting.reports import read_metrics, report_tables
+from ..models.bert.configuration_sparsebert import STATE_FIELDS
+from ..training.finetuning.finetuning_runs import SECTIONS, finetune
 from ._command import Command, Printing, Results
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..analysis.diagnosis import DTYPES
+from ..analysis.doctor import DTYPES
 from ..analysis.plans import saved_plan
 from ..checks import check_choice, check_range
 from ..hub import HubArguments

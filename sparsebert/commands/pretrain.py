@@ -10,10 +10,10 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from ..analysis.reports import report_tables
+from ..analysis.reporting.reports import report_tables
 from ..models.attaching import PATTERN_FIELDS, allowed_fields
-from ..models.configuration_sparsebert import STATE_FIELDS
-from ..training.pretraining import SECTIONS, pretrain
+from ..models.bert.configuration_sparsebert import STATE_FIELDS
+from ..training.pretraining.pretraining_run import SECTIONS, pretrain
 from ._command import Command, Printing, Results
 
 

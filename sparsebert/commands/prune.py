@@ -9,10 +9,10 @@ same command is run again, it continues where it stopped.
 """
 
 from ..files import locked_output
-from ..models.configuration_sparsebert import STATE_FIELDS
-from ..training.finetuning import SECTIONS
+from ..models.bert.configuration_sparsebert import STATE_FIELDS
+from ..training.finetuning.finetuning_runs import SECTIONS
+from ..training.pruning.pruning_run import PruningArguments, prune_run, pruning_table
 from ..training.recipes import load_recipe
-from ..training.two_stage_pruning import PruningArguments, prune_run, pruning_table
 from ._command import Command, Printing, Results, advising, needed
 
 

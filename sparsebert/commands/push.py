@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..hub import HubArguments
 from ..masks.mask_files import MASK_CONFIG_NAME
-from ..masks.repositories import push_folder
+from ..masks.pushing import push_folder
 from ._command import Command, Printing, Results, needed
 
 

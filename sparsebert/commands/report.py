@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..analysis.report_sources import Source, read_sources
-from ..analysis.reports import distinct_names, report_tables
-from ..analysis.web_page import PageMask, check_page, mask_table, write_page
+from ..analysis.reporting.report_sources import Source, read_sources
+from ..analysis.reporting.reports import distinct_names, report_tables
+from ..analysis.reporting.web_page import PageMask, check_page, mask_table, write_page
 from ..theory.verdicts import Case, check_cases, details
 from ._command import Command, Printing, Results, needed
 

@@ -11,9 +11,8 @@ tables and pictures again from these files alone.
 
 from transformers.utils import logging
 
-from ..checks import nearest
-from ..experiments import EXPERIMENTS
-from ..experiments.reproduction import (
+from studies import EXPERIMENTS
+from studies.reproduction import (
     CellsFailed,
     ReproductionArguments,
     plan_cells,
@@ -21,6 +20,8 @@ from ..experiments.reproduction import (
     result_files,
     run_experiment,
 )
+
+from ..checks import nearest
 from ._command import Command, Printing, Results, advising
 
 

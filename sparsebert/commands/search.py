@@ -11,10 +11,10 @@ search `mask_probs.safetensors`.
 
 import dataclasses
 
+from ..learning.searches import SEARCHES
 from ..models.attaching import allowed_fields
-from ..search.searches import SEARCHES
-from ..training.post_hoc import agreement_table, search_post_hoc
-from ..training.post_hoc_arguments import FIELDS, SECTIONS
+from ..training.searching.search_arguments import FIELDS, SECTIONS
+from ..training.searching.search_run import agreement_table, search_post_hoc
 from ._command import Command, Printing, Results, advising
 
 

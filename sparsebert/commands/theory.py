@@ -8,11 +8,12 @@ hardmax.
 
 from dataclasses import dataclass
 
-from ..analysis.figures import check_picture
-from ..analysis.runs import is_pattern, read_saved_mask
+from studies.contextual_mappings import mappings_table, plot_shifts, standard_checks
+from studies.hardmax_scales import scales_table, standard_scales
+
+from ..analysis.pictures.figures import check_picture
+from ..analysis.saved_runs import is_pattern, read_saved_mask
 from ..hub import HubArguments
-from ..theory.contextual_mappings import mappings_table, plot_shifts, standard_checks
-from ..theory.hardmax_scales import scales_table, standard_scales
 from ..theory.verdicts import (
     DEFAULT_HEADS,
     DEFAULT_LENGTH,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from transformers import Seq2SeqTrainingArguments
 
-from ..analysis.reports import report_tables
-from ..training.seq2seq import SECTIONS, train_translation
+from studies.translating import SECTIONS, train_translation
+
+from ..analysis.reporting.reports import report_tables
 from ._command import Command, Printing, Results
 
 

@@ -24,7 +24,7 @@ from ..files import (
 from .mask_cards import CARD_NAME, own_card
 from .mask_files import MASK_CONFIG_NAME, MASK_STATE
 from .mask_sources import check_subfolder, mask_paths
-from .repositories import PICKLED_WEIGHTS, WEIGHTS
+from .pushing import PICKLED_WEIGHTS, WEIGHTS
 
 
 # Where a pull keeps the folder that it replaces until all files are in their places.

@@ -45,7 +45,7 @@ from .mask_files import (
     write_mask_files,
 )
 from .mask_sources import check_subfolder, find_mask_files
-from .repositories import push_folder
+from .pushing import push_folder
 
 
 # A configuration's `diagonal` to that of a SparseMask.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .configuration_sparsebert import SparseBertConfig
+from .bert.configuration_sparsebert import SparseBertConfig
 
 
 # Model type to the class of its self-attention. All of them pass the keyword arguments of the base model on to the

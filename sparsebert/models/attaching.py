@@ -13,21 +13,21 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.choice import sparse_name
+from ..attention.choosing.choice import sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import explained
+from ..learning.searches import SEARCHES
 from ..masks.mask_files import weights_changed
 from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
-from ..search.searches import SEARCHES
 from .architectures import attention_modules, check_architecture, describe, sliding_window
-from .configuration_sparsebert import OWN_FIELDS, REQUESTS, STATE_FIELDS, SparseBertConfig
+from .bert.configuration_sparsebert import OWN_FIELDS, REQUESTS, STATE_FIELDS, SparseBertConfig
+from .bert.remote_code import forget_saved_fields
 from .derived import derived_class
 from .forwards import MaskedBase
 from .masked_configs import AttachedConfig, MaskedConfigMixin
-from .remote_code import forget_saved_fields
 from .saving import AttachedModel, get_sparse_attention
 from .sparse_attention import SparseAttention
 

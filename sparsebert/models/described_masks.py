@@ -3,12 +3,12 @@
 from typing import Any
 
 from ..checks import check_choice
+from ..learning.mask_search import MaskSearch
+from ..learning.searches import SEARCHES
 from ..masks.expansion import default_length_policy
 from ..masks.patterns import build_pattern
 from ..masks.sparse_mask import DIAGONALS, SparseMask
-from ..search.mask_search import MaskSearch
-from ..search.searches import SEARCHES
-from .configuration_sparsebert import REQUESTS, SparseBertConfig
+from .bert.configuration_sparsebert import REQUESTS, SparseBertConfig
 
 
 # Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries; c, if its

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..attention.choice import ATTENTION_NAMES, sparse_name
+from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name
 from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
 from .architectures import cached_length, input_shape

@@ -12,9 +12,9 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 from ..hub import check_available, check_path, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
-from . import modeling_sparsebert
 from .architectures import check_architecture
-from .configuration_sparsebert import SparseBertConfig
+from .bert import modeling_sparsebert
+from .bert.configuration_sparsebert import SparseBertConfig
 
 
 logger = logging.get_logger(__name__)

@@ -9,10 +9,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ..attention.backends import check_returns_attentions
-from ..attention.choice import sparse_name
+from ..attention.choosing.choice import sparse_name
 from ..files import replace_files
+from .bert.remote_code import AUTO_MAP_FIELD, CODE_PATH, forget_saved_fields, saved_fields
 from .derived import Derived
-from .remote_code import AUTO_MAP_FIELD, CODE_PATH, forget_saved_fields, saved_fields
 
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from ..masks.mask_files import (
     MASK_WEIGHTS_NAME,
     SEARCH_CONFIG_NAME,
 )
-from ..masks.repositories import push_folder
+from ..masks.pushing import push_folder
 from ..masks.sparse_mask import SparseMask
-from .configuration_sparsebert import OWN_FIELDS, SparseBertConfig
+from .bert.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
 from .derived import Derived
 from .forwards import MaskedForward
 from .model_cards import save_model_card

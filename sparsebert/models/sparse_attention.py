@@ -14,20 +14,20 @@ from torch import nn
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
-from ..attention.choice import check_backend, choose_backend
+from ..attention.choosing.choice import check_backend, choose_backend
 from ..attention.mask_inputs import MaskInputs
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
 from ..attention.windows import local_inputs
+from ..learning.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
+from ..learning.learned_mask import LearnedMask
+from ..learning.mask_search import MaskSearch
+from ..learning.searches import SEARCHES
 from ..masks.compiled_forms import with_real_last
 from ..masks.exported import exporting
 from ..masks.mask_files import check_metadata
 from ..masks.sparse_mask import SparseMask
-from ..search.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
-from ..search.learned_mask import LearnedMask
-from ..search.mask_search import MaskSearch
-from ..search.searches import SEARCHES
-from .configuration_sparsebert import REQUESTS, SparseBertConfig
+from .bert.configuration_sparsebert import REQUESTS, SparseBertConfig
 from .described_masks import described_search, pattern_mask, requests, with_changes
 
 

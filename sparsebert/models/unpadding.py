@@ -13,7 +13,7 @@ from torch import nn
 from ..attention.packed_batches import DocumentSpans, packed_documents, row_documents
 from ..masks.exported import exporting
 from .architectures import MIXES_NEIGHBORS, cached_length
-from .positions import first_position
+from .lengthening import first_position
 
 
 # Heads whose output is that of a row's first token, or is normalized over the row: they know no documents.

@@ -9,8 +9,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..models.decoder_bias import share_bias
-from .checkpoint_manifests import check_whole, newest_whole
+from ..models.bert.decoder_bias import share_bias
 from .engines import (
     SHARDING,
     ReplicatedLogits,
@@ -22,6 +21,7 @@ from .engines import (
     warn_of_ignored_engine,
     wrap_layers,
 )
+from .runs.checkpoint_manifests import check_whole, newest_whole
 
 
 class ShardedTrainer(Trainer):

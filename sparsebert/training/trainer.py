@@ -16,17 +16,17 @@ from transformers.utils import logging
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..data.streams import RowStream
 from ..files import replace_files
+from ..learning.learned_mask import is_of_mask
+from ..learning.progressive_pruning import ProgressivePruning
+from ..learning.search_schedule import SearchSchedule
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
-from ..models.masked_predictions import skips_logits
-from ..search.learned_mask import is_of_mask
-from ..search.progressive_pruning import ProgressivePruning
-from ..search.search_schedule import SearchSchedule
-from .checkpoint_manifests import whole_checkpoint
+from ..models.bert.masked_predictions import skips_logits
 from .divergence import check_weights, diverged, first_bad_weight
 from .hub_trainer import HubTrainer
-from .resuming import check_checkpoint
-from .run_checks import warn_of_slow_bfloat16
+from .runs.checkpoint_manifests import whole_checkpoint
+from .runs.resuming import check_checkpoint
+from .runs.run_checks import warn_of_slow_bfloat16
 from .sharded_trainer import ShardedTrainer
 from .stream_loading import StreamLoader
 from .time_budget import POSITIONS, TimeBudget

@@ -1,0 +1,1 @@
+"""Reports on finished runs: tables and a web page."""

@@ -1,0 +1,1 @@
+"""A mask as a bias of the scores."""

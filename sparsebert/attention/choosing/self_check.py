@@ -1,0 +1,335 @@
+"""
+The self-check of attention backends, as a program: errors against float64 by the rule that they are at most twice
+those of plain PyTorch in the same dtype, and times.
+
+It runs in a process of its own (see [`self_check_process`]), since a faulty kernel leaves the GPU unusable for the
+process that called it.
+
+Letters: B batch, H heads, n length, d head size.
+"""
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ...masks.sparse_mask import SparseMask
+from ..biases.bias_entries import REMOVED, REMOVED_BELOW
+from ..biases.mask_biases import prepare_bias
+from ..capabilities import Request
+from ..dot_product import sparse_dot_product_attention
+from ..kernels.eager import power_of_two
+from ..mask_inputs import MaskInputs
+from .self_check_results import TRUSTED, Finding, Order, Setting
+from .timing import measure, trial
+
+
+HEADS = 2
+# A multiple of 1/65536, to which sparse_triton rounds.
+DROPOUT = 0.125
+# Tokens of a call that is timed, and number of calls.
+TOKENS = {"cpu": 1024, "cuda": 8192}
+ROUNDS = {"cpu": 3, "cuda": 20}
+# Units in the last place that are allowed beside twice the error of plain PyTorch, whose own may be 0.
+UNITS = {torch.float32: 16}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An error, and what is allowed."""
+
+    tokens: int
+    what: str
+    error: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the error is allowed; NaN is not."""
+        return self.error <= self.allowed
+
+
+def masks(length: int) -> Iterable[tuple[SparseMask, bool]]:
+    """
+    Masks whose heads differ, and whether future keys are removed too: full, partial and empty tiles with special
+    tokens; rows that keep nothing; a decoder.
+    """
+    generator = torch.Generator().manual_seed(length)
+    table = torch.rand(HEADS, length, length, generator=generator) < torch.tensor([0.1, 0.6])[:, None, None]
+    tile = torch.arange(length) // 64
+    apart = (tile[:, None] - tile).abs()
+    tiles = table & (apart < 2)
+    tiles[1, apart == 0] = True
+    yield SparseMask(tiles, length, special_tokens="first_last"), False
+    table[:, ::3] = False
+    yield SparseMask(table, length), False
+    yield SparseMask(tiles, length, special_tokens="first"), True
+
+
+def padding_for(length: int) -> torch.Tensor:
+    """Three sequences, bool `(3, n)`: full, padded on the right, padded on the left with a hole."""
+    padding = torch.ones(3, length, dtype=torch.bool)
+    padding[1, max(1, 5 * length // 8) :] = False
+    padding[2, : length // 5] = padding[2, length // 2] = False
+    return padding
+
+
+def compare(name: str, device: torch.device, setting: Setting, length: int) -> list[Comparison]:
+    """
+    Errors of a backend on small inputs: output and, with gradients, those of query, key and value, under several
+    masks.
+
+    Args:
+        name (`str`): A key of `BACKENDS`.
+        device (`torch.device`): Device to run on.
+        setting ([`Setting`]): Its dtype, head size, padding, dropout and gradients count.
+        length (`int`): n.
+    """
+    found = []
+    padding = padding_for(length).to(device) if setting.padded else None
+    shape = (4, 2 if padding is None else len(padding), length, HEADS, setting.head_size)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(length))
+    query, key, value, grad = drawn.to(device, getattr(torch, setting.dtype)).transpose(2, 3).unbind(0)
+    scaling = setting.head_size**-0.5
+    for mask, causal in masks(length):
+        keep = _kept(mask, padding, causal, query)
+
+        def attention(*leaves, mask=mask, causal=causal):
+            torch.manual_seed(length)
+            dropout = DROPOUT if setting.dropout else 0.0
+            return sparse_dot_product_attention(
+                *leaves, mask, padding, dropout_p=dropout, is_causal=causal, backend=name
+            )
+
+        factors = None
+        if setting.dropout:
+            with torch.no_grad():
+                factors, wrong = _dropout_factors(attention, keep, query)
+            found += [Comparison(length, *each) for each in wrong]
+
+        def formula(*leaves, keep=keep, factors=factors):
+            return _dense(*leaves, keep, factors, scaling)
+
+        results = _results(attention, query, key, value, grad, setting.gradients)
+        truth = _results(formula, query.double(), key.double(), value.double(), grad.double(), setting.gradients)
+        plain = _results(formula, query, key, value, grad, setting.gradients)
+        names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
+        units = UNITS.get(query.dtype, 1) * torch.finfo(query.dtype).eps
+        for what, got, want, other in zip(names, results, truth, plain, strict=False):
+            error, allowed = (_largest(each.double() - want) for each in (got, other))
+            found.append(Comparison(length, what, error, 2 * allowed + units * max(1.0, _largest(want))))
+        found.append(Comparison(length, "output without a key", _largest(results[0][~keep.any(-1)]), 0.0))
+    return found
+
+
+def _largest(tensor):
+    """The largest absolute value, NaN if there is one, 0 of nothing."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _kept(mask, padding, causal, query):
+    """The entries that are on, bool `(B, H, n, n)`, by the bias that the reference reads."""
+    length = query.shape[2]
+    inputs = MaskInputs("sparse_eager", length, length, query.device, mask, padding, causal)
+    keep = prepare_bias(mask, inputs)["bias"][0] > REMOVED_BELOW
+    return keep.expand(*query.shape[:2], length, length)
+
+
+def _dense(query, key, value, keep, factors, scaling):
+    """Plain PyTorch: the whole score matrix, softmax in float32 or float64; probabilities times `factors`."""
+    power, rest = power_of_two(scaling)
+    scores = ((query * power) @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * rest
+    weights = scores.masked_fill(~keep, REMOVED).softmax(-1) * keep.any(-1, keepdim=True)
+    weights = weights if factors is None else weights * factors
+    return weights.to(value.dtype) @ value
+
+
+def _results(function, query, key, value, grad, gradients):
+    """Output and, if asked for, the gradients of query, key and value."""
+    leaves = [tensor.detach().requires_grad_(gradients) for tensor in (query, key, value)]
+    with torch.set_grad_enabled(gradients):
+        output = function(*leaves)
+        return [output.detach(), *(torch.autograd.grad(output, leaves, grad) if gradients else ())]
+
+
+def _dropout_factors(attention, keep, query):
+    """
+    What dropout multiplies each probability with, read from uniform probabilities and one-hot values, and what is
+    compared on the way: `(what, error, allowed)`.
+    """
+    length, width = query.shape[2:]
+    zeros = torch.zeros_like(query)
+    unit = torch.eye(length, -(-length // width) * width, dtype=query.dtype, device=query.device)
+    columns = [attention(zeros, zeros, part.expand_as(query).contiguous()) for part in unit.split(width, dim=1)]
+    factors = torch.cat(columns, dim=-1)[..., :length].double() * keep.sum(-1, keepdim=True)
+    kept = factors > 0.5
+    wanted = kept / (1 - DROPOUT)
+    number = max(int(keep.sum()), 1)
+    rate = abs(1 - int(kept.sum()) / number - DROPOUT)
+    return wanted, [
+        ("dropout outside of the mask", float((kept & ~keep).sum()), 0.0),
+        ("dropout factor", _largest(factors - wanted), 0.02),
+        # Six standard deviations.
+        ("dropout rate", rate, 6 * (DROPOUT * (1 - DROPOUT) / number) ** 0.5),
+    ]
+
+
+def examine(name: str, order: Order, say: Callable[[str], None] = lambda text: None) -> Finding:
+    """
+    Compare one backend at all lengths of an order.
+
+    Args:
+        name (`str`): A key of `BACKENDS`.
+        order ([`Order`]): The check.
+        say (`Callable`, *optional*): Called with what is about to be done.
+
+    Raises:
+        RuntimeError: If the device cannot be used any more.
+    """
+    device, found, reason = torch.device(order.device), [], None
+    for length in order.lengths:
+        say(f"{name} at {length} tokens")
+        try:
+            found += compare(name, device, order.setting, length)
+        except Exception as error:  # whatever it is, a backend that raises is not to be chosen
+            reason = _described(error)
+            break
+    _synchronize(device)
+    worst: dict[str, Comparison] = {}
+    for each in found:
+        if each.what not in worst or _excess(each) > _excess(worst[each.what]):
+            worst[each.what] = each
+    wrong = [each for each in worst.values() if not each.right]
+    if wrong and reason is None:
+        each = max(wrong, key=_excess)
+        reason = f"{each.what} at {each.tokens} tokens is off by {each.error:.3g}, allowed {each.allowed:.3g}"
+    errors = {
+        each.what: {"tokens": each.tokens, "error": each.error, "allowed": each.allowed} for each in worst.values()
+    }
+    return Finding(reason is None, reason, errors)
+
+
+def _excess(comparison):
+    if math.isnan(comparison.error):
+        return math.inf
+    if comparison.allowed == 0:
+        return math.inf if comparison.error else 0.0
+    return comparison.error / comparison.allowed
+
+
+def _described(error):
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"
+
+
+def _synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def near_tiles(length: int, live: int, num_heads: int) -> SparseMask:
+    """A mask of whole tiles near the diagonal, of which about `live` tenths are on."""
+    count = -(-length // 64)
+    tile = torch.arange(count)
+    order = (tile[:, None] - tile).abs()
+    threshold = order.flatten().sort().values[max(1, round(live / 10 * count**2)) - 1]
+    table = (order <= threshold).repeat_interleave(64, 0).repeat_interleave(64, 1)[:length, :length]
+    return SparseMask(table.expand(num_heads, -1, -1).contiguous(), length, special_tokens="first")
+
+
+def times(names: Iterable[str], order: Order) -> tuple[dict[str, float], dict[str, str]]:
+    """
+    Milliseconds of a call of each backend, and the reasons why some could not be timed.
+
+    Args:
+        names (`Iterable` of `str`): Keys of `BACKENDS`.
+        order ([`Order`]): The check.
+    """
+    setting, device = order.setting, torch.device(order.device)
+    if order.mask is None:
+        mask = near_tiles(setting.length, setting.live, order.num_heads)
+    else:
+        mask = SparseMask.from_pretrained(order.mask)
+    request = request_of(
+        order.device, setting, setting.length, max(1, TOKENS[device.type] // setting.length), mask.num_heads
+    )
+    trials, reasons = {}, {}
+    with torch.enable_grad():
+        for name in names:
+            try:
+                trials[name] = trial(name, mask, request)
+                trials[name]()
+                _synchronize(device)
+            except Exception as error:
+                trials.pop(name, None)
+                reasons[name] = _described(error)
+                _synchronize(device)
+        found = measure(trials, order.device, ROUNDS[device.type])
+    return {name: 1e3 * seconds for name, seconds in found.items()}, reasons
+
+
+def request_of(device: str, setting: Setting, length: int = 77, batch: int = 2, num_heads: int = HEADS) -> Request:
+    """The [`Request`] of a call of a self-check."""
+    where = torch.device(device)
+    return Request(
+        where.type,
+        getattr(torch, setting.dtype),
+        batch,
+        num_heads,
+        length,
+        length,
+        setting.head_size,
+        setting.dropout,
+        setting.gradients,
+        setting.padded,
+        setting.causal,
+        index=where.index,
+    )
+
+
+def _end_with_the_input():
+    """The process that asked is gone."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def main(text: str) -> None:
+    """
+    Do the checks that are asked for. Writes a line of JSON for each step: `{"doing": ...}`, `{"backend": ...,
+    "finding": ...}` and at the end of each check `{"done": true}`.
+
+    Args:
+        text (`str`): The orders, as a JSON list.
+    """
+    threading.Thread(target=_end_with_the_input, daemon=True).start()
+    # Whatever a library prints must not get between the lines.
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(**message: Any) -> None:
+        output.write(json.dumps(message) + "\n")
+        output.flush()
+
+    for fields in json.loads(text):
+        order = Order(**fields | {"setting": Setting(**fields["setting"])})
+        if torch.device(order.device).type == "cuda":
+            torch.cuda.set_device(order.device)
+        findings = {}
+        for name in order.backends:
+            trusted = name == TRUSTED and order.device != "cpu"
+            findings[name] = Finding(True) if trusted else examine(name, order, lambda doing: say(doing=doing))
+            say(backend=name, finding=asdict(findings[name]))
+        say(doing="taking times")
+        found, reasons = times([name for name, finding in findings.items() if finding.right], order)
+        for name, finding in findings.items():
+            if name in found or name in reasons:
+                fields = asdict(finding) | {"milliseconds": found.get(name)}
+                if name in reasons:
+                    fields |= {"right": False, "reason": reasons[name]}
+                say(backend=name, finding=fields)
+        say(done=True)

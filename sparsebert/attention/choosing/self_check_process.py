@@ -1,0 +1,248 @@
+"""The self-check of attention backends in a process of its own, once for all processes of a machine."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from filelock import FileLock, Timeout
+from transformers.utils import logging
+
+from ...masks.sparse_mask import SparseMask
+from .self_check_results import FINISHED, Finding, Order, Outcome, Setting, read_check, result_file, write_check
+
+
+logger = logging.get_logger(__name__)
+
+# Seconds that one check may take. The compilers take most of them.
+TIMEOUT = 600.0
+# The package is imported as this process found it, be it from a file (a kernel of the Hub), and the user's program is
+# not run again.
+_PROGRAM = """
+import importlib.util, json, sys
+sys.path[:], (name, file), module = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location(name, file)
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+importlib.import_module(module).main(sys.argv[2])
+"""
+# Signals by which others stop a process, which says nothing about a kernel.
+_STOPPED = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_LOCK = threading.RLock()  # replicas of DataParallel ask at the same time
+_KNOWN: dict[tuple[str, Setting], Outcome] = {}
+
+
+def program() -> list[str]:
+    """The command of the self-check, to which the orders are added as JSON."""
+    root = __package__.split(".")[0]
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    found = [path, (root, sys.modules[root].__file__), f"{__package__}.self_check"]
+    return [sys.executable, "-c", _PROGRAM, json.dumps(found)]
+
+
+def run_self_checks(
+    orders: Sequence[Order], timeout: float = TIMEOUT, command: Sequence[str] | None = None
+) -> list[Outcome]:
+    """
+    Check backends in another process. If it ends before all is done, another one goes on with the next order.
+
+    Args:
+        orders (`Sequence` of [`Order`]): What to check.
+        timeout (`float`, *optional*, defaults to 600.0): Seconds that each may take.
+        command (`Sequence` of `str`, *optional*): The program to run. Defaults to [`program`].
+
+    Returns:
+        `list` of [`Outcome`], one per order.
+    """
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(orders):
+        outcomes += _one_process(orders[len(outcomes) :], timeout, command or program())
+    return outcomes
+
+
+def _one_process(orders: Sequence[Order], timeout: float, command: Sequence[str]) -> list[Outcome]:
+    """The outcomes of the orders that a process finishes, and of the one at which it ends."""
+    outcomes: list[Outcome] = []
+    text = json.dumps([asdict(order) for order in orders])
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        try:
+            process = subprocess.Popen(
+                [*command, text],
+                stdin=subprocess.PIPE,  # ends with this process, and the program with it
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that the compilers that it starts can be ended with it
+            )
+        except (OSError, TypeError, ValueError) as error:
+            return [Outcome(orders[0].setting, {}, f"its process could not be started: {error}", lasting=False)]
+        findings: dict[str, Finding] = {}
+        doing, end = None, time.monotonic() + timeout
+        try:
+            lines = _lines(process)
+            while len(outcomes) < len(orders):
+                try:
+                    line = lines.get(timeout=max(0.0, end - time.monotonic()))
+                except queue.Empty:
+                    ended, lasting = f"it was not done after {timeout:g} s", True
+                    break
+                if line is None:
+                    ended, lasting = _ending(process, max(0.0, end - time.monotonic()))
+                    break
+                message = _message(line)
+                doing = message.get("doing", doing)
+                if "finding" in message:
+                    findings[message["backend"]] = Finding(**message["finding"])
+                if "done" in message:
+                    lasting = not any("OutOfMemory" in (each.reason or "") for each in findings.values())
+                    outcomes.append(Outcome(orders[len(outcomes)].setting, findings, FINISHED, lasting))
+                    findings, doing, end = {}, None, time.monotonic() + timeout
+        finally:
+            _stop(process)
+        if len(outcomes) < len(orders):
+            where = f" (at: {doing})" if doing else ""
+            said = _last_line(log)
+            ended = f"{ended}{where}{': ' if said else ''}{said}"
+            outcomes.append(Outcome(orders[len(outcomes)].setting, findings, ended, lasting and doing is not None))
+    return outcomes
+
+
+def _lines(process: "subprocess.Popen[str]") -> "queue.Queue[str | None]":
+    """A queue of the lines that a process writes, and `None` after the last."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        with suppress(ValueError, OSError):  # closed while it waits
+            for line in process.stdout or ():
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _message(line: str) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _ending(process, patience):
+    """How a process ended that writes no more, and whether another one would end so too."""
+    try:
+        code = process.wait(patience)
+    except subprocess.TimeoutExpired:
+        return "it does not end", True
+    if code >= 0:
+        return f"it ended with exit code {code}", True
+    with suppress(ValueError):
+        number = signal.Signals(-code)
+        return f"it was ended by {number.name}", number not in _STOPPED
+    return f"it was ended by signal {-code}", True
+
+
+def _stop(process):
+    """End a process and all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        pipe.close()
+
+
+def _last_line(log):
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def known_outcome(device: str, setting: Setting) -> Outcome | None:
+    """What this process or an earlier one found, `None` if nothing is known."""
+    key = (device, setting)
+    if key not in _KNOWN and (found := read_check(device, setting)) is not None:
+        _remember(device, found)
+    return _KNOWN.get(key)
+
+
+def _remember(device, outcome):
+    _KNOWN[device, outcome.setting] = outcome
+    for problem in outcome.problems():
+        logger.warning_once(
+            f"the self-check of backends failed on {device} ({outcome.setting}): {problem}. sparse_sdpa or another "
+            "backend runs instead. `sparsebert doctor` repeats the check; please report what it prints."
+        )
+
+
+@contextmanager
+def _turn(device: str, setting: Setting, timeout: float) -> Iterator[None]:
+    """Let one of several processes do a check while the others wait for it."""
+    path = result_file(device, setting)
+    lock = None if path is None else FileLock(path.with_suffix(".lock"))
+    if lock is not None:
+        with suppress(OSError, NotImplementedError, Timeout):  # each does it then
+            lock.acquire(timeout=timeout)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def found_out(
+    order: Order, mask: SparseMask | None = None, timeout: float = TIMEOUT, command: Sequence[str] | None = None
+) -> Outcome:
+    """
+    The outcome of a check, from this process, from disk, or from a new process if nothing is known.
+
+    Args:
+        order ([`Order`]): What to check.
+        mask ([`SparseMask`], *optional*): The mask with which to take times.
+        timeout (`float`, *optional*, defaults to 600.0): Seconds that it may take.
+        command (`Sequence` of `str`, *optional*): The program to run. Defaults to [`program`].
+    """
+    device, setting = order.device, order.setting
+    found = _KNOWN.get((device, setting))
+    if found is not None:
+        return found
+    with _LOCK:
+        found = known_outcome(device, setting)
+        if found is None:
+            with _turn(device, setting, 2 * timeout):
+                found = known_outcome(device, setting)
+                if found is None:
+                    logger.warning_once(
+                        f"checking {' and '.join(order.backends)} on {device} ({setting}), once; this takes about a "
+                        "minute."
+                    )
+                    found = _with_mask(order, mask, timeout, command)
+                    keep_outcome(device, found)
+        return found
+
+
+def _with_mask(order, mask, timeout, command):
+    try:
+        with tempfile.TemporaryDirectory(prefix="sparsebert-") as folder:
+            if mask is not None:
+                mask.save_pretrained(folder)
+                order = replace(order, mask=folder)
+            return run_self_checks([order], timeout, command)[0]
+    except OSError as error:  # a full disk
+        return Outcome(order.setting, {}, f"it could not be started: {error}", lasting=False)
+
+
+def keep_outcome(device: str, outcome: Outcome) -> None:
+    """Use the outcome of a check in this process and, if it is a lasting one, in later ones."""
+    write_check(device, outcome)
+    _remember(device, outcome)

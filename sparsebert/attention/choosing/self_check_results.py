@@ -1,0 +1,286 @@
+"""What a self-check of attention backends is about and what it found, on disk and in the decision of `sparse_auto`."""
+
+import functools
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import cached_assets_path
+
+from ...files import replace_files
+from ...version import __version__
+from ..capabilities import Request
+
+
+FINISHED = "finished"
+# PyTorch's own attention, which runs where nothing else is known to be right.
+TRUSTED = "sparse_sdpa"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    The properties of a forward that a self-check is about.
+
+    Args:
+        dtype (`str`): Dtype of query, key and value, such as `"bfloat16"`.
+        head_size (`int`): Size of a head.
+        padded (`bool`): Whether there is padding.
+        dropout (`bool`): Whether there is attention dropout.
+        gradients (`bool`): Whether a backward pass follows.
+        causal (`bool`): Whether future keys are removed.
+        length (`int`): Number of tokens with which times are taken.
+        live (`int`): Tenths of the tiles, rounded up, that hold an entry of the mask with which times are taken.
+        partial (`int`): Tenths of these, rounded up, in which not all entries are on. A kernel takes longer for them.
+    """
+
+    dtype: str
+    head_size: int
+    padded: bool = False
+    dropout: bool = False
+    gradients: bool = False
+    causal: bool = False
+    length: int = 512
+    live: int = 2
+    partial: int = 0
+
+    def __str__(self) -> str:
+        flags = [name for name in ("padded", "dropout", "gradients", "causal") if getattr(self, name)]
+        return ", ".join([self.dtype, f"heads of {self.head_size}", *flags])
+
+
+@dataclass(frozen=True)
+class Order:
+    """
+    A self-check to be done.
+
+    Args:
+        device (`str`): Such as `"cuda:0"`.
+        setting ([`Setting`]): What to check.
+        backends (`tuple` of `str`): The backends to compare and time. `TRUSTED` is only timed on GPUs.
+        lengths (`tuple` of `int`): Numbers of tokens with which to compare: by default one for the kernels of short
+            inputs and one for those of long inputs, neither a multiple of a tile.
+        mask (`str`, *optional*): Folder of the mask with which to take times; by default tiles near the diagonal.
+        num_heads (`int`): Number of heads with which to take times by default.
+    """
+
+    device: str
+    setting: Setting
+    backends: tuple[str, ...]
+    lengths: tuple[int, ...] = (77, 333)
+    mask: str | None = None
+    num_heads: int = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    What was found about one backend.
+
+    Args:
+        right (`bool`): Whether everything that was compared is right.
+        reason (`str`, *optional*): Why it is not.
+        errors (`dict`): By what was compared, the worst comparison: `tokens`, `error` and `allowed`.
+        milliseconds (`float`, *optional*): Median time of one call, `None` if it was not timed.
+    """
+
+    right: bool
+    reason: str | None = None
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    milliseconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """
+    How a self-check ended.
+
+    Args:
+        setting ([`Setting`]): What was checked.
+        backends (`dict`): What was found about each backend, by name.
+        ended (`str`): `FINISHED`, or how the process of the check ended before that.
+        lasting (`bool`): Whether another check would find the same: not if it was stopped from outside, could not
+            start or found too little memory.
+    """
+
+    setting: Setting
+    backends: dict[str, Finding] = field(default_factory=dict)
+    ended: str = FINISHED
+    lasting: bool = True
+
+    def problems(self) -> list[str]:
+        """What went wrong, a line each."""
+        found = [f"{name}: {finding.reason}" for name, finding in self.backends.items() if not finding.right]
+        return found if self.ended == FINISHED else [*found, self.ended]
+
+    def passed(self) -> dict[str, float]:
+        """Milliseconds of the backends that may run, by name; none if the check did not finish."""
+        if self.ended != FINISHED:
+            return {}
+        return {
+            name: finding.milliseconds
+            for name, finding in self.backends.items()
+            if finding.right and finding.milliseconds is not None
+        }
+
+    def fastest(self, among: Collection[str] | None = None) -> tuple[str, str]:
+        """
+        The fastest backend that is right, and the reason for it; `TRUSTED` if the check did not finish.
+
+        Args:
+            among (`Collection` of `str`, *optional*): Backends that may be chosen. Defaults to all.
+        """
+        if self.ended != FINISHED:
+            return TRUSTED, f"the self-check failed ({self.ended})"
+        times = {name: ms for name, ms in self.passed().items() if among is None or name in among}
+        if not times:
+            return TRUSTED, "no backend passed the self-check"
+        listed = ", ".join(f"{name} {times[name]:.3f} ms" for name in sorted(times, key=times.__getitem__))
+        tiles = f"{10 * self.setting.live} % of the tiles live, {10 * self.setting.partial} % of these partial"
+        at = f"at {self.setting.length} tokens, {tiles}"
+        return min(times, key=times.__getitem__), f"the fastest right one of a self-check here ({listed}, {at})"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Outcome":
+        """
+        The inverse of `as_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: If that did not write it.
+        """
+        backends = {str(name): Finding(**values) for name, values in content["backends"].items()}
+        for finding in backends.values():
+            ms = finding.milliseconds
+            if type(finding.right) is not bool or not (ms is None or (isinstance(ms, (int, float)) and ms > 0)):
+                raise ValueError(f"right and milliseconds must be a truth value and a time, got {finding}")
+        outcome = cls(Setting(**content["setting"]), backends, content["ended"], content["lasting"])
+        if type(outcome.ended) is not str or type(outcome.lasting) is not bool:
+            raise TypeError(f"ended and lasting must be text and a truth value, got {outcome}")
+        return outcome
+
+
+def setting_for(request: Request, mask_length: int | None, live: float, full: float) -> Setting:
+    """
+    The setting whose check covers a request. Lengths share the times of the next power of two.
+
+    Args:
+        request ([`Request`]): The request.
+        mask_length (`int`, *optional*): The length that the mask cannot exceed.
+        live (`float`): Share of the tiles that hold an entry.
+        full (`float`): Share of the tiles in which all entries are on.
+    """
+    length = 1 << (request.num_keys - 1).bit_length()
+    return Setting(
+        str(request.dtype).removeprefix("torch."),
+        request.head_size,
+        request.padded,
+        request.dropout,
+        request.gradients,
+        request.causal,
+        length if mask_length is None else min(length, mask_length),
+        math.ceil(10 * live),
+        math.ceil(10 * (live - full) / live) if live else 0,
+    )
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, `None` if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def driver() -> str | None:
+    """Version of the NVIDIA driver, `None` if it cannot be found out."""
+    with suppress(OSError, IndexError):
+        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].split()
+        return [word for word in words if word[0].isdigit() and "." in word][0]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError, IndexError):
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    return None
+
+
+@functools.cache
+def _sources():
+    """A hash of the sources of the kernels and of what they read, which in a checkout change without a version."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[2]
+    for path in sorted(path for part in ("attention", "masks") for path in (package / part).rglob("*.*")):
+        if path.suffix in (".py", ".cpp", ".h"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def surroundings(device: str) -> dict[str, str | None]:
+    """
+    All that the outcome of a self-check depends on besides its setting.
+
+    Args:
+        device (`str`): Such as `"cuda:0"`.
+    """
+    gpu = torch.device(device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else torch.device(device).type,
+        "driver": driver() if gpu else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "sparsebert": __version__,
+        "sources": _sources(),
+    }
+
+
+def result_file(device: str, setting: Setting) -> Path | None:
+    """
+    The file that holds the outcome of a self-check, in the folder of `huggingface_hub` for assets.
+
+    Args:
+        device (`str`): Such as `"cuda:0"`.
+        setting ([`Setting`]): What is checked.
+
+    Returns:
+        `Path`, or `None` if there is no such folder and none can be made.
+    """
+    key = json.dumps([surroundings(device), asdict(setting)], sort_keys=True)
+    with suppress(OSError, ValueError):
+        folder = cached_assets_path("sparsebert", namespace="self_check", subfolder="1")
+        return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return None
+
+
+def read_check(device: str, setting: Setting) -> Outcome | None:
+    """The outcome of an earlier self-check, or `None` if there is none or its file cannot be used."""
+    path = result_file(device, setting)
+    if path is None:
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        outcome = Outcome.from_json(content["outcome"])
+        if content["surroundings"] == surroundings(device) and outcome.setting == setting:
+            return outcome
+    return None
+
+
+def write_check(device: str, outcome: Outcome) -> None:
+    """Keep the outcome of a self-check for other processes, if that is possible and it is a lasting one."""
+    path = result_file(device, outcome.setting)
+    if path is not None and outcome.lasting:
+        content = {"surroundings": surroundings(device), "outcome": outcome.as_json()}
+        with suppress(OSError):
+            replace_files({path: (json.dumps(content, indent=2) + "\n").encode()})

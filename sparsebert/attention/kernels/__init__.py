@@ -1,0 +1,1 @@
+"""The attention backends: plain PyTorch, its fused attention, FlexAttention, and our kernels for CPUs and GPUs."""

@@ -1,0 +1,383 @@
+"""
+The CPU backend: a C++ operator that only visits the live entries of the mask. It reads a table as compressed rows
+(CSR), and a Toeplitz form as a list of offsets per head, which is the same for inputs of any length.
+
+Letters: B batch, H heads, n queries (the last n of the m positions), m keys, d head size, E live entries of all heads,
+K parameters of a Toeplitz form.
+"""
+
+import ctypes
+import functools
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ...masks.compiled_forms import compiled, compiled_parameters
+from ...masks.sparse_mask import SparseMask
+from ..capabilities import NO_FUNC_GRADIENTS, Request, in_func_grad
+from ..mask_inputs import MaskInputs, per_sequence
+from .compilation import FOLDER, LEVELS, CompilationError, compile_library, library_name
+
+
+logger = logging.get_logger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the operator knows them by their place
+MAX_HEAD_SIZE = 256
+
+library = torch.library.Library("sparsebert", "FRAGMENT")
+_MASK = (
+    "Tensor begin, Tensor end, Tensor columns, Tensor? padding, Tensor? last, Tensor seed, bool first, "
+    "bool self_attention, bool causal, float dropout, float scale, Tensor? starts=None, int longest=0, int block=0, "
+    "int known=0, bool keep_self=False, int window=-1"
+)
+_NUM_LAST = 5  # arguments after `starts`
+library.define(f"csr_attention(Tensor query, Tensor key, Tensor value, {_MASK}) -> Tensor")
+library.define(
+    f"csr_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, {_MASK}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+# `Arguments` of arguments.h: four numbers for each of seven arrays, then pointers, integers and floats. As bytes: the
+# fields of a `ctypes.Structure` would take as long as a short attention.
+_pack = struct.Struct("=28q7q17q2d").pack
+_NO_ARRAYS = (0,) * 12
+
+
+def _rows(tensor):
+    """Empty, like `tensor` `(B, H, n, d)`, in the memory order `(B, n, H, d)`, which the host's next layer reads."""
+    _, heads, rows, size = tensor.shape
+    # Not a view, of which autograd would refuse changes in place.
+    return tensor.new_empty_strided(tensor.shape, (rows * heads * size, size, heads * size, 1))
+
+
+def _fits(tensor, dtype, shape):
+    """Whether `tensor` is `None` or can be read as a plain array of that shape."""
+    return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
+
+
+def _run(
+    function,
+    arrays,
+    begin,
+    end,
+    columns,
+    padding,
+    last,
+    seed,
+    first,
+    self_attention,
+    causal,
+    dropout,
+    scale,
+    starts=None,
+    longest=0,
+    block=0,
+    known=0,
+    keep_self=False,
+    window=-1,
+):
+    """
+    Call a function of the compiled library on `arrays`: query, key, value, output and gradients.
+
+    What is checked here keeps the library within its memory; callers have checked the same with better messages.
+    """
+    query, key, value, output = arrays[:4]
+    shape, dtype = query.shape, query.dtype
+    rows, heads, tokens, head_size = shape
+    batch, num_queries, num_keys = rows, tokens, key.shape[2]
+    if starts is not None:
+        batch, num_queries, num_keys = len(starts), longest, longest
+    key_shape = (rows, heads, tokens if starts is not None else num_keys, head_size)
+    if not (
+        batch
+        and 0 < num_queries <= num_keys
+        and 0 < head_size <= MAX_HEAD_SIZE
+        and key.shape == value.shape == key_shape
+        and output.shape == shape
+        and key.dtype == value.dtype == output.dtype == dtype
+        and dtype in DTYPES
+    ):
+        got = ", ".join(f"{array.dtype} {tuple(array.shape)}" for array in arrays[:4])
+        raise RuntimeError(f"{function}: query, key, value and output (or its gradient) do not fit: {got}")
+    table = begin.shape
+    if not (
+        len(table) == 2
+        and table[0] == heads
+        and (table[1] == 1 if block else table[1] >= num_keys)
+        and _fits(begin, torch.int32, table)
+        and _fits(end, torch.int32, table)
+        and _fits(columns, torch.int32 if block else torch.uint16, (columns.numel(),))
+    ):
+        raise RuntimeError(f"{function}: the mask {tuple(table)} does not go with {heads} heads and {num_keys} keys")
+    if not (
+        _fits(padding, torch.bool, (batch, num_keys))
+        and _fits(last, torch.int32, (batch,))
+        and _fits(starts, torch.int64, (batch,))
+        and (starts is None or rows == 1)
+    ):
+        raise RuntimeError(f"{function}: padding, last and starts must have a row for each of {batch} sequences")
+    # Copies must live until the call has ended.
+    arrays = [array if array.stride(3) == 1 or head_size == 1 else array.contiguous() for array in arrays]
+    places = [number for array in arrays for number in (array.data_ptr(), *array.stride()[:3])]
+    operator, parallel_for = _operator()
+    error = operator[function](
+        _pack(
+            *(places if len(places) == 28 else (*places, *_NO_ARRAYS)),
+            begin.data_ptr(),
+            end.data_ptr(),
+            columns.data_ptr(),
+            0 if padding is None else padding.data_ptr(),
+            0 if last is None else last.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
+            parallel_for,
+            table[1],
+            batch,
+            heads,
+            num_queries,
+            num_keys,
+            head_size,
+            tokens,
+            DTYPES.index(dtype),
+            torch.get_num_threads(),
+            seed.item(),
+            first,
+            self_attention,
+            causal,
+            block,
+            known,
+            keep_self,
+            window,
+            dropout,
+            scale,
+        )
+    )
+    if error is not None:
+        raise RuntimeError(f"{function}: {error.decode()}")
+
+
+def _forward(query, key, value, *mask):
+    output = _rows(query)
+    _run("csr_attention", (query, key, value, output), *mask)
+    return output
+
+
+def _backward(grad, query, key, value, *mask):
+    gradients = _rows(query), _rows(key), _rows(value)
+    _run("csr_attention_backward", (query, key, value, grad, *gradients), *mask)
+    return gradients
+
+
+library.impl("csr_attention", _forward, "CPU")
+library.impl("csr_attention_backward", _backward, "CPU")
+
+
+@torch.library.register_fake("sparsebert::csr_attention", lib=library)
+def _forward_shape(query, key, value, *mask):
+    return _rows(query)
+
+
+@torch.library.register_fake("sparsebert::csr_attention_backward", lib=library)
+def _backward_shapes(grad, query, key, value, *mask):
+    return _rows(query), _rows(key), _rows(value)
+
+
+def _remember(ctx, inputs, output):
+    *tensors, first, self_attention, causal, dropout, scale, starts = inputs[:-_NUM_LAST]
+    ctx.options, ctx.last_options = (first, self_attention, causal, dropout, scale), inputs[-_NUM_LAST:]
+    ctx.save_for_backward(*tensors, starts)
+
+
+def _differentiate(ctx, grad):
+    *tensors, starts = ctx.saved_tensors
+    gradients = torch.ops.sparsebert.csr_attention_backward(grad, *tensors, *ctx.options, starts, *ctx.last_options)
+    return *gradients, *[None] * (len(tensors) - 3 + len(ctx.options) + 1 + _NUM_LAST)
+
+
+def _no_second_derivatives(ctx, *grads):
+    raise RuntimeError("sparse_cpu has no second derivatives: use sparse_eager")
+
+
+torch.library.register_autograd("sparsebert::csr_attention_backward", _no_second_derivatives, lib=library)
+torch.library.register_autograd("sparsebert::csr_attention", _differentiate, setup_context=_remember, lib=library)
+
+
+def compressed_rows(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The live entries of a mask, row by row.
+
+    Args:
+        table (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
+
+    Returns:
+        `tuple` of `torch.Tensor`: `begin` and `end` of shape `(H, m)`, int32, and `columns` of shape `(E,)`, uint16.
+        The keys of query i of head h are `columns[begin[h, i] : end[h, i]]`, in ascending order.
+    Raises:
+        ValueError: If there are 2^31 live entries or more.
+    """
+    counts = table.sum(-1)  # (H, m)
+    end = counts.flatten().cumsum(0).view_as(counts)
+    if end[-1, -1] >= 2**31:
+        raise ValueError(f"sparse_cpu: the mask must keep fewer than 2^31 entries, got {end[-1, -1]}")
+    columns = torch.cat([head.nonzero()[:, 1].to(torch.uint16) for head in table])
+    return (end - counts).int(), end.int(), columns
+
+
+def signed_offsets(
+    keep: torch.Tensor, block_size: int, diagonal: bool | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The live keys of a query under a Toeplitz mask, as offsets from the first token of the query's block.
+
+    Args:
+        keep (`torch.Tensor` of shape `(H, K)`): Bool, the parameters of one layer, see [`SparseMask`].
+        block_size (`int`): Size of a block, B; 1 for form `"offsets"`.
+        diagonal (`bool`, *optional*): See [`SparseMask`]. Only blocks of one token can express it; for others the
+            operator applies it itself.
+
+    Returns:
+        `tuple` of `torch.Tensor`: `begin` and `end` of shape `(H, 1)` and `offsets` of shape `(E,)`, int32. Query i of
+        head h attends to `i - i % B + offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as far as there are such
+        positions.
+    """
+    if block_size == 1 and diagonal is not None:
+        keep = keep.clone()
+        keep[:, 0] = diagonal
+    both = torch.cat([keep.flip(-1)[:, :-1], keep], dim=-1)  # (H, 2K - 1), from -(K - 1) to K - 1
+    counts = both.sum(-1, keepdim=True) * block_size
+    end = counts.cumsum(0)
+    blocks = both.nonzero()[:, 1] - (keep.shape[-1] - 1)
+    offsets = blocks[:, None] * block_size + torch.arange(block_size)
+    return (end - counts).int(), end.int(), offsets.flatten().int()
+
+
+def find_level() -> str:
+    """The one of `LEVELS` that PyTorch finds on this machine; the variable `ATEN_CPU_CAPABILITY` lowers it."""
+    found = torch.backends.cpu.get_cpu_capability().lower()
+    return next((level for level in reversed(LEVELS) if found.startswith(level)), "default")
+
+
+def load_library(level: str) -> ctypes.CDLL:
+    """
+    The compiled operator: as it was installed, or else compiled on this machine, once.
+
+    Args:
+        level (`str`): One of `LEVELS`.
+
+    Returns:
+        `ctypes.CDLL`: The library.
+    Raises:
+        CompilationError: If there is neither a library nor a compiler that can make it.
+        OSError: If it cannot be written or loaded.
+    """
+    path = FOLDER / library_name(level)
+    if not path.is_file():
+        from torch.utils import cpp_extension
+
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+        path = root / path.name
+    if not path.is_file():
+        logger.warning_once("sparse_cpu compiles its operator, as none was installed (once; this takes some seconds).")
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            target = Path(folder) / path.name
+            compile_library(level, target)
+            os.replace(target, path)
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def _operator():
+    """The functions of the compiled operator by name, and PyTorch's loop over its threads for them to call."""
+    loaded = load_library(find_level())
+    functions = {name: getattr(loaded, name) for name in ("csr_attention", "csr_attention_backward")}
+    for function in functions.values():
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
+    parallel_for = ctypes.CDLL(str(torch._C.__file__)).torch_parallel_for
+    return functions, ctypes.cast(parallel_for, ctypes.c_void_p).value
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """
+    The reason why the operator cannot be used on this machine, or `None` if it can.
+
+    Compiles the operator if none was installed and this machine has none of this version yet.
+    """
+    try:
+        _operator()
+    except CompilationError as error:
+        return str(error)
+    except OSError as error:
+        return f"its operator cannot be loaded: {error}"
+    return None
+
+
+def refuse(request: Request) -> str | None:
+    """The reason why this backend cannot serve a request, or `None` if it can."""
+    if request.device != "cpu":
+        return f"it runs on CPUs, got device {request.device!r}"
+    if request.dtype not in DTYPES:
+        return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
+    if request.head_size > MAX_HEAD_SIZE:
+        return f"head size must be at most {MAX_HEAD_SIZE}, got {request.head_size}"
+    if in_func_grad():
+        return NO_FUNC_GRADIENTS
+    return unavailable()
+
+
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """The compressed rows or offsets of every layer's mask, and the last token of each sequence."""
+    if mask.form == "table":
+        length = inputs.compiled_length(mask)
+        form = compiled(mask, compressed_rows, length, inputs.causal, inputs.device, special="first")
+    else:
+        form = compiled_parameters(mask, signed_offsets, inputs.num_keys, inputs.device)
+    return {"compiled": form, "last_token": inputs.last()}
+
+
+def csr_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """
+    A C++ operator on CPU that only visits the live entries of the mask. See [`Backend`] for the shapes; returns no
+    probabilities.
+    """
+    mask = inputs.sparse_mask
+    assert mask is not None
+    seed = (
+        torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
+        if dropout
+        else torch.zeros(1, dtype=torch.int64, device="cpu")
+    )
+    documents = inputs.documents
+    output = torch.ops.sparsebert.csr_attention(
+        query,
+        key,
+        value,
+        *inputs.compiled[0],
+        None if inputs.padding is None else inputs.padding.contiguous(),
+        per_sequence(inputs.last_token, query.shape[0] if documents is None else documents.shape[0]),
+        seed,
+        mask.special_tokens != "none",
+        mask.diagonal is not False,
+        inputs.causal,
+        dropout,
+        scaling,
+        None if documents is None else documents.starts,
+        inputs.num_keys,
+        0 if mask.form == "table" else mask.block_size or 1,
+        mask.length if mask.length_policy == "dense" else inputs.num_keys,
+        mask.diagonal is True,
+        -1 if inputs.window is None else inputs.window,
+    )
+    return output.transpose(1, 2), None

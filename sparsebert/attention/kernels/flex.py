@@ -1,0 +1,310 @@
+"""
+PyTorch's FlexAttention under a block mask: forward on CPU and CUDA, gradients on CUDA only, no attention dropout.
+
+Letters: B batch, H heads, n queries, m keys (n = m here), d head size, t tiles per side, t = ceil(m / block).
+"""
+
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers.utils import logging
+
+from ...masks.compiled_forms import compiled, remember
+from ...masks.sparse_mask import SparseMask
+from ..mask_inputs import MaskInputs
+from ..padded_tokens import without_padding
+
+
+if TYPE_CHECKING:
+    from ..capabilities import Request
+
+
+logger = logging.get_logger(__name__)
+
+# Side of the square tiles. On CPU, 32 lets most of a window mask be skipped; on CUDA the kernels are tuned for 128.
+BLOCK_SIZES = {"cpu": 32, "cuda": 128}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CUDA_HEAD_SIZE = 16
+# A warning is logged when this many kinds of inputs have been compiled.
+MANY_COMPILED = 64
+
+
+def refuse(request: "Request") -> str | None:
+    """The reason why this backend cannot serve a request, or `None` if it can."""
+    if request.dropout:
+        return "it has no attention dropout; set attention_probs_dropout_prob to 0 and rebuild the model"
+    if request.device not in BLOCK_SIZES:
+        return f"it runs on {' or '.join(BLOCK_SIZES)}, got device {request.device!r}"
+    if request.device == "cpu" and request.gradients:
+        return "it has no gradients on device 'cpu'; run under torch.no_grad()"
+    if request.num_queries != request.num_keys:
+        return f"it needs as many queries as keys, got {request.num_queries} and {request.num_keys}; use_cache=False"
+    if request.dtype not in DTYPES:
+        return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {request.dtype}"
+    if request.device == "cuda" and request.head_size < MIN_CUDA_HEAD_SIZE:
+        return f"head size must be at least {MIN_CUDA_HEAD_SIZE} on CUDA, got {request.head_size}"
+    return None
+
+
+def _tiles(values, block):
+    """Bool `(..., m)` split into tiles of `block`, False beyond m: `(..., t, block)`."""
+    length = values.shape[-1]
+    num_tiles = -(-length // block)
+    return torch.nn.functional.pad(values, (0, num_tiles * block - length)).unflatten(-1, (num_tiles, block))
+
+
+def live_tiles(base: torch.Tensor, block: int) -> torch.Tensor:
+    """
+    The tiles of a mask that have any entry on.
+
+    Args:
+        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
+        block (`int`): Side of a tile.
+
+    Returns:
+        `torch.Tensor` of shape `(H, t, t)`, bool.
+    """
+    rows = _tiles(base.mT, block).any(-1).mT  # (H, t, m)
+    return _tiles(rows, block).any(-1)
+
+
+def full_tiles(base: torch.Tensor, block: int) -> torch.Tensor:
+    """
+    The tiles of a mask whose entries are all on. A tile that reaches beyond the mask is never full.
+
+    Args:
+        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
+        block (`int`): Side of a tile.
+
+    Returns:
+        `torch.Tensor` of shape `(H, t, t)`, bool.
+    """
+    rows = _tiles(base.mT, block).all(-1).mT  # (H, t, m)
+    return _tiles(rows, block).all(-1)
+
+
+def _listed(live):
+    """For each row of tiles `(..., t, t)`: the number of live tiles `(..., t)` and all columns, live first; int32."""
+    order = torch.argsort(live.to(torch.int32), dim=-1, descending=True, stable=True)
+    return live.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _materialized(tensor):
+    """
+    The same tensor, stored in memory of its own in a compiled graph. If `mask_mod` captured an expression that the
+    compiler has yet to evaluate, it would find no kernel for it on CPU.
+    """
+    return None if tensor is None else tensor.as_strided(tensor.size(), tensor.stride())
+
+
+def make_block_mask(
+    base: torch.Tensor,
+    live_map: torch.Tensor,
+    block: int,
+    padding: torch.Tensor | None,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+    diagonal: bool | None,
+    causal: bool,
+    full_map: torch.Tensor | None = None,
+) -> BlockMask:
+    """
+    The block mask of one layer, made from the cached maps of its tiles.
+
+    Args:
+        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend: the mask with its `diagonal` override and,
+            in a decoder, without future keys, but without special tokens.
+        live_map (`torch.Tensor` of shape `(H, t, t)`): The result of [`live_tiles`].
+        block (`int`): Side of a tile.
+        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Without it the block mask
+            serves a batch of any size.
+        first (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's first token, whose row
+            and column are on; of shape `(1,)` if it is the same for all sequences.
+        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
+        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
+        causal (`bool`): Whether to remove keys j > query i.
+        full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): The result of [`full_tiles`]. These tiles are not
+            masked entry by entry unless they contain a padded token, which is faster and changes no result.
+
+    Returns:
+        `BlockMask` of shape `(B or 1, H, m, m)`.
+    """
+    length, num_tiles = base.shape[-1], live_map.shape[-1]
+    tile = torch.arange(num_tiles, device=base.device)
+    special = torch.zeros(1, num_tiles, dtype=torch.bool, device=base.device)
+    for token in (first, last):
+        if token is not None:
+            special = special | (tile == token[:, None] // block)
+    live = live_map | special[:, None, :, None] | special[:, None, None, :]  # (B or 1, H, t, t)
+    if causal:
+        live = live & (tile[:, None] >= tile)
+    full = full_map
+    if padding is not None:
+        real = _tiles(padding, block)
+        some, every = real.any(-1), real.all(-1)  # (B, t)
+        live = live & some[:, None, :, None] & some[:, None, None, :]
+        if full is not None:
+            full = full & every[:, None, :, None] & every[:, None, None, :]
+    full_lists: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if full is not None:
+        full = full.expand(live.shape)
+        live, full_lists = live & ~full, _listed(full)
+    number, columns = _listed(live)
+    shared_first, shared_last = (token is not None and len(token) == 1 for token in (first, last))
+    first = first[0] if first is not None and shared_first else first
+    last = last[0] if last is not None and shared_last else last
+    if torch.compiler.is_compiling():
+        base, padding, first, last = map(_materialized, (base, padding, first, last))
+
+    def mask_mod(b, h, i, j):
+        keep = base[h, i, j]
+        if first is not None:
+            start = first if shared_first else first[b]
+            keep = keep | (i == start) | (j == start)
+        if last is not None:
+            end = last if shared_last else last[b]
+            keep = keep | (i == end) | (j == end)
+        if diagonal is False:
+            keep = keep & (i != j)
+        if causal:
+            keep = keep & (i >= j)
+        if padding is not None:
+            keep = keep & padding[b, i] & padding[b, j]
+        return keep
+
+    return BlockMask.from_kv_blocks(
+        number,
+        columns,
+        *full_lists,
+        BLOCK_SIZE=block,
+        mask_mod=mask_mod,
+        seq_lengths=(length, length),
+        # Only gradients use the transposed lists, which take longer to make than the others.
+        compute_q_blocks=base.device.type != "cpu",
+    )
+
+
+def _attention(query, key, value, block_mask, scaling):
+    return flex_attention(query, key, value, block_mask=block_mask, scale=scaling)
+
+
+@functools.cache
+def _compiled(*kind):
+    """
+    `_attention` compiled for inputs of one kind: a shape, and all else that PyTorch compiles again for. It refuses to
+    compile a code object more than `recompile_limit` times, so each kind gets its own.
+    """
+    if _compiled.cache_info().currsize == MANY_COMPILED:
+        logger.warning_once(
+            f"sparse_flex has been compiled for {MANY_COMPILED} kinds of inputs (shapes, masks with and without "
+            "padding, with and without gradients), which takes seconds each. Pad to fewer lengths and batch sizes."
+        )
+    code = _attention.__code__.replace(co_name="_".join(["flex", *map(str, kind)]))
+    return torch.compile(types.FunctionType(code, globals()), fullgraph=True, dynamic=False)
+
+
+def num_compiled() -> int:
+    """Number of kinds of inputs for which this process has compiled the attention, which takes seconds each."""
+    return _compiled.cache_info().currsize
+
+
+def _cpu_forms(table):
+    block = BLOCK_SIZES["cpu"]
+    return table, live_tiles(table, block), full_tiles(table, block)
+
+
+def _cuda_forms(table):
+    block = BLOCK_SIZES["cuda"]
+    return table, live_tiles(table, block), full_tiles(table, block)
+
+
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """The block mask of every layer."""
+    device = inputs.device
+    tables = compiled(
+        mask, _cuda_forms if device.type == "cuda" else _cpu_forms, inputs.num_keys, inputs.causal, device
+    )
+
+    def make():
+        first, last = inputs.first(), inputs.last()
+        return tuple(
+            make_block_mask(
+                table,
+                live,
+                BLOCK_SIZES[device.type],
+                inputs.padding,
+                first,
+                last,
+                mask.diagonal,
+                inputs.causal,
+                full_map=full,
+            )
+            for table, live, full in tables
+        )
+
+    if inputs.padding is not None or torch.compiler.is_compiling():
+        return {"compiled": make()}
+    return {"compiled": remember(mask, ("block mask", inputs.num_keys, inputs.causal, str(device)), make)}
+
+
+def flex_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """
+    PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout. See [`Backend`] for the
+    shapes; returns no probabilities.
+
+    Raises:
+        ValueError: If `dropout` is not 0.
+    """
+    if dropout:
+        raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
+    query, key, value = without_padding(inputs, scaling, query, key, value)
+    output = block_attention(query, key, value, inputs.compiled[0], scaling)
+    if inputs.padding is not None and torch.is_grad_enabled():  # 0 times a gradient that is NaN is NaN
+        output = torch.where(inputs.padding[:, -output.shape[1] :, None, None], output, output.new_zeros(()))
+    return output, None
+
+
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask, scaling: float
+) -> torch.Tensor:
+    """
+    Attention under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a scale, a mask with
+    or without padding, and so on.
+
+    Padded queries and queries without a live key give exactly 0 and get no gradient.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, m, d)`): Any strides; see [`refuse`] for the limits of all three.
+        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys.
+        value (`torch.Tensor` of shape `(B, H, m, d)`): Values.
+        block_mask (`BlockMask`): The result of [`make_block_mask`].
+        scaling (`float`): Factor of the scores.
+
+    Returns:
+        `torch.Tensor` of shape `(B, m, H, d)`, contiguous.
+    """
+    if not torch.is_grad_enabled():
+        # On CPU the operator refuses inputs that require a gradient, even if none is computed.
+        query, key, value = query.detach(), key.detach(), value.detach()
+    if torch.compiler.is_compiling():
+        function = _attention
+        if query.device.type == "cpu":
+            # The kernel reads its shapes from the memory layout, and a projection's output lies as (B * m, H * d).
+            query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
+    else:
+        # The mask is a constant of the graph up to the values of its tensors.
+        parts = (cell.cell_contents for cell in block_mask.mask_mod.__closure__ or ())
+        mask = (part.shape if isinstance(part, torch.Tensor) else part for part in parts)
+        lists = block_mask.full_kv_indices is None
+        function = _compiled(*query.shape, query.dtype, query.device, scaling, torch.is_grad_enabled(), lists, *mask)
+    return function(query, key, value, block_mask, scaling).transpose(1, 2).contiguous()

@@ -1,0 +1,360 @@
+"""
+The Triton backend: attention through the tile form of a mask, on CUDA devices, or on any device in Triton's
+interpreter.
+
+Up to `SHORT_LENGTH` tokens a program visits all keys of its queries, and for the shortest inputs a single backward
+kernel keeps a whole head on the chip. For longer inputs the kernels follow the tile lists.
+
+Letters: B batch, H heads, n length (queries and keys), d head size.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...masks.compiled_forms import compiled
+from ...masks.sparse_mask import SparseMask
+from ...masks.tiles import TILE, TileForm, tile_form
+from ..mask_inputs import MaskInputs, per_sequence
+from ..padded_tokens import without_padding
+from .triton_launch import configurations, interpreted, launch
+from .triton_limits import capability, check
+
+
+# Largest n of the forward without tile lists.
+SHORT_LENGTH = 256
+# Largest n of the single-kernel backward for 16-bit dtypes, by head size, on GPUs of compute capability 9.0 and later.
+# Beyond it, registers would spill.
+SHORT_BACKWARD = {32: 128, 64: 128, 128: 64}
+
+
+def tile_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tiles: Sequence[torch.Tensor],
+    padding: torch.Tensor | None,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+    diagonal: bool | None,
+    causal: bool,
+    seed: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+    spans: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Attention under a mask in tile form. Padded queries and queries without a key give 0.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, n, d)`): bfloat16, float16 or float32; any strides.
+        key (`torch.Tensor` of shape `(B, H, n, d)`): Keys, in the dtype of the query; any strides.
+        value (`torch.Tensor` of shape `(B, H, n, d)`): Values, in the dtype of the query; any strides.
+        tiles ([`TileForm`] or sequence of `torch.Tensor`): The result of [`tile_form`] in tiles of 64 by 64, on the
+            device of the query. It includes the mask's diagonal and causality but not its special tokens.
+        padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
+        first (`torch.Tensor` of shape `(B,)` or `(1,)`, *optional*): int32, position of each sequence's first token,
+            whose row and column are on.
+        last (`torch.Tensor` of shape `(B,)` or `(1,)`, *optional*): The same for the last token.
+        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
+        causal (`bool`): Whether to remove keys j > query i from the rows and columns of special tokens.
+        seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device of the query; required for dropout.
+        dropout (`float`): Probability of attention dropout, in [0, 1), rounded to multiples of 1/65536.
+        scaling (`float`): Positive factor of the scores.
+        spans (`torch.Tensor` of shape `(B, 3 + n / 64)`, *optional*): The [`real_spans`] of the padding, if they are
+            at hand.
+
+    Returns:
+        `torch.Tensor` of shape `(B, n, H, d)`, contiguous.
+    Raises:
+        ValueError: If the kernels cannot serve the request because of its head size, dtype, device, lengths, tiles,
+            dropout or scaling.
+    """
+    check(query, key, value, tiles, seed, dropout, scaling)
+    threshold = min(max(round((1 - dropout) * 65536), 1), 65536)
+    if padding is not None:
+        spans = real_spans(padding) if spans is None else spans
+        padding = padding.contiguous().view(torch.int8)
+    seed = None if threshold == 65536 else seed
+    tensors = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+    options = (diagonal is False, causal, threshold, scaling)
+    arguments = (*tensors, list(tiles), padding, spans, first, last, seed, *options)
+    if _observed(*tensors):
+        output, _ = torch.ops.sparsebert.tile_attention(*arguments)
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        output, _ = _TileAttention.apply(*arguments)
+    else:
+        output, _ = _forward(*arguments)
+    return output
+
+
+def _observed(*tensors):
+    """
+    Whether a call is traced, transformed or recorded, and must be that of an operator. Other calls skip the operator,
+    because the autograd of an operator in Python takes the host longer than the kernels of 512 tokens take the GPU.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+    )
+
+
+def real_spans(padding: torch.Tensor) -> torch.Tensor:
+    """
+    Where the real tokens of each sequence are.
+
+    Args:
+        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
+
+    Returns:
+        `torch.Tensor` of shape `(B, 3 + n / 64)`, int64: the position of the first real token, one past that of the
+        last, and whether there is padding between them; `(n, 0, 0)` if there is no real token. Then a word for each
+        64 tokens, whose bits are on for real ones.
+    """
+    length = padding.shape[1]
+    position = torch.arange(length, device=padding.device)
+    begin = torch.where(padding, position, length).amin(1)
+    end = torch.where(padding, position + 1, 0).amax(1)
+    bits = torch.nn.functional.pad(padding, (0, -length % TILE)).unflatten(1, (-1, TILE)).long()
+    words = (bits << torch.arange(TILE, device=padding.device)).sum(-1)
+    holes = padding.sum(1) < end - begin
+    return torch.cat([torch.stack([begin, end, holes.long()], 1), words], 1)
+
+
+def short_backward_limit(head_size: int, dtype: torch.dtype, capability: int) -> int:
+    """The largest n of the single-kernel backward; 0 if it is not used."""
+    return SHORT_BACKWARD[head_size] if capability >= 90 and dtype != torch.float32 else 0
+
+
+def _hardware(query):
+    """The dtype and compute capability that select configurations; the interpreter treats float32 like 16 bits."""
+    if interpreted():
+        return torch.bfloat16, 90
+    return query.dtype, capability(query.device.index)
+
+
+def _bucket(length):
+    """The next power of two. Lengths of the same bucket share a configuration."""
+    return 1 << (length - 1).bit_length()
+
+
+# The operators' arguments after query, key and value. `threshold`: how often of 65536 times an entry is kept.
+_MASK = (
+    "Tensor[] tiles, Tensor? padding, Tensor? spans, Tensor? first, Tensor? last, Tensor? seed, bool diagonal_off, "
+    "bool causal, int threshold, float scaling"
+)
+
+
+def _kernel_arguments(
+    query, key, value, tiles, padding, spans, first, last, seed, diagonal_off, causal, threshold, scaling
+):
+    """
+    What the kernels have in common: the tile form, the run-time arguments after the tile form, the compile-time
+    arguments, whether there are special tokens, and the configurations of a kernel by its name.
+    """
+    tiles = TileForm(*tiles)
+    strides = [stride for tensor in (query, key, value) for stride in tensor.stride()[:3]]
+    # 0 where a position is the same in all sequences.
+    token_strides = [int(positions is not None and len(positions) > 1) for positions in (first, last)]
+    sizes = [query.shape[1], query.shape[2], *tiles.tiles.shape[1:]]
+    factors = [scaling / math.log(2), scaling, threshold, 65536 / threshold]
+    mask = {"DIAGONAL_OFF": diagonal_off, "CAUSAL": causal}
+    constants = {"HEAD": query.shape[3], "BLOCK_Q": TILE, "BLOCK_K": TILE, **mask}
+    special = first is not None or last is not None
+    arguments = [padding, spans, first, last, seed, *strides, *token_strides, *sizes, *factors]
+
+    def choices(kernel):
+        return configurations(kernel, query.shape[3], *_hardware(query), seed is not None)
+
+    return tiles, arguments, constants, special, choices
+
+
+def _forward(query, key, value, *mask):
+    """Output `(B, n, H, d)` and base-2 logarithm of the normalizer `(B, H, n)`."""
+    output, lse = _attention_shapes(query, key, value)
+    tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
+    batch, num_heads, length, head_size = query.shape
+    short = length <= SHORT_LENGTH
+    programs = tiles.tiles.shape[1] + (special and not short)
+    launch(
+        "row_kernel",
+        batch * num_heads * programs,
+        [query, key, value, output, lse, None, None, None, *tiles[:6], *rest],
+        constants | {"SHORT": short, "GRADIENT": False},
+        choices("short_forward" if short else "forward"),
+        max(_bucket(length), SHORT_LENGTH),
+    )
+    return output, lse
+
+
+def _attention_shapes(query, key, value, *mask):
+    batch, num_heads, length, head_size = query.shape
+    output = query.new_empty(batch, length, num_heads, head_size)
+    return output, query.new_empty(batch, num_heads, length, dtype=torch.float32)
+
+
+def _backward(output_grad, query, key, value, output, lse, *mask):
+    """Gradients of query, key and value, `(B, H, n, d)` in the memory order `(B, n, H, d)`."""
+    gradients = [torch.empty_like(output) for _ in range(3)]
+    tiles, rest, constants, special, choices = _kernel_arguments(query, key, value, *mask)
+    batch, num_heads, length, head_size = query.shape
+    if length <= short_backward_limit(head_size, *_hardware(query)):
+        launch(
+            "short_backward_kernel",
+            batch * num_heads,
+            [query, key, value, output, lse, output_grad, *gradients, *tiles[:2], *rest],
+            constants | {"ROWS": max(_bucket(length), TILE)},
+            choices("short_backward"),
+            max(_bucket(length), TILE),
+        )
+    else:
+        delta = torch.empty_like(lse)
+        bucket = max(_bucket(length), SHORT_LENGTH)
+        launch(
+            "row_kernel",
+            batch * num_heads * (tiles.tiles.shape[1] + special),
+            [query, key, value, output, lse, output_grad, delta, gradients[0], *tiles[:6], *rest],
+            constants | {"SHORT": False, "GRADIENT": True},
+            choices("query_grad"),
+            bucket,
+        )
+        launch(
+            "column_kernel",
+            batch * num_heads * (tiles.tiles.shape[2] + special),
+            [query, key, value, lse, output_grad, delta, *gradients[1:], *tiles[:2], *tiles[6:], *rest],
+            constants,
+            choices("column"),
+            bucket,
+        )
+    query_grad, key_grad, value_grad = (gradient.transpose(1, 2) for gradient in gradients)
+    return query_grad, key_grad, value_grad
+
+
+def _backward_shapes(output_grad, query, key, value, output, lse, *mask):
+    query_grad, key_grad, value_grad = (torch.empty_like(output).transpose(1, 2) for _ in range(3))
+    return query_grad, key_grad, value_grad
+
+
+def _no_second_derivatives(ctx, *grads):
+    raise RuntimeError("sparse_triton has no second derivatives: use sparse_eager")
+
+
+def _remember(ctx, inputs, output):
+    query, key, value, tiles, padding, spans, first, last, seed, *ctx.options = inputs
+    ctx.num_tiles = len(tiles)
+    ctx.save_for_backward(query, key, value, *output, padding, spans, first, last, seed, *tiles)
+
+
+def _saved(ctx, output_grad):
+    """The arguments of the backward."""
+    # Activation checkpointing lets `ctx.saved_tensors` be read once only.
+    query, key, value, output, lse, padding, spans, first, last, seed, *tiles = ctx.saved_tensors
+    tensors = (output_grad.contiguous(), query, key, value, output, lse)
+    return *tensors, tiles, padding, spans, first, last, seed, *ctx.options
+
+
+def _differentiate(ctx, output_grad, lse_grad):
+    gradients = torch.ops.sparsebert.tile_attention_backward(*_saved(ctx, output_grad))
+    return *gradients, [None] * ctx.num_tiles, *[None] * (5 + len(ctx.options))
+
+
+_TENSORS = "Tensor query, Tensor key, Tensor value"
+_attention = torch.library.custom_op(
+    "sparsebert::tile_attention", _forward, mutates_args=(), schema=f"({_TENSORS}, {_MASK}) -> (Tensor, Tensor)"
+)
+_attention.register_fake(_attention_shapes)
+_attention.register_autograd(_differentiate, setup_context=_remember)
+_attention_backward = torch.library.custom_op(
+    "sparsebert::tile_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor output_grad, {_TENSORS}, Tensor output, Tensor lse, {_MASK}) -> (Tensor, Tensor, Tensor)",
+)
+_attention_backward.register_fake(_backward_shapes)
+_attention_backward.register_autograd(_no_second_derivatives)
+
+
+class _TileAttention(torch.autograd.Function):
+    """The operator `sparsebert::tile_attention` and its gradients, without PyTorch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        output, lse = _forward(*arguments)
+        _remember(ctx, arguments, (output, lse))
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx, output_grad, _):
+        nothing = [None] * (6 + len(ctx.options))
+        if output_grad is None:
+            return None, None, None, *nothing
+        # With a graph of the backward, the operator says that it has no second derivatives.
+        operator = torch.is_grad_enabled() or _observed(output_grad)
+        function = torch.ops.sparsebert.tile_attention_backward if operator else _backward
+        return *function(*_saved(ctx, output_grad)), *nothing
+
+
+def prepare(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
+    """
+    The tile form of every layer's mask, the special tokens of each sequence, the spans of their real tokens, and the
+    seeds of dropout. What depends on the batch is made here, once for all layers, since each operation of a layer is a
+    launch.
+    """
+    tiles = compiled(mask, tile_form, inputs.num_keys, inputs.causal, inputs.device)
+    first, last, spans = inputs.first(), inputs.last(), None
+    if inputs.padding is not None:
+        batch, spans = len(inputs.padding), real_spans(inputs.padding)
+        first, last = per_sequence(first, batch), per_sequence(last, batch)
+    forms = tuple((*form, spans) for form in tiles)
+    seeds = draw_seeds(inputs.dropout_layers, inputs.device) if inputs.dropout_layers else (None,)
+    return {"compiled": forms, "first_token": first, "last_token": last, "seeds": seeds}
+
+
+def draw_seeds(number: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Seeds of [`tile_attention`] from PyTorch's random numbers, drawn by one launch."""
+    return torch.randint(-(2**63), 2**63 - 1, (number, 2), device=device).unbind(0)
+
+
+def triton_backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inputs: MaskInputs,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, None]:
+    """
+    Triton kernels on the tile form of the mask, on CUDA devices, or on any device in Triton's interpreter. See
+    [`Backend`] for the shapes; returns no probabilities.
+    """
+    mask = inputs.sparse_mask
+    assert mask is not None
+    query, key, value = without_padding(inputs, scaling, query, key, value)
+    seed = inputs.seeds[0]
+    if dropout and seed is None:
+        (seed,) = draw_seeds(1, query.device)
+    *tiles, spans = inputs.compiled[0]
+    output = tile_attention(
+        query,
+        key,
+        value,
+        tiles,
+        inputs.padding,
+        inputs.first_token,
+        inputs.last_token,
+        mask.diagonal,
+        inputs.causal,
+        seed,
+        dropout,
+        scaling,
+        spans,
+    )
+    return output, None

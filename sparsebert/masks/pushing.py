@@ -1,0 +1,261 @@
+"""Pushing folders of masks and models to the Hub, each in one commit, and listing masks."""
+
+import os
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    hf_hub_download,
+)
+from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
+from transformers.utils import CONFIG_NAME
+
+from ..files import METRICS_NAME, PICTURE_NAME, RESULT_FILES, TASK_FILES, UNFINISHED_NAME
+from ..hub import check_available, check_path
+from .mask_cards import (
+    CARD_NAME,
+    bare_mask_card,
+    card_sections,
+    collection_card,
+    make_card,
+    name_in,
+    own_card,
+    renamed,
+    signed,
+)
+from .mask_files import (
+    MASK_CONFIG_NAME,
+    MASK_STATE,
+    MASK_WEIGHTS_NAME,
+    MaskFileError,
+    check_undamaged,
+    read_description,
+    read_mask_files,
+)
+from .mask_sources import check_subfolder, find_mask_files, mask_paths
+
+
+# What a run leaves in its folder that is of no use to others, or is pickled.
+_NOT_PUSHED = ("checkpoint-*", "runs", ".*", "_*", "*.bin", "*.pt", "*.pth", "*.lock", "*.tmp", UNFINISHED_NAME)
+# Files with weights, and with those that are not pushed because they are pickled.
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+# The files in the folder of a model that are about its mask.
+_OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, PICTURE_NAME)
+
+
+def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str, Any]]:
+    """
+    The masks in a folder or Hub repository. Their weights are not read.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        hub_arguments: `revision`, `subfolder` and `token`.
+
+    Returns:
+        `list[dict]`: For each mask `name` (its subfolder), `made_by`, `form`, `sparsity` (`None` if it was not
+        stored), `length`, `num_layers`, `num_heads`, `base_model` and `scores`, those of its card by their names.
+    Raises:
+        MaskFileError: If the source cannot be a Hub id, or a description is damaged.
+        OSError: If there is no such folder or repository, or the Hub cannot be reached.
+    """
+    within = check_subfolder(hub_arguments.pop("subfolder", None))
+    check_path(source)
+    try:
+        check_available(source, MASK_CONFIG_NAME, **hub_arguments)
+        paths = mask_paths(source, **hub_arguments)
+    except HFValidationError as error:
+        raise MaskFileError(f"{source}: neither an existing folder nor a valid Hub id") from error
+    if within:
+        paths = [path for path in paths if path == within or path.startswith(f"{within}/")]
+    return [_entry(source, path, hub_arguments) for path in paths]
+
+
+def _entry(source, path, hub_arguments):
+    def find(name):
+        if Path(source).is_dir():
+            return Path(source, path, name)
+        try:
+            return Path(hf_hub_download(str(source), name, subfolder=path or None, **hub_arguments))
+        except RemoteEntryNotFoundError:
+            return None
+
+    fields, metadata, sparsity, _ = read_description(find(MASK_CONFIG_NAME))
+    return {
+        "name": path,
+        "made_by": name_in(metadata, "search") or name_in(metadata, "pattern"),
+        "form": str(fields["form"]),
+        "sparsity": sparsity,
+        **{name: fields[name] for name in ("length", "num_layers", "num_heads")},
+        "base_model": name_in(metadata, "base_model"),
+        "scores": _scores(find(CARD_NAME)),
+    }
+
+
+def _scores(path):
+    """The results in the card of a mask, by data set and metric."""
+    try:
+        results = ModelCard(path.read_text(encoding="utf-8")).data.eval_results or [] if path else []
+        return {
+            f"{result.dataset_name} {result.metric_name or result.metric_type}": result.metric_value
+            for result in results
+        }
+    except Exception:
+        return {}  # a card that anybody may have written, or none
+
+
+def _card_of_mask(folder, card):
+    """The card of a mask without its model, with what the card of the model says of the mask and of results."""
+    fields, metadata, _, _ = read_description(folder / MASK_CONFIG_NAME)
+    no_sparsities = [[0.0] * fields["num_heads"]] * fields["num_layers"]  # those are in the card of the model
+    bare = bare_mask_card(folder.resolve().name, fields, no_sparsities, metadata)
+    about = {name: text for name, text in card_sections(bare).items() if name in ("", "Load", "Limits")}
+    data: Any = bare.data
+    data.eval_results, data.model_name = card.data.eval_results, card.data.model_name
+    return make_card(data, card_sections(card) | about)
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    subfolder: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    tags: Sequence[str] | None = None,
+    mask_only: bool = False,
+    replaced: Sequence[str] | None = None,
+) -> tuple[CommitInfo, list[str]]:
+    """
+    Push the folder of a mask or model, in one commit that also deletes what contradicts it there: another state of the
+    mask and, with a model, other weights and the results of another run that was pushed there with its card.
+
+    Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package
+    did not write stays. Beside masks in subfolders, the README.md of the repository lists them.
+
+    Args:
+        folder (`str` or `os.PathLike`): The folder. Its card will name the repository.
+        repo_id (`str`): Name of the repository, created if missing.
+        subfolder (`str`, *optional*): Folder within the repository.
+        private, token, revision, create_pr, commit_message, commit_description: See `HfApi.create_commit`.
+        tags (`list[str]`, *optional*): Tags to add to the card.
+        mask_only (`bool`, *optional*, defaults to `False`): Whether to push the mask of a model without the model.
+        replaced (`list[str]`, *optional*): Files to delete that the folder lacks, besides weights; by default those of
+            another state of the mask or another run.
+
+    Returns:
+        `tuple[CommitInfo, list[str]]`: The commit, and the names of the pushed files of the folder.
+    Raises:
+        ValueError: If the folder holds no mask and no model, an unfinished run or damaged files.
+        OSError: If the Hub cannot be reached or refuses.
+    """
+    folder = Path(folder)
+    names = check_pushable(folder, mask_only)
+    subfolder = check_subfolder(subfolder)
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    there = set(api.list_repo_files(repo_id, revision=revision))
+    place = f"{subfolder}/" if subfolder else ""
+
+    def is_theirs(path):
+        """Whether the repository has a README.md that this package did not write."""
+        return path in there and own_card(Path(api.hf_hub_download(repo_id, path, revision=revision))) is None
+
+    theirs = is_theirs(place + CARD_NAME)
+    ours = not theirs and place + CARD_NAME in there
+    if CARD_NAME in names and theirs:
+        names.remove(CARD_NAME)
+    contents: dict[str, Any] = {name: folder / name for name in names}
+    if CARD_NAME in names and (card := own_card(folder / CARD_NAME)) is not None:
+        if mask_only and (folder / CONFIG_NAME).is_file():
+            card = _card_of_mask(folder, card)
+        contents[CARD_NAME] = signed(renamed(card, repo_id, subfolder, tags or ()))
+    operations: list[Any] = [CommitOperationAdd(place + name, content) for name, content in contents.items()]
+    stale = set(MASK_STATE if replaced is None else replaced)
+    here = {path.removeprefix(place) for path in there if path.startswith(place)}
+    if any(map(WEIGHTS.fullmatch, names)):
+        stale |= set(filter(WEIGHTS.fullmatch, here))
+    if replaced is None and ours:
+        stale.add(PICTURE_NAME)
+    if replaced is None and CONFIG_NAME in names and ours and METRICS_NAME in here:
+        results = (*RESULT_FILES, *TASK_FILES)
+        stale |= {name for name in here if "/" not in name and any(fnmatch(name, each) for each in results)}
+    stale = {place + name for name in stale - set(names)}
+    operations += [CommitOperationDelete(path) for path in sorted(stale & there)]
+    if subfolder and CONFIG_NAME not in there and not is_theirs(CARD_NAME):
+        operations.append(CommitOperationAdd(CARD_NAME, _collection(api, repo_id, revision, folder, subfolder)))
+    try:
+        commit = api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message or f"Upload {subfolder or folder.resolve().name}",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+        return commit, names
+    except RuntimeError as error:
+        # How the client reports that a large file could not be sent.
+        if not isinstance(error.__cause__, HTTPError):
+            raise
+        raise OSError(
+            f"{repo_id}: {error} ({' '.join(str(error.__cause__).split())}) The repository is as it was: run the same "
+            "command again"
+        ) from error
+
+
+def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
+    """
+    Names of the files of a folder that are pushed.
+
+    Raises:
+        ValueError: See [`push_folder`].
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder")
+    if (folder / UNFINISHED_NAME).exists():
+        raise ValueError(f"{folder} holds a run that has not finished: finish it first")
+    kinds = (MASK_CONFIG_NAME,) if mask_only else (CONFIG_NAME, MASK_CONFIG_NAME)
+    if not any((folder / name).is_file() for name in kinds):
+        inner = [path for path in mask_paths(folder) if path]
+        hint = f": push one of {', '.join(inner)}" if inner else ""
+        raise ValueError(f"{folder} holds no {' and no '.join(kinds)}{hint}")
+    if mask_only:
+        read_mask_files(*find_mask_files(folder))
+    else:
+        check_undamaged(folder)
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    pickled = list(filter(PICKLED_WEIGHTS.fullmatch, files))
+    if pickled and not mask_only and not any(map(WEIGHTS.fullmatch, files)):
+        raise ValueError(
+            f"{folder} has its weights in {pickled[0]} alone, which is pickled and so not pushed: load the model and "
+            "save it with save_pretrained"
+        )
+    if mask_only:
+        return [name for name in files if name in _OF_MASK]
+    return [name for name in files if not any(fnmatch(part, p) for part in name.split("/") for p in _NOT_PUSHED)]
+
+
+def _collection(api, repo_id, revision, folder, subfolder):
+    """The README.md of a repository of masks, once this one is there."""
+    hub_arguments = {
+        name: value for name, value in (("revision", revision), ("token", api.token)) if value is not None
+    }
+    masks = {mask["name"]: mask for mask in list_masks(repo_id, **hub_arguments)}
+    if (folder / MASK_CONFIG_NAME).is_file():
+        masks[subfolder] = _entry(folder, "", {}) | {"name": subfolder}
+    return signed(collection_card(repo_id, [masks[name] for name in sorted(masks)]))

@@ -1,0 +1,1 @@
+"""SparseBERT: configuration, models, and what is saved for environments without this package."""

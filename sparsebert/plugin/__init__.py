@@ -1,0 +1,1 @@
+"""What `import sparsebert` adds to transformers and PEFT."""

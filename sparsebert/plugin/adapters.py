@@ -1,0 +1,180 @@
+"""
+What `import sparsebert` adds to PEFT: a mask travels in the folder of an adapter that was trained with it, and is
+attached when the adapter is loaded.
+"""
+
+import inspect
+from functools import wraps
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import is_peft_available, logging
+
+from ..attention.model_masks import sparse_attention_of, without_adapters
+from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
+from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
+from ..masks.sparse_mask import SparseMask
+from ..models.architectures import check_architecture
+from ..models.bert.configuration_sparsebert import STATE_FIELDS, read_search
+from ..models.saving import save_with_adapter
+from .stock_loading import attach_from
+
+
+logger = logging.get_logger(__name__)
+
+# PEFT's name of an adapter that has none, which is saved in the folder itself.
+DEFAULT = "default"
+# Fields in which the search of an adapter may differ from that of the model that it is loaded into.
+_MAY_DIFFER = {*STATE_FIELDS, "skip_padding"}
+
+
+def load_mask_of_adapter(
+    model: torch.nn.Module,
+    source: str | PathLike,
+    is_trainable: bool = False,
+    adapter: str = DEFAULT,
+    **hub_arguments: Any,
+) -> None:
+    """
+    Give a model the mask that was saved with an adapter, if there is one.
+
+    Args:
+        model (`torch.nn.Module`): The model that the adapter was loaded into, changed in place.
+        source (`str` or `os.PathLike`): Folder or Hub id of the adapter.
+        is_trainable (`bool`, *optional*, defaults to `False`): Whether the logits of a search are trained.
+        adapter (`str`, *optional*, defaults to `"default"`): Name of the adapter in the model.
+        hub_arguments: Any of `HUB_ARGUMENTS`.
+
+    Raises:
+        MaskFileError: If a file is damaged, or does not fit the model.
+        ValueError: If the model is of an architecture that cannot carry a mask.
+    """
+    inner: Any = without_adapters(model)
+    found = find_descriptions(source, **hub_arguments)
+    if found == (None, None) or not isinstance(inner, PreTrainedModel):
+        return
+    check_subfolder(hub_arguments.get("subfolder"))
+    check_architecture(inner.config.model_type)
+    if found.mask is not None:
+        _load_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments), adapter)
+        return
+    assert found.search is not None
+    fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
+    if sparse_attention_of(inner) is None:
+        attach_from(source, inner, None, **fields)
+    sparse_attention = sparse_attention_of(inner, adapter)
+    parameter = sparse_attention.mask_logits
+    if parameter is None:
+        raise MaskFileError(
+            f"{source}: the mask of the adapter is still being searched, but that of the model is frozen: load the "
+            "adapter into a model without a mask"
+        )
+    config = sparse_attention.config
+    for name in sorted(fields.keys() - _MAY_DIFFER):
+        if fields[name] != getattr(config, name):
+            raise MaskFileError(
+                f"{source}: the search of the adapter has {name} {fields[name]!r}, that of the model "
+                f"{getattr(config, name)!r}: load the adapter into a model without a mask"
+            )
+    if parameter.shape != logits.shape:
+        raise MaskFileError(
+            f"{source}: the logits of the adapter have shape {tuple(logits.shape)}, those of the model "
+            f"{tuple(parameter.shape)}"
+        )
+    progress = fields.get("search_progress")
+    progress = 1.0 if progress is None else progress
+    if type(progress) not in (int, float) or not 0 <= progress <= 1:
+        raise MaskFileError(f"{source}: search_progress must be a number from 0 to 1, got {progress!r}")
+    with torch.no_grad():
+        parameter.copy_(logits)
+    sparse_attention.progress.fill_(progress)
+    if fields.get("pruned") and not config.pruned:
+        sparse_attention.start_pruning()
+    parameter.requires_grad_(is_trainable)
+
+
+def _load_frozen(model, source, mask, adapter):
+    sparse_attention = sparse_attention_of(model, adapter)
+    if sparse_attention is None:
+        attach_from(source, model, mask)
+        return
+    if sparse_attention.mask == mask:
+        return
+    if sparse_attention.mask is not None or sparse_attention.searching:
+        logger.warning(
+            f"{source}: the adapter was trained with another mask than that of the model, so the model now uses the "
+            "mask of the adapter."
+        )
+    try:
+        sparse_attention.load_mask(mask, search=mask.metadata.get("search"))
+    except ValueError as error:
+        raise MaskFileError(f"{source}: {error}") from error
+
+
+def _read_logits(source, hub_arguments):
+    """The logits of a search beside an adapter."""
+    if Path(source).is_dir():
+        path = Path(source, hub_arguments.get("subfolder") or "", MASK_LOGITS_NAME)
+    else:
+        path = Path(hf_hub_download(str(source), MASK_LOGITS_NAME, **hub_arguments))
+    try:
+        return safetensors.torch.load_file(path)["mask_logits"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise MaskFileError(f"{path}: not the logits of a search ({error!r})") from error
+
+
+def _hub_arguments(arguments):
+    return hub_arguments_in({**(arguments.get("adapter_kwargs") or {}), **arguments})
+
+
+def _extended_load_adapter(stock):
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def load_adapter(self, *args, **kwargs):
+        result = stock(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        source = arguments.get("model_id", arguments.get("peft_model_id"))
+        if source is not None:
+            trained, adapter = arguments.get("is_trainable", False), arguments.get("adapter_name") or DEFAULT
+            load_mask_of_adapter(self, source, trained, adapter, **_hub_arguments(arguments))
+        return result
+
+    return load_adapter
+
+
+def _extended_save_pretrained(stock):
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        result = stock(self, save_directory, *args, **kwargs)
+        arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
+        if arguments.get("is_main_process", True) and sparse_attention_of(self) is not None:
+            for name in arguments.get("selected_adapters") or self.peft_config:
+                save_with_adapter(
+                    sparse_attention_of(self, name), Path(save_directory, "" if name == DEFAULT else name)
+                )
+        return result
+
+    return save_pretrained
+
+
+def extend_adapters() -> None:
+    """Have PEFT save the mask of a model with its adapters, and attach it with them."""
+    if not is_peft_available():
+        return
+    from peft import PeftModel
+
+    holder: Any
+    for holder in (PeftModel, PreTrainedModel):
+        holder.load_adapter = _extended_load_adapter(holder.load_adapter)
+    holder = PeftModel
+    holder.save_pretrained = _extended_save_pretrained(PeftModel.save_pretrained)

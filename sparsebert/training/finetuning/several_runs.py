@@ -1,0 +1,129 @@
+"""Which fine-tuning runs a recipe asks for, and what the folder that they share may hold."""
+
+import itertools
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import TrainingArguments
+
+from ...checks import LARGEST_SEED, nearest
+from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir, replace_files
+from ...hub import without_secrets
+from ..recipes import convert
+from ..runs.run_folders import choose_folder
+from .finetuning_arguments import FinetuningArguments
+
+
+# SparseBERT (arXiv 2102.12871), Table 5.
+PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
+
+_SECTIONS = {"data", "model", "training"}
+_MOST_RUNS = 10_000
+_PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
+
+
+def read_grid(sweep: bool | dict) -> dict[str, list]:
+    """
+    Values by field of `training`; empty if there is no grid.
+
+    Raises:
+        ValueError: If `sweep` is no grid, names an unknown field, or has no list of values of its type for one.
+    """
+    if not isinstance(sweep, (bool, dict)):
+        raise ValueError(f"sweep must be true or a dictionary of lists of values, got {sweep!r}")
+    known = {field.name: field.type for field in fields(TrainingArguments) if field.name not in _PER_RUN}
+    grid = {}
+    for name, values in (PAPER_GRID if sweep is True else sweep or {}).items():
+        if name not in known:
+            raise nearest("field of training in sweep", name, list(known))
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"sweep: {name} must be a list of values, got {values!r}")
+        grid[name] = [convert(f"sweep: {name}", value, known[name]) for value in values]
+    return grid
+
+
+def cells_of(grid: dict[str, list]) -> list[dict[str, Any]]:
+    """The settings of every cell; without a grid there is one, which changes nothing."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def read_seeds(seeds: int | list, first: int) -> list[int]:
+    """
+    The seeds of the runs; a number of runs counts up from `first`.
+
+    Raises:
+        ValueError: If `seeds` is neither a number of runs nor a list of different seeds, or there are too many runs or
+            too large seeds.
+    """
+    listed = seeds if isinstance(seeds, list) else [seeds]
+    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
+        raise ValueError(f"seeds must be a number of runs or a list of seeds, got {seeds!r}")
+    if seeds == 0 or len(set(listed)) < len(listed):
+        raise ValueError(f"seeds must be at least 1, or a list of different seeds, got {seeds!r}")
+    if isinstance(seeds, int) and seeds > _MOST_RUNS:
+        raise ValueError(f"seeds must be at most {_MOST_RUNS} runs, got {seeds}")
+    found = seeds if isinstance(seeds, list) else list(range(first, first + seeds))
+    if max(found) > LARGEST_SEED:
+        raise ValueError(f"seeds must be at most {LARGEST_SEED}, got {max(found)}")
+    return found
+
+
+def layout_of(whole: bool, grid: dict[str, list], seeds: list[int]) -> tuple[bool, bool, bool]:
+    """Whether there are folders for tasks, for settings (with their seeds in them) and for seeds."""
+    return whole, bool(grid), not grid and len(seeds) > 1
+
+
+def write_recipe(path: Path, recipe: dict[str, dict[str, Any]]) -> None:
+    """Write a recipe for [`read_stored_recipe`], without tokens for the Hub."""
+    written = {section: without_secrets(fields) for section, fields in recipe.items()}
+    replace_files({path: yaml.safe_dump(written).encode()})
+
+
+def read_stored_recipe(path: Path) -> dict[str, dict[str, Any]] | None:
+    """What [`write_recipe`] wrote; `None` if there is no file, or it is not such a one."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        recipe = yaml.safe_load(text)
+        return recipe if _SECTIONS <= recipe.keys() and yaml.safe_dump(recipe) == text else None
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+
+
+def check_runs_folder(
+    output: Path,
+    options: FinetuningArguments,
+    layout: tuple[bool, bool, bool],
+    resume: bool | str | None,
+    unfinished: bool,
+) -> None:
+    """
+    A folder may hold what this command can continue: a run or several of the same task.
+
+    Raises:
+        FileExistsError: If its record of several runs is not of a fine-tuning, or was changed. Without `overwrite`,
+            also if it holds something else, or runs of another grid or of other seeds.
+        FileNotFoundError: If the checkpoint to resume from does not exist.
+        NotADirectoryError: If it is a file.
+        ValueError: If it holds runs of another task, without `overwrite`, or the checkpoint is not complete.
+    """
+    path = output / (EXPERIMENT_NAME if any(layout) else RECIPE_NAME)
+    stored = read_stored_recipe(path)
+    if any(layout):
+        if path.is_file() and stored is None:
+            raise FileExistsError(f"{path} is not of a fine-tuning, or was changed: choose another output_dir")
+        check_output_dir(output, options.overwrite, stored is not None)
+    elif isinstance(resume, str) or not (path.is_file() and (output / METRICS_NAME).is_file()):
+        choose_folder(output, options.overwrite, resume, options.allow_partial_resume, unfinished)
+    if stored is None or options.overwrite:
+        return
+    held = stored["data"]
+    if held.get("task") != options.task:
+        raise ValueError(f"{output} holds runs of {held.get('task') or 'all tasks'}: choose another output_dir")
+    sweep, seeds = held.get("sweep", False), held.get("seeds", 1)
+    if any(layout) and layout[1:] != layout_of(True, read_grid(sweep), read_seeds(seeds, 0))[1:]:
+        raise FileExistsError(
+            f"{output} holds runs with sweep {sweep!r} and seeds {seeds!r}, whose folders are others: choose another "
+            "output_dir, or pass --overwrite"
+        )

@@ -1,0 +1,208 @@
+"""Pre-training: data, model, mask and Trainer of one recipe."""
+
+import time
+from collections.abc import Sized
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file
+from transformers import TrainingArguments, set_seed
+from transformers.trainer_pt_utils import get_model_param_count
+
+from ...analysis.importance import analyzed_special_tokens, position_groups
+from ...files import METRICS_NAME, check_other_folder, locked_output, within, write_metrics
+from ...learning.learned_mask import expand_probs, read_outcome
+from ...learning.progressive_pruning import ProgressivePruning
+from ...learning.search_schedule import SearchSchedule
+from ...masks.mask_files import MASK_PROBS_NAME
+from ...models.bert.configuration_sparsebert import SparseBertConfig
+from ..batch_ramp import BatchRamp, check_batch_ramp
+from ..engines import check_engine, warn_of_ignored_engine
+from ..runs.resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record
+from ..runs.run_cards import add_pretraining, draw_run, hardware
+from ..runs.run_checks import check_evaluation, check_pretraining, check_schedule, check_training
+from ..runs.run_folders import resume_from, run_folder
+from ..runs.stopping import STOPPING_FIELDS, StopOnSignal
+from ..time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
+from ..trainer import SparseBertTrainer
+from .evaluation_metrics import causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
+from .pretraining_arguments import PretrainingArguments
+from .pretraining_inputs import make_inputs, make_model
+from .search_start import check_rows_fill_mask, check_search_start, start_search
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+SECTIONS = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
+
+
+def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """
+    Train a model as a recipe says: on masked tokens and sentence pairs (BERT), on masked tokens only, or with
+    `model.is_decoder` on the next token. The mask is given or learned with the weights; at the end it is frozen.
+
+    Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was
+    logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed and the model is not
+    dense, pictures.
+
+    Args:
+        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
+
+    Returns:
+        `dict`: The metrics.
+    Raises:
+        ValueError, OSError: If something is wrong in the recipe or the data.
+    """
+    data = PretrainingArguments(**recipe["data"])
+    check_training(recipe["training"])
+    training = TrainingArguments(**recipe["training"])
+    check_schedule(training)
+    check_evaluation(training)
+    if data.nsp and training.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor must be 0 with nsp true, whose two losses only the model can compute, got "
+            f"{training.label_smoothing_factor}: set nsp to false"
+        )
+    model = dict(recipe["model"])
+    check_pretraining(data, model, training.max_steps)
+    check_search_start(data, model)
+    check_batch_ramp(data.batch_ramp, training.gradient_accumulation_steps)
+    check_time_budget(data.max_minutes, data.pruning, recipe["training"])
+    if model.get("pattern") is not None:
+        model.setdefault("mask_seed", training.seed)
+    warn_of_ignored_engine(training)
+    output = Path(str(training.output_dir))
+    check_other_folder(
+        output, base_model=within(data.base_model, data.subfolder), mask=within(data.mask, data.mask_subfolder)
+    )
+    resume = resume_from(data.resume, training.resume_from_checkpoint)
+    with (
+        locked_output(output) as unfinished,
+        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
+    ):
+        changed: dict[str, Any] = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], **STOPPING_FIELDS}
+        if data.max_minutes is not None and not counts_steps(recipe["training"]):
+            changed["max_steps"] = ENDLESS
+        return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})
+
+
+def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    start = time.perf_counter()
+    data = PretrainingArguments(**recipe["data"])
+    training = TrainingArguments(**recipe["training"])
+    output = Path(str(training.output_dir))
+    pruning = ProgressivePruning.from_settings(data.pruning)
+    budget = None if data.max_minutes is None else TimeBudget(data.max_minutes)
+    schedule = SearchSchedule(
+        data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.resolve().name},
+        position=None if budget is None else budget.position,
+    )  # fmt: skip
+    checkpoint = training.resume_from_checkpoint
+    if checkpoint:
+        check_engine(checkpoint, training)
+    set_seed(training.seed)
+    model = make_model(data, training, recipe["model"])
+    if pruning is not None:
+        pruning.check(model)
+    if data.start_from_attention:
+        check_rows_fill_mask(data.max_length, model.config.mask_length)
+    if checkpoint:
+        check_checkpoint(checkpoint, model, pruning, data.search_end < 1)
+    record = recipe_record(data, model.config, training)
+    if checkpoint:
+        check_recipe(checkpoint, record)  # now, and again when the text is known, which takes longer
+    inputs = make_inputs(data, training, model.config)
+    record["inputs"] |= inputs.record
+    if checkpoint:
+        check_recipe(checkpoint, record)
+
+    causal = model.config.is_decoder
+    trainer = SparseBertTrainer(
+        model,
+        training,
+        train_dataset=inputs.train_set,
+        eval_dataset=inputs.validation_set,
+        data_collator=inputs.collator,
+        processing_class=inputs.tokenizer,
+        compute_metrics=causal_metrics if causal else pretraining_metrics,
+        preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
+        callbacks=[
+            RecipeRecord(record),
+            schedule,
+            *(callback for callback in (pruning, budget) if callback is not None),
+        ],
+    )
+    if data.batch_ramp:
+        BatchRamp(trainer, data.batch_ramp, None if budget is None else budget.position)
+    if data.start_from_attention and not checkpoint:
+        start_search(model, inputs.train_set, training)
+    with StopOnSignal(trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    output.mkdir(parents=True, exist_ok=True)
+    probs, outcome = _end_search(trainer, schedule)
+    trainer.save_model()
+    metrics = _measurements(trainer, probs, causal) | outcome
+    if pruning is not None:
+        metrics["pruning"] = pruning.settings
+    metrics["train_seconds"] = trainer.train_seconds
+    metrics["tokens_per_second"] = _rows_seen(trainer) * data.max_length / trainer.train_seconds
+    if budget is not None:
+        metrics["minutes"] = budget.elapsed / 60
+    metrics["seconds"] = time.perf_counter() - start
+    metrics["hardware"] = hardware()
+    masked = model.config.search is not None or metrics["sparsity"] > 0  # those of a dense model would be all white
+    if trainer.is_world_process_zero() and data.pictures and masked and find_spec("matplotlib"):
+        draw_run(output, model.sparse_attention.mask, probs)
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        add_pretraining(output, metrics, model, data.text)
+    metrics = write_metrics(output / METRICS_NAME, metrics)
+    trainer.push_results()
+    return metrics
+
+
+def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["torch.Tensor", dict[str, Any]]:
+    """Freeze a mask that is still being learned: P `(L, H, n, n)` before that, and how a search ended."""
+    model: Any = trainer.model
+    sparse_attention, output = model.sparse_attention, Path(str(trainer.args.output_dir))
+    if sparse_attention.searching:
+        trainer.save_model()  # freezing may refuse the mask; then the search is not lost
+        schedule.freeze(sparse_attention)
+        if trainer.is_world_process_zero():
+            schedule.save(output)  # not before the search is saved, which removes the P of another run
+    mask = sparse_attention.mask
+    if schedule.probs is not None:
+        return expand_probs(schedule.probs, mask), {"search_outcome": schedule.outcome}
+    outcome = None if model.config.search is None else read_outcome(output)
+    if outcome is None:
+        return sparse_attention.mask_probs(), {}
+    # The mask was frozen before the run was interrupted.
+    probs = load_file(output / MASK_PROBS_NAME)["probs"].unflatten(0, (mask.num_layers, mask.num_heads))
+    return expand_probs(probs, mask), {"search_outcome": outcome}
+
+
+def _rows_seen(trainer: SparseBertTrainer) -> float:
+    """Number of rows that the training has read, repetitions included; the last batch of an epoch may be small."""
+    rows, state, training = trainer.train_dataset, trainer.state, trainer.args
+    if isinstance(rows, Sized):
+        return len(rows) * (state.epoch or 0)
+    return state.global_step * training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+
+
+def _measurements(trainer: SparseBertTrainer, probs: "torch.Tensor", causal: bool) -> dict[str, Any]:
+    """What the run made, and how well it does on the held-out text."""
+    model: Any = trainer.model
+    metrics = {name: getattr(model.config, name) for name in ("search", "pattern", "probability_map", "token_mixers")}
+    evaluation = trainer.evaluate()
+    special_tokens = analyzed_special_tokens(model.sparse_attention.mask)
+    metrics |= {"sparsity": model.sparse_attention.sparsity(), "positions": position_groups(probs, special_tokens)}
+    names = ("lm_loss", "perplexity") if causal else ("mlm_loss", "mlm_accuracy")
+    metrics |= {name: evaluation[f"eval_{name}"] for name in names}
+    metrics["nsp_accuracy"] = evaluation.get("eval_nsp_accuracy")
+    if model.config.pattern is not None:
+        metrics["mask_seed"] = model.config.mask_seed
+    return metrics | {"steps": trainer.state.global_step, "num_parameters": get_model_param_count(model)}

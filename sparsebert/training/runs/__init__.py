@@ -1,0 +1,1 @@
+"""The life of a run: its checks, folder, checkpoints, and card."""

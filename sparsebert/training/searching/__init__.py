@@ -1,0 +1,1 @@
+"""The search for the mask of a trained model."""

@@ -1,0 +1,317 @@
+"""
+The algorithm of the post-hoc search: learn the mask of a trained model by matching what the model without the mask
+computes, and train the weights through it in the same way.
+
+Nothing here reads or writes files; [`~sparsebert.training.searching.search_run`] has the run around it.
+
+Letters: B batch, N rows of text, L layers (1 when the mask is shared), H heads, n length, D hidden size, K learned
+parameters per head.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from ...checks import check_choice
+from ...learning.mask_search import MaskSearch
+from ...masks.patterns import build_pattern
+from ...models.architectures import attention_modules, describe
+from ...models.attaching import make_sparse_attention
+from ...models.saving import get_sparse_attention
+from ...models.sparse_attention import SparseAttention
+from .objectives import OBJECTIVES, Batch, inputs_of, recorded
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...masks.sparse_mask import SparseMask
+
+# Lower bound of the attention that logits start from, so that the search can still bring every entry back.
+_LEAST_ATTENTION = 1e-6
+
+
+@contextmanager
+def running_through(model: "PreTrainedModel", sparse_attention: "SparseAttention") -> Iterator[None]:
+    """Inside the block, `model` runs with the mask of another [`SparseAttention`], made by [`carrier`]."""
+    own = get_sparse_attention(model)
+    model.base_model.sparse_attention = sparse_attention
+    try:
+        yield
+    finally:
+        model.base_model.sparse_attention = own
+
+
+def carrier(model: "PreTrainedModel", mask: "SparseMask | None" = None) -> "SparseAttention":
+    """A [`SparseAttention`] for [`running_through`] with the given mask, or by default with the dense one."""
+    if mask is None:
+        mask = build_pattern("dense", 1, model.config.num_attention_heads)
+    description = describe(model, frozen=True, mask_length=max(mask.length, 3), allow_empty_rows=True)
+    return make_sparse_attention(model, description, mask).to(model.device).eval()
+
+
+def random_batches(
+    rows: torch.Tensor, batch_size: int, steps: int, seed: int = 0, shortest: int | None = None
+) -> Iterator[torch.Tensor]:
+    """
+    Yield random batches of rows. Every row is used once before any is used again.
+
+    Args:
+        rows (`torch.Tensor` of shape `(N, n)`): Token ids.
+        batch_size (`int`): Rows per batch.
+        steps (`int`): Number of batches.
+        seed (`int`, *optional*, defaults to 0): Seed of the order and the lengths.
+        shortest (`int`, *optional*): Cut every other batch to a length between this and n, drawn log-uniformly. The
+            last token of a row is kept.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat(
+        [torch.randperm(len(rows), generator=generator) for _ in range(1 + steps * batch_size // len(rows))]
+    )
+    for step in range(steps):
+        ids = rows[order[step * batch_size : (step + 1) * batch_size]]
+        if shortest is not None and step % 2 and shortest < ids.shape[1]:
+            drawn = float(torch.rand((), generator=generator))
+            length = round(shortest * (ids.shape[1] / shortest) ** drawn)
+            ids = torch.cat([ids[:, : length - 1], ids[:, -1:]], 1)
+        yield ids
+
+
+def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", batches: Iterable[Batch]) -> None:
+    """
+    Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
+    probability over the entries that share a parameter, up to a constant per head. With a target, all heads start with
+    the same number of entries. In shorter inputs the probabilities count in proportion to the length, since those of
+    a row sum to 1. Parameters of entries that no input has start lowest.
+
+    Args:
+        model (`PreTrainedModel`): A model whose mask is being searched.
+        dense ([`SparseAttention`]): The dense mask, from [`carrier`].
+        batches (`Iterable[Batch]`): Inputs that are at most as long as the mask.
+    """
+    sparse_attention = get_sparse_attention(model)
+    config, implementation = sparse_attention.config, model.config._attn_implementation
+    search, logits = _searched(sparse_attention)
+    totals = counts = torch.zeros((), device=model.device)
+    model.set_attn_implementation("sparse_eager")  # the backend that returns probabilities
+    with torch.no_grad(), running_through(model, dense):
+        for batch in batches:
+            inputs = inputs_of(batch)
+            length = inputs["input_ids"].shape[1]
+            sums: list[torch.Tensor] = []
+            # The probabilities of one layer at a time: those of all would take L * H * n * n numbers.
+            with recorded(
+                attention_modules(model), sums, lambda output: _sums(search, output[1].float().mean(0)[None])
+            ):
+                model.base_model(**inputs)
+            totals = totals + torch.cat(sums) * (length / search.length)  # (L, H, K)
+            counts = counts + _sums(search, totals.new_ones(1, 1, length, length))  # (1, 1, K)
+    model.set_attn_implementation(implementation)
+    # Under DeepSpeed and FSDP they are on the accelerator before the weights are.
+    totals, counts = totals.to(logits.device), counts.to(logits.device)
+    if config.share_layers:
+        totals = totals.mean(0, keepdim=True)
+    density = totals / counts.clamp(min=1)  # each of the n rows of probabilities sums to 1
+    alpha = density.clamp(min=_LEAST_ATTENTION).log()
+    with torch.no_grad():
+        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)
+
+
+def _sums(search: MaskSearch, table: torch.Tensor) -> torch.Tensor:
+    """The sum of the values `(L, H, m, m)` of an input of m tokens over the entries of each parameter: `(L, H, K)`."""
+    missing = search.length - table.shape[-1]
+    if missing and search.special_tokens == "first_last":  # the last token is that of the mask
+        tokens = torch.arange(table.shape[-1], device=table.device)
+        tokens[-1] = search.length - 1
+        whole = table.new_zeros(*table.shape[:2], search.length, search.length)
+        whole[..., tokens[:, None], tokens] = table
+        table = whole
+    elif missing:
+        table = torch.nn.functional.pad(table, (0, missing, 0, missing))
+    return search.sums(table)
+
+
+def _searched(sparse_attention: SparseAttention) -> tuple[MaskSearch, torch.nn.Parameter]:
+    """The rules and the logits of a search."""
+    if sparse_attention.search is None or sparse_attention.mask_logits is None:
+        raise ValueError("the mask of this model is frozen: there is no search to run")
+    return sparse_attention.search, sparse_attention.mask_logits
+
+
+def learn_mask(
+    model: "PreTrainedModel",
+    batches: Iterable[Batch],
+    steps: int,
+    learning_rate: float,
+    dense: "SparseAttention | None" = None,
+    train_norms: bool = False,
+    objective: str = "pooled",
+    bf16: bool = False,
+) -> None:
+    """
+    Learn the mask so that the masked model computes the same as the dense model on the same text. The weights do not
+    change, except those of the normalization layers if `train_norms`.
+
+    Args:
+        model (`PreTrainedModel`): A model whose mask is being searched.
+        batches (`Iterable[Batch]`): Text or inputs without padding, one batch per step.
+        steps (`int`): Number of steps, over which the schedules of the search run.
+        learning_rate (`float`): Learning rate of the logits alpha (Adam); it decays linearly to a tenth.
+        dense ([`SparseAttention`], *optional*): The dense mask, if there is one from [`carrier`] already.
+        train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
+            the learning rate.
+        objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
+        bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast).
+
+    Raises:
+        ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
+    """
+    compared = _objective(objective, model, bf16)
+    sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
+    if not sparse_attention.searching:
+        raise ValueError("the mask of this model is frozen: there is nothing to learn")
+    model.eval().requires_grad_(False)
+    sparse_attention.train()  # draws the mask that is learned
+    search, logits = _searched(sparse_attention)
+    logits.requires_grad_(True)
+    parts = _HeadLevels(logits) if search.has_budget and search.sparsity_scope == "global" else None
+    learned = [logits] if parts is None else [parts.within, parts.levels]
+    groups = [{"params": learned, "lr": learning_rate / search.logit_scale}]
+    norms: list[torch.nn.Parameter] = []
+    if train_norms:
+        modules = (module for module in model.base_model.modules() if "Norm" in type(module).__name__)
+        norms = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        groups.append({"params": norms, "lr": learning_rate / 100})
+    originals = [parameter.detach().clone() for parameter in norms]
+    for parameter in norms:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / max(steps, 1), 0.1))
+    for step, batch in enumerate(tqdm(batches, "Searching", steps, disable=None)):
+        sparse_attention.set_progress((step + 1) / steps)
+        with torch.no_grad(), running_through(model, dense), _swapped(norms, originals):
+            targets = compared.record(model, batch)
+        loss = compared.loss(compared.record(model, batch), targets)
+        model.zero_grad()
+        loss.backward()
+        if parts is not None:
+            parts.split_gradient()
+        optimizer.step()
+        if parts is not None:
+            parts.update()
+        schedule.step()
+    sparse_attention.set_progress(1.0)
+    model.eval()
+
+
+class _HeadLevels:
+    """
+    Mask logits as the mean of each head, which says what share of a common budget it gets (see [`head_budgets`]), and
+    the differences from it. Adam, which divides every gradient by its size, would otherwise move the mean by what all
+    parameters of a head happen to have in common.
+
+    Args:
+        logits (`torch.nn.Parameter` of shape `(L, H, K)`): The logits, which [`_HeadLevels.update`] sets.
+    """
+
+    def __init__(self, logits: torch.nn.Parameter) -> None:
+        self.logits = logits
+        self.levels = logits.detach().mean(-1, keepdim=True).requires_grad_(True)
+        self.within = (logits.detach() - self.levels.detach()).requires_grad_(True)
+
+    def split_gradient(self) -> None:
+        """Turn the gradient of the logits into those of the two parts."""
+        gradient = self.logits.grad
+        assert gradient is not None
+        self.levels.grad = gradient.sum(-1, keepdim=True)
+        self.within.grad = gradient - gradient.mean(-1, keepdim=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the logits to the sum of the two parts."""
+        self.within.sub_(self.within.mean(-1, keepdim=True))
+        self.logits.copy_(self.within + self.levels)
+
+
+@contextmanager
+def _swapped(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> Iterator[None]:
+    """Inside the block, the parameters have other values."""
+    own = [parameter.data for parameter in parameters]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, own, strict=True):
+            parameter.data = value
+
+
+def recover(
+    model: "PreTrainedModel",
+    teacher: "PreTrainedModel",
+    batches: Iterable[Batch],
+    steps: int,
+    learning_rate: float,
+    log: Callable[[int, float], None] | None = None,
+    objective: str = "pooled",
+    masks: "Mapping[int, SparseMask] | None" = None,
+    bf16: bool = False,
+) -> None:
+    """
+    Train the weights through the frozen mask, without dropout, to compute the same as the dense model.
+
+    Args:
+        model (`PreTrainedModel`): A model with a frozen mask.
+        teacher (`PreTrainedModel`): The dense model.
+        batches (`Iterable[Batch]`): Text or inputs without padding, one batch per step.
+        steps (`int`): Number of steps.
+        learning_rate (`float`): Peak learning rate (AdamW), reached after a tenth of the steps; it then decays
+            linearly to 0.
+        log (`Callable`, *optional*): Called with step and loss.
+        objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
+        masks (`Mapping[int, SparseMask]`, *optional*): Masks to continue with, by the step at which each begins.
+        bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast). The weights stay in
+            their own dtype.
+
+    Raises:
+        ValueError: If the model has nothing of what the objective compares.
+    """
+    compared, sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
+    model.eval().requires_grad_(True)
+    trained = model if compared.of_head else model.base_model
+    # Unfused, the update takes a tenth of a step's time on a CPU, mostly for the embeddings.
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    warmup = max(steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
+    )
+    for step, batch in enumerate(tqdm(batches, "Recovering", steps, disable=None)):
+        if masks is not None and step in masks:
+            sparse_attention.set_mask(masks[step], search=sparse_attention.config.search)
+        with torch.no_grad():
+            targets = compared.record(teacher, batch)
+        loss = compared.loss(compared.record(model, batch), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if log is not None:
+            log(step, loss.item())
+
+
+def _objective(name, model, bf16):
+    check_choice("objective", name, tuple(OBJECTIVES))
+    objective = OBJECTIVES[name]
+    if reason := objective.refuse(model):
+        raise ValueError(f"objective {name!r} has no meaning here: {reason}")
+
+    def record(model, batch):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            return objective.record(model, batch)
+
+    return replace(objective, record=record)

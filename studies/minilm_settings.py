@@ -1,0 +1,175 @@
+"""
+Settings of the search and the recovery of a trained sentence encoder: each is changed alone, and compared with what
+the settings of `minilm` give: those of the search before recovery, those of the recovery after it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsebert.analysis.pictures.charts import plot_values
+from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
+from sparsebert.analysis.tables import Table
+from sparsebert.checks import nearest
+
+from . import minilm
+from .experiment import Experiment, unseeded
+from .minilm import SEARCHED_MASKS, MiniLMStudy
+
+
+UNCHANGED = "unchanged"
+# Settings of the search, by the name of the change.
+SEARCH_CHANGES: dict[str, dict[str, Any]] = {
+    "steps_20": {"steps": 20},
+    "steps_200": {"steps": 200},
+    "rate_0.02": {"learning_rate": 0.02},
+    "rate_0.15": {"learning_rate": 0.15},
+    "objective_layers": {"objective": "layers"},
+    "objective_layers_pooled": {"objective": "layers_pooled"},
+    "objective_last": {"objective": "last"},
+    "objective_attention": {"objective": "attention"},
+    "objective_relations": {"objective": "relations"},
+    "budget_per_head": {"sparsity_scope": "head"},
+    "budget_per_head_objective_layers": {"sparsity_scope": "head", "objective": "layers"},
+    "soft": {"hard": False},
+    "soft_budget_per_head": {"hard": False, "sparsity_scope": "head"},
+    "whole_batches": {"shortest": None},
+    "shared_by_layers": {"share_layers": True},
+    "dam_u": {"mask": "dam_u"},
+    "dam_b": {"mask": "dam_b"},
+    "vertical_slash": {"mask": "vertical_slash"},
+}
+# Settings of the recovery; `bf16` applies to the search as well.
+RECOVERY_CHANGES: dict[str, dict[str, Any]] = {
+    "recover_layers": {"recover_objective": "layers"},
+    "recover_layers_pooled": {"recover_objective": "layers_pooled"},
+    "recover_last": {"recover_objective": "last"},
+    "recover_attention": {"recover_objective": "attention"},
+    "recover_relations": {"recover_objective": "relations"},
+    "recover_from_0.5": {"recover_from": 0.5},
+    "recover_rate_3e-5": {"recover_learning_rate": 3e-5},
+    "recover_rate_3e-4": {"recover_learning_rate": 3e-4},
+    "recover_rate_1e-3": {"recover_learning_rate": 1e-3},
+    "recover_600": {"recover": 600},
+    "bf16": {"bf16": True},
+}
+# What the mask is worth without a recovery is seen in a fraction of the time.
+CHANGES: dict[str, dict[str, Any]] = (
+    {UNCHANGED: {}} | {name: change | {"recover": 0} for name, change in SEARCH_CHANGES.items()} | RECOVERY_CHANGES
+)
+# Changes, and the metric they are judged by, with its heading.
+PARTS = {
+    "search": (SEARCH_CHANGES, "cosine_before", "cosine before recovery"),
+    "recovery": (RECOVERY_CHANGES, "cosine", "cosine after recovery"),
+}
+
+
+@dataclass
+class MiniLMSettings(MiniLMStudy):
+    """
+    Settings that are changed one at a time, from those of [`MiniLMStudy`] with one mask.
+
+    Args:
+        changes (`list[str]`): Keys of `CHANGES`.
+    """
+
+    masks: list[str] = field(default_factory=lambda: ["dam_s"])
+    recover: int = 150
+    changes: list[str] = field(default_factory=lambda: list(CHANGES))
+
+
+def cells(settings: MiniLMSettings) -> dict[str, dict[str, Any]]:
+    """
+    The settings of each cell, by its name.
+
+    Raises:
+        ValueError: If a change is unknown, or there is not one mask that is searched.
+    """
+    for name in settings.changes:
+        if name not in CHANGES:
+            raise nearest("changes", name, list(CHANGES))
+    if len(settings.masks) != 1 or settings.masks[0] not in SEARCHED_MASKS:
+        raise ValueError(f"masks must hold one of {', '.join(SEARCHED_MASKS)}, got {settings.masks!r}")
+    result = {}
+    for name, cell in minilm.whole_cells(settings).items():
+        for change in settings.changes:
+            changed = minilm.used_fields(cell | CHANGES[change] | {"change": change})
+            result[f"{unseeded(name)}_{change}_seed_{cell['seed']}"] = changed
+    return result
+
+
+def summary(finished: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """
+    Means over seeds by change, and the paired difference to the unchanged settings.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+
+    Returns:
+        `list[Table]`: Per length and sparsity, a table of the search and one of the recovery.
+    """
+    groups: dict[tuple[int, float], dict[str, dict[int, dict[str, Any]]]] = {}
+    for cell in finished.values():
+        settings = cell["settings"]
+        changes = groups.setdefault((settings["length"], settings["sparsity"]), {})
+        changes.setdefault(settings["change"], {})[settings["seed"]] = cell["metrics"]
+    return [
+        _summary_table(*group, changes, part)
+        for group, changes in sorted(groups.items())
+        for part, (names, *_) in PARTS.items()
+        if changes.keys() & names.keys()
+    ]
+
+
+def _summary_table(length, sparsity, changes, part):
+    names, metric, heading = PARTS[part]
+    changes = {name: changes[name] for name in (UNCHANGED, *names) if name in changes}
+    values = {name: {seed: m[metric] for seed, m in by_seed.items()} for name, by_seed in changes.items()}
+    unchanged = values.get(UNCHANGED, {})
+    compared = compare_seeds({name: (v, unchanged) for name, v in values.items() if name != UNCHANGED}, 4)
+    rows = []
+    for name, by_seed in changes.items():
+        row = {"change": name, "removed": f"{next(iter(by_seed.values()))['removed']:.1%}"}
+        row[heading] = mean_text(values[name].values(), 4)
+        row["minus unchanged"], row["p (Holm)"] = compared.get(name, ("", ""))
+        row["CPU s"] = mean_text((metrics["cpu_seconds"] for metrics in by_seed.values()), 0)
+        rows.append(row | {"seeds": str(len(by_seed))})
+    notes = (f"cosine and seeds: see the experiment minilm; CPU s: of the whole cell; {COMPARED}",)
+    return Table.of(
+        f"{length} tokens, {sparsity:.0%} to remove: one setting of the {part} changed at a time", rows, notes
+    )
+
+
+def draw(finished: Mapping[str, dict[str, Any]], path: Path, title: str) -> None:
+    """
+    Plot what every change does to the search, and to the recovery.
+
+    Args:
+        finished (`dict[str, dict]`): `"settings"` and `"metrics"` by cell.
+        path (`Path`): Image to write.
+        title (`str`): Title of the figure.
+    """
+    panels: dict[str, dict[str, list[float]]] = {}
+    for cell in finished.values():
+        settings, metrics = cell["settings"], cell["metrics"]
+        for names, metric, heading in PARTS.values():
+            if settings["change"] in (UNCHANGED, *names):
+                label = f"{heading}\n{settings['length']} tokens, {settings['sparsity']:.0%} to remove"
+                panels.setdefault(label, {}).setdefault(settings["change"], []).append(metrics[metric])
+    compared = {label: values for label, values in panels.items() if len(values) > 1}
+    plot_values(compared or panels, path, title, UNCHANGED)
+
+
+EXPERIMENT = Experiment(
+    title="Settings for the mask of a trained MiniLM",
+    arguments=MiniLMSettings,
+    scales=minilm.EXPERIMENT.scales,
+    cells=cells,
+    check=minilm.check,
+    run=minilm.run,
+    columns={name: column for name, column in minilm.EXPERIMENT.columns.items() if name != "speed_up"},
+    plot=("cosine_before", "cosine", "change"),
+    draw=draw,
+    summary=summary,
+)

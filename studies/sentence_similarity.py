@@ -1,0 +1,82 @@
+"""
+Sentence embeddings of an encoder without fine-tuning, and their score on pairs of sentences.
+
+Letters: N sentences, B batch, n length, D hidden size.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from scipy.stats import spearmanr
+
+from sparsebert.attention.model_masks import sparse_attention_of
+from sparsebert.training.finetuning.task_models import input_sparsity
+
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+
+def embed(
+    model: Any, tokenizer: "PreTrainedTokenizerBase", sentences: list[str], max_length: int = 128, batch_size: int = 64
+) -> tuple[torch.Tensor, list[int]]:
+    """
+    Embed sentences as vectors of length 1.
+
+    Args:
+        model (`PreTrainedModel`): Base model.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        sentences (`list[str]`): N sentences.
+        max_length (`int`, *optional*, defaults to 128): Length in tokens to which sentences are truncated.
+        batch_size (`int`, *optional*, defaults to 64): Number of sentences per batch, B.
+
+    Returns:
+        `tuple`: `torch.Tensor` of shape `(N, D)`, float32 on the CPU, and the `list` of N lengths in tokens.
+    """
+    encoded = tokenizer(sentences, truncation=True, max_length=max_length, return_token_type_ids=False)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    order = sorted(range(len(sentences)), key=lengths.__getitem__)
+    result = torch.empty(len(sentences), model.config.hidden_size)
+    for start in range(0, len(order), batch_size):
+        places = order[start : start + batch_size]
+        inputs = {name: [values[place] for place in places] for name, values in encoded.items()}
+        batch = tokenizer.pad(inputs, return_tensors="pt").to(model.device)
+        with torch.no_grad():
+            states = model(**batch).last_hidden_state.float()  # (B, n, D)
+        weights = batch["attention_mask"][..., None]
+        mean = (states * weights).sum(1) / weights.sum(1)
+        result[places] = torch.nn.functional.normalize(mean, dim=-1).cpu()
+    return result, lengths
+
+
+def similarity(
+    model: Any, tokenizer: "PreTrainedTokenizerBase", pairs: "datasets.Dataset", dense: torch.Tensor | None = None
+) -> tuple[dict[str, float], torch.Tensor]:
+    """
+    How well the cosines of a model's embeddings rank the pairs of STS-B.
+
+    Args:
+        model (`PreTrainedModel`): Base model.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        pairs (`datasets.Dataset`): Sentence pairs in the columns `text`, `text_pair` and `label`.
+        dense (`torch.Tensor`, *optional*): Embeddings of the dense model.
+
+    Returns:
+        `tuple`: A `dict` with the fraction that the model's mask removes at its own length (`"sparsity"`) and on these
+        sentences (`"input_sparsity"`), the `"cosine"` of the embeddings with those of the dense model and its 5 %
+        quantile (`"cosine_5"`), and Spearman's correlation of the cosines of the pairs with their labels
+        (`"spearman"`); and the embeddings.
+    """
+    count = len(pairs)
+    embeddings, lengths = embed(model, tokenizer, [*pairs["text"], *pairs["text_pair"]])
+    cosines = (embeddings[:count] * embeddings[count:]).sum(-1)
+    mask = getattr(sparse_attention_of(model), "mask", None)
+    agreement = torch.ones(2 * count) if dense is None else (embeddings * dense).sum(-1)
+    return {
+        "sparsity": 0.0 if mask is None else mask.sparsity,
+        "input_sparsity": 0.0 if mask is None else input_sparsity(mask, lengths),
+        "cosine": agreement.mean().item(),
+        "cosine_5": agreement.quantile(0.05).item(),
+        "spearman": float(spearmanr(cosines, pairs["label"]).statistic),
+    }, embeddings

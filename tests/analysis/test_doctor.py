@@ -1,0 +1,131 @@
+"""`sparsebert doctor`, and the form that asks for it."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from sparsebert import build_pattern
+from sparsebert.analysis import doctor
+from sparsebert.analysis.doctor import Diagnosis, diagnose
+from sparsebert.attention.backends import BACKENDS
+from sparsebert.attention.choosing.self_check_results import FINISHED, Finding, Outcome, Setting
+from sparsebert.attention.kernels import cpu
+from sparsebert.commands import main
+from sparsebert.version import __version__
+
+
+ROOT = Path(__file__).parents[2]
+OUTCOME = Outcome(
+    Setting("float32", 64, padded=True),
+    {
+        "sparse_cpu": Finding(False, "output at 77 tokens is off by 1", {"output": {"error": 2.0, "allowed": 1.0}}),
+        "sparse_sdpa": Finding(True, milliseconds=0.5),
+    },
+)
+
+
+def test_doctor_on_a_cpu(tmp_path, capsys):
+    """Every backend that `sparse_auto` may choose on a CPU is compared and timed, in a real process."""
+    build_pattern("window", 32, 2).save_pretrained(tmp_path)
+    arguments = ["cpu", "--dtypes", "float32", "--head_sizes", "16", "--mask", str(tmp_path), "--length", "32"]
+    assert main(["doctor", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["sparsebert"] == __version__ and found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["cpu"] and found["machine"]["cores"] == os.cpu_count()
+    assert set(found["backends"]) == set(BACKENDS) and found["device"] == "cpu" and found["problems"] == []
+    assert found["backends"]["sparse_cpu"] is None and "CUDA" in found["backends"]["sparse_triton"]
+    phases = [
+        tuple(check["setting"][name] for name in ("padded", "dropout", "gradients")) for check in found["outcomes"]
+    ]
+    assert phases == list(doctor.PHASES)
+    for check in found["outcomes"]:
+        assert [check["setting"][name] for name in ("dtype", "head_size", "length")] == ["float32", 16, 32]
+        assert check["ended"] == FINISHED and set(check["backends"]) == {"sparse_cpu", "sparse_sdpa"}
+        for finding in check["backends"].values():
+            assert finding["right"] and finding["milliseconds"] > 0
+            assert all(each["error"] <= each["allowed"] for each in finding["errors"].values())
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """`checked(outcome)`: the outcome of every self-check."""
+
+    def make(outcome=OUTCOME):
+        monkeypatch.setattr(
+            doctor, "run_self_checks", lambda orders, timeout: [replace(outcome, setting=o.setting) for o in orders]
+        )
+
+    return make
+
+
+def test_what_is_wrong_is_said_and_exits_1(checked, capsys):
+    checked()
+    assert main(["doctor", "cpu", "--dtypes", "float32"]) == 1
+    printed = capsys.readouterr().out
+    assert "output at 77 tokens is off by 1" in printed and "2.00" in printed and "0.500" in printed
+    assert "problem: float32, heads of 64, padded: sparse_cpu: output at 77 tokens is off by 1" in printed
+
+
+def test_a_crash_is_said_and_exits_1(checked, capsys):
+    checked(Outcome(OUTCOME.setting, {}, "it was ended by SIGSEGV (at: sparse_cpu at 77 tokens)"))
+    assert main(["doctor", "cpu", "--dtypes", "float32"]) == 1
+    assert "it was ended by SIGSEGV (at: sparse_cpu at 77 tokens)" in capsys.readouterr().out
+
+
+def test_a_missing_compiler_is_a_problem(checked, monkeypatch, tmp_path):
+    """Where no library was installed either."""
+    checked(replace(OUTCOME, backends={"sparse_sdpa": Finding(True)}))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    caches = cpu.unavailable, cpu._operator
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        found = diagnose("cpu", ("float32",))
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert found.problems == [f"sparse_cpu: {found.backends['sparse_cpu']}"]
+    assert "there is no C++ compiler 'no-such-compiler'" in found.problems[0] and found.machine["compiler"] is None
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["mps"], "device must be one of 'cpu', 'cuda', got 'mps'"),
+        (["gpu"], "device must be a device of torch, such as cpu or cuda:0, got 'gpu'"),
+        (["cuda:99"], "CUDA devices or cpu, got 'cuda:99'"),
+        (["--dtypes", "float64"], "dtypes must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
+        (["--dtypes", "[]"], "dtypes must name at least one, got []"),
+        (["--head_sizes", "[]"], "head_sizes must name at least one, got []"),
+        (["--head_sizes", "0"], "head_sizes must be an integer from 1 to 1024, got 0"),
+        (["--length", "0"], "length must be an integer from 1"),
+        (["--timeout", "0"], "timeout must be a number of at least 1, got 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_doctor_refuses(arguments, said, capsys):
+    assert main(["doctor", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.out == ""
+
+
+def test_gpus_are_shown():
+    gpu = {"name": "NVIDIA X", "capability": "9.0", "memory_bytes": 1, "driver": None}
+    found = Diagnosis({"torch": None}, {"gpus": [gpu, gpu], "cpu features": ["avx2"]}, "cuda:1", {}, [OUTCOME], [])
+    text = "\n".join(table.markdown() for table in found.tables())
+    assert "| cuda:1 | name NVIDIA X, capability 9.0, memory_bytes 1, driver none |" in text
+
+
+def test_the_form_for_reports_asks_for_it():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text())
+    asked = {part["id"]: part for part in form["body"] if "id" in part}
+    assert "sparsebert doctor --json" in asked["doctor"]["attributes"]["description"]
+    assert asked["doctor"]["validations"]["required"] and asked["doctor"]["attributes"]["render"] == "json"
+    assert form["name"] and form["description"]

@@ -1,0 +1,200 @@
+"""Tables of runs, as texts."""
+
+from pathlib import Path
+
+import pytest
+
+from sparsebert.analysis.reporting.page_charts import scores
+from sparsebert.analysis.reporting.reports import read_metrics, report_tables
+from sparsebert.analysis.tables import Table, print_tables
+from sparsebert.files import write_metrics
+
+
+PRETRAINED = {
+    "search": "dam_s",
+    "sparsity": 0.9,
+    "positions": {"diagonal": 0.25, "offset_1": 0.75},
+    "mlm_loss": 5.5,
+    "mlm_accuracy": 0.125,
+    "seconds": 60.0,
+}
+FINETUNED = {
+    "task": "mrpc",
+    "mask": "bigbird",
+    "sparsity": 0.9,
+    "input_sparsity": 0.5,
+    "is_part": True,
+    "train_split": "train_part9",
+    "train_examples": 9,
+    "skipped": {"validation": "skipped 1 of 3 rows, the first: row 2"},
+    "main_metric": "f1",
+    "seeds": {"0": {}, "1": {}},
+    "splits": {
+        "validation": {
+            "accuracy": {"mean": 0.7, "std": 0.01},
+            "f1": {"mean": 0.8, "std": 0.02},
+            "best_f1_threshold": {"mean": -1.5, "std": 0.25},
+            "loss": {"mean": 1.0},
+        },
+        "test": {"seconds": {"mean": 1.0}},
+    },
+    "comparison": {
+        "baseline": "runs/dense",
+        "seeds": [0, 1],
+        "validation": {"difference": -0.011, "interval": [-0.03, 0.004]},
+    },
+    "train_seconds": 12.0,
+}
+
+
+def cells(table, row=0):
+    return dict(zip(table.columns, table.rows[row], strict=True))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, metrics in (("model", PRETRAINED), ("tuned", FINETUNED)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.json", metrics)
+    return [tmp_path / "model", tmp_path / "tuned"]
+
+
+def test_pretraining_and_finetuning_are_two_tables(folders):
+    pretraining, finetuning = report_tables(read_metrics(folders))
+    assert cells(pretraining) == {
+        "run": "model",
+        "removed": "90.0 %",
+        "P diag.": "0.25",
+        "P 1": "0.75",
+        "MLM loss": "5.500",
+        "MLM acc.": "12.5 %",
+        "seconds": "60",
+    }
+    assert cells(finetuning) == {
+        "run": "tuned",
+        "task": "mrpc*",
+        "split": "validation",
+        "mask": "bigbird",
+        "removed": "90.0 %",
+        "on inputs": "50.0 %",
+        "metric": "f1",
+        "score": "80.0 ± 2.0",
+        "others": "accuracy 70.0 ± 1.0, best_f1_threshold -1.5 ± 0.2",
+        "difference [95 %]": "-1.1 [-3.0, +0.4]",
+        "seeds": "2",
+        "train s": "12",
+    }
+    assert finetuning.notes[1:] == (
+        "* tuned: trained on a part, 9 examples of train_part9",
+        "tuned, validation: skipped 1 of 3 rows, the first: row 2",
+        "tuned: difference from runs/dense, paired by example and seed (0, 1)",
+    )
+
+
+def test_searches_in_trained_models_are_compared(tmp_path):
+    numbers = {"cosine": 0.94, "score": 0.84, "input_sparsity": 0.7}
+    learned = {"model": "m", "mask": None, "search": "dam_s", "task": "stsb", "seconds": {"total": 60.0}}
+    learned |= {"sparsity": {"dense": 0.0, "learned": 0.9}, "inference_seconds": {"dense": 3.0, "masked": 2.0}}
+    learned["agreement"] = {"dense": {"cosine": 1.0, "score": 0.86}, "learned": numbers}
+    learned["agreement"]["learned, recovered"] = numbers | {"cosine": 0.98, "score": 0.85}
+    given = {
+        "model": "m",
+        "mask": "window",
+        "search": None,
+        "task": None,
+        "seconds": {"total": 9.0},
+        "inference_seconds": None,
+    }
+    given |= {"sparsity": {"dense": 0.0, "given": 0.92}, "agreement": {"given": {"cosine": 0.9}}}
+    for name, metrics in (("learned", learned), ("given", given)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.json", metrics)
+    found = read_metrics([tmp_path / "learned", tmp_path / "given"])
+    (table,) = report_tables(found)
+    assert cells(table) == {
+        "run": "learned", "mask": "dam_s", "task": "stsb", "removed": "90.0 %", "on inputs": "70.0 %",
+        "cosine": "0.940", "cosine, recovered": "0.980", "score, dense": "86.0", "score": "84.0",
+        "score, recovered": "85.0", "speed-up": "1.50", "seconds": "60",
+    }  # fmt: skip
+    other = {name: value for name, value in cells(table, 1).items() if value}
+    assert other == {"run": "given", "mask": "window", "removed": "92.0 %", "cosine": "0.900", "seconds": "9"}
+    assert [text.split(":")[0] for text in table.notes[0].split("; ")] == ["cosine", "score", "speed-up"]
+    (alone,) = report_tables({path: run for path, run in found.items() if path.name == "given"})
+    assert alone.notes[0].startswith("cosine: ") and ";" not in alone.notes[0]
+    charted = scores({path.name: run for path, run in found.items()})["cosine with m, dense"]
+    assert [score.value for score in charted] == [0.98, 0.9]
+
+
+@pytest.mark.parametrize("change", [{"sparsity": None}, {"mlm_loss": "low"}, {"seconds": 10**400}])
+def test_damaged_metrics_are_refused(tmp_path, change):
+    write_metrics(tmp_path / "metrics.json", PRETRAINED | change)
+    with pytest.raises(ValueError, match="damaged"):
+        scores({tmp_path.name: read_metrics([tmp_path])[tmp_path]})
+
+
+def test_a_terminal_obeys_no_cell():
+    table = Table.of("Title", [{"run": "\x1b[31mred\x1b]0;title\x07"}], ["a\x1bb"])
+    assert table.rows == [["\ufffd[31mred\ufffd]0;title\ufffd"]] and table.notes == ("a\ufffdb",)
+
+
+def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
+    plain = {"probability_map": "softmax", "token_mixers": None}
+    other = {"probability_map": "topk", "token_mixers": ["sepconv", "sepconv", "attention"]}
+    for name, more in (("plain", plain), ("other", other)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.json", PRETRAINED | more)
+    (table,) = report_tables(read_metrics([tmp_path / "plain", tmp_path / "other"]))
+    found = [(row["map"], row["mixers"]) for row in (cells(table, 0), cells(table, 1))]
+    assert found == [("", ""), ("topk", "2 sepconv, 1 attention")]
+
+
+def test_markdown():
+    table = Table.of("Title", [{"run": "a", "x": "1", "empty": ""}, {"run": "b", "y": "2"}], ["note"])
+    assert table.markdown() == (
+        "**Title**\n\n| run | x | y |\n| --- | --- | --- |\n| a | 1 |  |\n| b |  | 2 |\n\nnote\n"
+    )
+
+
+def test_markdown_of_names_that_look_like_it():
+    table = Table("<b>", ["run"], [["a|b <img src=x>"], ["c\nd"]], ("R&D <i> | x",))
+    assert table.markdown() == (
+        "**&lt;b>**\n\n| run |\n| --- |\n| a\\|b &lt;img src=x> |\n| c d |\n\nR&amp;D &lt;i> \\| x\n"
+    )
+
+
+def test_the_present_folder_has_its_name(folders, monkeypatch):
+    monkeypatch.chdir(folders[0])
+    (table, *_) = report_tables(read_metrics(["."]))
+    assert table.columns[0] == "run" and table.rows[0][0] == Path(folders[0]).name
+
+
+def test_json():
+    table = Table("Title", ["run", "x"], [["a", "1"], ["b", ""]], ("note",))
+    assert table.as_json() == {
+        "title": "Title",
+        "rows": [{"run": "a", "x": "1"}, {"run": "b", "x": ""}],
+        "notes": ["note"],
+    }
+
+
+def test_tables_are_printed(folders, capsys):
+    print_tables(report_tables(read_metrics(folders)))
+    printed = capsys.readouterr().out
+    assert "Pre-training" in printed and "80.0 ± 2.0" in printed and "difference from runs/dense" in printed
+
+
+def test_tables_are_text(capsys):
+    print_tables([Table("Runs in [exp]", ["run"], [["[lr_1]/x :smile:"], ["[/usr] bad"]], ("from [a]",))])
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("Runs in [exp]", "[lr_1]/x :smile:", "[/usr] bad", "from [a]"))
+
+
+def test_runs_with_the_same_name_are_told_apart(folders):
+    found = next(iter(read_metrics(folders).values()))
+    (table, *_) = report_tables({Path("a/dense"): found, Path("b/dense"): found})
+    assert {row[0] for row in table.rows} == {"a/dense", "b/dense"}
+
+
+def test_a_folder_without_metrics(tmp_path):
+    with pytest.raises(FileNotFoundError, match="metrics.json: no such file; expected the output folder"):
+        read_metrics([tmp_path])

@@ -1,0 +1,123 @@
+"""Pictures are written without a display."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from sparsebert.analysis.importance import as_runs, head_groups, offset_profile, sketch
+from sparsebert.analysis.pictures import charts, importance_pictures
+from sparsebert.analysis.pictures.charts import plot_lines, plot_scores, plot_values
+from sparsebert.analysis.pictures.importance_pictures import (
+    plot_groups,
+    plot_mean_probs,
+    plot_offset_profile,
+    plot_sketch,
+)
+from sparsebert.analysis.pictures.mask_pictures import plot_gallery, plot_heads
+from sparsebert.masks.patterns import build_pattern
+
+
+pytest.importorskip("matplotlib")
+
+PNG = b"\x89PNG"
+
+
+def is_picture(path):
+    return path.read_bytes().startswith(PNG)
+
+
+def test_plots(tmp_path):
+    probs = torch.rand(3, 20, 20)
+    plot_heads(build_pattern("bigbird", 20, 3), tmp_path / "new" / "heads.png")
+    plot_heads(probs > 0.5, tmp_path / "table.png")
+    plot_heads(build_pattern("fixed_cycle", 20, 2, num_layers=3), tmp_path / "layers.png")
+    plot_mean_probs(probs.bfloat16().requires_grad_(), tmp_path / "mean.png")
+    plot_offset_profile(probs, tmp_path / "offsets.png")
+    plot_offset_profile(probs[:1, :5, :5], tmp_path / "short.pdf", "none")
+    plot_gallery(tmp_path / "gallery.png")
+    assert all(map(is_picture, tmp_path.rglob("*.png")))
+    assert len(list(tmp_path.rglob("*.png"))) == 6
+    assert (tmp_path / "short.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_the_pictures_show(monkeypatch):
+    figures = []
+    monkeypatch.setattr(importance_pictures, "save_figure", lambda figure, path: figures.append(figure))
+    probs = torch.rand(3, 20, 20)
+    for plot in (plot_mean_probs, plot_sketch, plot_offset_profile, plot_groups):
+        plot(probs, "any")
+    image, pooled = (torch.tensor(figure.axes[0].get_images()[0].get_array()) for figure in figures[:2])
+    torch.testing.assert_close(image, probs.mean(0))
+    torch.testing.assert_close(pooled, sketch(probs.mean(0)), check_dtype=False)
+    (line,) = (line for line in figures[2].axes[0].lines if line.get_label() == "mean over heads")
+    assert line.get_ydata() == pytest.approx(offset_profile(as_runs(probs), "first_last")[1].mean((0, 1, 2)))
+    means = [line.get_ydata()[0] for line in figures[3].axes[0].lines if line.get_marker() == "D"]
+    assert means == pytest.approx([values.mean() for values in head_groups(as_runs(probs), "first_last").values()])
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 2, 3, 20, 20)])
+def test_runs_and_layers(tmp_path, shape):
+    probs = torch.rand(shape)
+    for plot in (plot_mean_probs, plot_sketch, plot_groups, plot_offset_profile):
+        plot(probs, tmp_path / plot.__name__)
+    assert len(list(tmp_path.glob("*.svg"))) == 4
+    assert all(map(is_picture, tmp_path.glob("*.png")))
+    assert "</svg>" in (tmp_path / "plot_groups.svg").read_text()
+
+
+def test_a_mask_longer_than_its_panel_keeps_thin_lines(tmp_path):
+    """One diagonal of 1024 tokens on some 300 pixels: no row of them may be all black."""
+    image = pytest.importorskip("matplotlib.image")
+    plot_heads(torch.eye(1024, dtype=torch.bool)[None], tmp_path / "eye.png")
+    pixels = image.imread(tmp_path / "eye.png")[..., 0]
+    black = (pixels < 0.5).mean(1) > 0.4  # rows within the panel
+    inside = pixels[black.nonzero()[0][3] : black.nonzero()[0][-3]]
+    columns = (inside < 0.5).mean(0) > 0.9
+    assert (inside[:, columns.nonzero()[0][3] : columns.nonzero()[0][-3]].max(1) > 0.02).mean() > 0.95
+
+
+def test_bad_shapes(tmp_path):
+    for plot in (plot_mean_probs, plot_sketch, plot_groups, plot_offset_profile):
+        with pytest.raises(ValueError, match="probs must have shape \\(H, n, n\\).*got \\(4, 4\\)"):
+            plot(torch.rand(4, 4), tmp_path / "bad.png")
+    with pytest.raises(ValueError, match="mask_or_table must have shape"):
+        plot_heads(torch.ones(4, 4, dtype=torch.bool), tmp_path / "bad.png")
+    with pytest.raises(ValueError, match="no position outside special_tokens"):
+        plot_offset_profile(torch.rand(1, 2, 2), tmp_path / "bad.png")
+    with pytest.raises(ValueError, match="a sketch needs at least 16 tokens, got 10"):
+        plot_sketch(torch.rand(1, 10, 10), tmp_path / "bad.png")
+    assert not (tmp_path / "bad.png").exists()
+
+
+@pytest.mark.parametrize("published", [None, 0.5])
+def test_charts(tmp_path, published):
+    lines = {"dense": [(0, 0.9, None)], "star": [(2, 0.5, None), (1, 0.25, published)], "band": [(1, 0.3, published)]}
+    plot_lines(lines, tmp_path / "lines.png", "Title", "depth", "accuracy", percent="y")
+    curves = {"learned": ([0.5, 0.9], [0.8, 0.7], [None, 0.01]), "random": ([0.5], [0.6], [None])}
+    plot_scores(curves, tmp_path / "scores.png", "accuracy", "Title", dense=published)
+    assert is_picture(tmp_path / "lines.png") and is_picture(tmp_path / "scores.png")
+    panels = {"before": {"long": [0.5, 0.7], "short": [0.9]}, "after": {"long": [0.95]}}
+    plot_values(panels, tmp_path / "values.png", "Title", "short")
+    assert is_picture(tmp_path / "values.png")
+
+
+@pytest.mark.parametrize("number, places", [(1, {0: 1}), (3, {0: 3}), (4, {0: 2, 1: 2}), (5, {0: 3, 1: 2})])
+def test_at_most_three_panels_stand_beside_each_other(tmp_path, monkeypatch, number, places):
+    drawn = []
+    monkeypatch.setattr(charts, "save_figure", lambda figure, path: drawn.append(figure.axes))
+    plot_values({f"panel {i}": {"a": [0.5]} for i in range(number)}, tmp_path / "values.png", "Title", "a")
+    (axes,) = drawn
+    assert [axis.get_xlabel() for axis in axes] == [f"panel {i}" for i in range(number)]
+    assert Counter(axis.get_subplotspec().rowspan.start for axis in axes) == places
+
+
+def test_lines_that_share_points_are_drawn_beside_each_other(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(charts, "save_figure", lambda figure, path: drawn.append(figure.axes[0].lines))
+    shared = {name: [(1, 0.5, None), (2, 1.0, None)] for name in ("a", "b", "c")}
+    charts.plot_lines(shared, tmp_path / "lines.png", "Title", "depth", "accuracy")
+    charts.plot_lines({"a": [(1, 0.5, None)], "b": [(1, 0.6, None)]}, tmp_path / "lines.png", "Title", "depth", "")
+    together, apart = ([line.get_xdata().tolist() for line in lines] for lines in drawn)
+    assert len({xs[0] for xs in together}) == 3 and all(abs(x - round(x)) < 0.2 for xs in together for x in xs)
+    assert apart == [[1.0], [1.0]]

@@ -1,0 +1,368 @@
+"""The web page of a report: its data are the masks, texts stay texts, and a reader without a mouse gets around."""
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsebert import SparseMask, build_pattern
+from sparsebert.analysis.importance import offset_profile
+from sparsebert.analysis.reporting.page_charts import WIDTH, score_figures, scores
+from sparsebert.analysis.reporting.page_masks import TILES, mask_data
+from sparsebert.analysis.reporting.web_page import PageMask, make_page
+from sparsebert.analysis.saved_runs import SavedMask
+from sparsebert.commands import main
+from sparsebert.files import replace_files, write_metrics
+from sparsebert.masks.compiled_forms import base_table
+from sparsebert.masks.tiles import tile_shares
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;"
+FINETUNED = {
+    "task": "mrpc",
+    "mask": "window",
+    "sparsity": 0.9,
+    "input_sparsity": 0.8,
+    "is_part": False,
+    "main_metric": "f1",
+    "seeds": {"0": {"folder": "seed-0"}, "1": {"folder": "seed-1"}},
+    "splits": {"validation": {"f1": {"mean": 0.8, "std": 0.02}}},
+    "train_seconds": 240.0,
+}
+VOID = {"meta", "img", "br", "input", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, each with its attributes and text, and whether all that was opened was closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes), []))
+        if tag not in VOID:
+            self.open.append((tag, self.elements[-1][2]))
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes), []))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        for _, texts in self.open:
+            texts.append(data)
+
+    def all(self, tag):
+        return [(attributes, "".join(texts)) for name, attributes, texts in self.elements if name == tag]
+
+    @property
+    def data(self):
+        (text,) = (text for attributes, text in self.all("script") if attributes.get("type") == "application/json")
+        return json.loads(text)
+
+
+def some_masks():
+    """Masks of every form, with heads that differ, special tokens and diagonals."""
+    keep = torch.rand(2, 3, 37) < 0.3
+    table = torch.rand(2, 3, 37, 37) < 0.2
+    table[1, 2] = table[0, 0]
+    return {
+        "offsets": SparseMask(keep[..., :20], 37, form="offsets", special_tokens="first_last"),
+        "blocks": SparseMask(keep[..., :5], 37, form="blocks", block_size=8, special_tokens="first", diagonal=False),
+        "table": SparseMask(table, 37, diagonal=True),
+        "shared": build_pattern("bigbird", 64, 4),
+    }
+
+
+def page_mask(name, mask, **fields):
+    return PageMask(name, SavedMask(name, mask, None), **fields)
+
+
+def unpacked(text):
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+
+
+def decoded(data):
+    """The mask of each head, `(L, H, n, n)`, from what a page holds."""
+    size, keep = data["size"], unpacked(data["picture"]).reshape(len(data["removed"]), -1)
+    bits = np.unpackbits(keep, axis=1, bitorder="little")
+    if data["kind"] == "entries":
+        tables = bits[:, : size**2].reshape(-1, size, size)
+    else:
+        place = np.arange(size) // (data["block_size"] or 1)
+        parameter = abs(place[:, None] - place)
+        padded = np.pad(bits, ((0, 0), (0, size)))
+        tables = padded[:, parameter]
+    tables = tables.astype(bool)
+    for token in {"none": [], "first": [0], "first_last": [0, -1]}[data["special_tokens"]]:
+        tables[:, token] = tables[:, :, token] = True
+    if data["diagonal"] is not None:
+        tables[:, range(size), range(size)] = data["diagonal"]
+    return tables[np.array(data["heads"])]
+
+
+@pytest.mark.parametrize("name, mask", some_masks().items(), ids=list(some_masks()))
+def test_the_data_of_a_page_are_the_mask(name, mask):
+    (data,) = Page(make_page([page_mask(name, mask)], {})).data
+    table = mask.to_table()
+    assert (data["name"], data["kind"], data["step"]) == (name, "entries" if mask.form == "table" else "toeplitz", 1)
+    assert np.array_equal(decoded(data), table.numpy())
+    profiles = unpacked(data["profile"]).reshape(len(data["removed"]), -1)
+    expected = offset_profile(table, mask.special_tokens)[1][0]
+    for layer, heads in enumerate(data["heads"]):
+        for head, which in enumerate(heads):
+            assert data["removed"][which] == pytest.approx(1 - table[layer, head].float().mean().item())
+            assert profiles[which] / 255 == pytest.approx(expected[layer, head], abs=1 / 255)
+            base = base_table(mask, mask.length)[layer, head][None]
+            assert [data["tiles"][str(side)][which] for side in TILES] == [
+                tile_shares(base, side)[0] for side in TILES
+            ]
+
+
+def test_equal_heads_are_stored_once():
+    data = mask_data("table", some_masks()["table"])
+    assert data["heads"] == [[0, 1, 2], [3, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    "mask, room",
+    [
+        (SparseMask(torch.rand(1, 4, 100, 100) < 0.3, 100, special_tokens="first"), 2000),
+        (SparseMask(torch.rand(1, 1, 1100) < 0.1, 1100, form="offsets"), 2**20),
+    ],
+    ids=["no room", "long"],
+)
+def test_what_is_too_large_is_drawn_in_cells(mask, room):
+    data = mask_data("mask", mask, room)
+    cells = unpacked(data["picture"])
+    assert data["kind"] == "cells" and data["step"] > 1 and len(cells) <= room
+    cells = cells.reshape(-1, data["size"], data["size"])
+    for head, table in zip(cells, mask.to_table()[0].numpy(), strict=True):
+        for row in (0, 1, data["size"] - 1):
+            for column in (0, 3, data["size"] - 1):
+                rows, columns = (slice(place * data["step"], (place + 1) * data["step"]) for place in (row, column))
+                share = table[rows, columns].mean()
+                assert head[row, column] / 255 == pytest.approx(share, abs=1 / 255)
+                assert (head[row, column] == 0) == (share == 0) and (head[row, column] == 255) == (share == 1)
+
+
+def test_numbers_of_a_mask_that_is_longer_than_its_picture_are_those_of_the_mask():
+    mask = build_pattern("window", 5000, 1, window_size=64)
+    data = mask_data("long", mask)
+    assert data["drawn"] == 4096 and data["removed"] == [mask.sparsity]
+    for side in TILES:
+        assert data["tiles"][side] == [tile_shares(base_table(mask, 5000)[0], side)[0]]
+
+
+def test_a_page_is_sound_and_asks_for_nothing():
+    masks = [page_mask(name, mask, verdict="yes: it does", facts="all") for name, mask in some_masks().items()]
+    text = make_page(masks, {Path("a"): FINETUNED, Path("b"): FINETUNED})
+    page = Page(text)
+    assert not page.open
+    names = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
+    assert len(names) == len(set(names))
+    for attribute in ("for", "aria-labelledby"):
+        assert {value[attribute] for _, value, _ in page.elements if attribute in value} <= set(names)
+    fields = {attributes["id"] for tag in ("select", "input") for attributes, _ in page.all(tag)}
+    assert fields == {attributes["for"] for attributes, _ in page.all("label")}
+    headings = [int(tag[1]) for tag, _, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert headings[0] == 1 and headings.count(1) == 1
+    assert all(after <= before + 1 for before, after in zip(headings, headings[1:], strict=False))
+    tables = [attributes for attributes, _ in page.all("table")]
+    assert len(page.all("caption")) == sum("aria-labelledby" not in attributes for attributes in tables)
+    assert all(attributes.get("scope") in ("col", "row") for attributes, _ in page.all("th"))
+    assert not [attributes for _, attributes, _ in page.elements if {"src", "href", "style"} & set(attributes)]
+    assert not re.search(r"url\(|@import|fetch\(|import\s*\(|eval\(|innerHTML", text)
+    (policy,) = (value["content"] for value, _ in page.all("meta") if "http-equiv" in value)
+    digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for _, part in (
+        page.all("style")[0], page.all("script")[1]
+    )]  # fmt: skip
+    assert policy == f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'"
+
+
+def test_texts_stay_texts():
+    mask = build_pattern("window", 16, 2).replace(metadata={"pattern": HOSTILE})
+    metrics = FINETUNED | {"task": HOSTILE, "mask": HOSTILE, "main_metric": "f1"}
+    plain = Page(make_page([page_mask("mask", mask)], {Path("a"): FINETUNED, Path("b"): FINETUNED}))
+    hostile = Page(
+        make_page(
+            [page_mask(HOSTILE, mask, verdict=HOSTILE, facts=HOSTILE)],
+            {Path(HOSTILE): metrics, Path(f"{HOSTILE}2"): metrics},
+        )
+    )
+    assert hostile.data[0]["name"] == HOSTILE
+    assert len(hostile.all("script")) == 2 and not hostile.all("img")
+    assert not [name for _, value, _ in hostile.elements for name in value if name.startswith("on")]
+    # A verdict and facts give a column and nothing else.
+    extra = [tag for tag, _, _ in hostile.elements if tag not in ("th", "td")]
+    assert extra == [tag for tag, _, _ in plain.elements if tag not in ("th", "td")]
+
+
+def test_runs_of_one_name_are_told_apart():
+    page = Page(make_page([], {Path("a/run"): FINETUNED, Path("b/run"): FINETUNED}))
+    assert [entry.split(":")[0].strip() for _, entry in page.all("li")] == ["a/run", "b/run"]
+
+
+def test_without_masks_there_is_nothing_to_draw():
+    page = Page(make_page([], {Path("dense"): FINETUNED}))
+    assert page.data == [] and "None of the runs has a mask" in page.all("main")[0][1]
+    assert "zoom" not in [attributes.get("id") for _, attributes, _ in page.elements]
+
+
+def test_scores_are_grouped_by_what_was_measured():
+    pretrained = {"mlm_loss": 5.5, "sparsity": 0.5, "seconds": 60.0}
+    glue = {"glue": {"mrpc": FINETUNED, "rte": FINETUNED | {"task": "rte"}}}
+    bad = FINETUNED | {"splits": {"validation": {"f1": {"mean": float("nan")}}}}
+    found = scores({"one": FINETUNED, "all": glue, "first": pretrained, "diverged": bad})
+    assert {what: [score.run for score in group] for what, group in found.items()} == {
+        "mrpc, validation: f1 in %": ["one", "all"],
+        "rte, validation: f1 in %": ["all"],
+        "pre-training: loss on masked words (lower is better)": ["first"],
+    }
+    score = found["mrpc, validation: f1 in %"][0]
+    assert (score.value, score.deviation, score.sparsity, score.seconds) == (80.0, 2.0, 0.9, 240.0)
+
+
+def test_a_chart_has_axes_units_and_bars():
+    other = FINETUNED | {"sparsity": 0.0, "splits": {"validation": {"f1": 0.7}}, "train_seconds": 900.0}
+    ((what, found),) = scores({"sparse": FINETUNED, "dense": other}).items()
+    text = score_figures(what, found)
+    page = Page(text)
+    against_sparsity, against_time = (text for attributes, text in page.all("svg") if "aria-label" in attributes)
+    assert "sparsity: entries of the mask removed, in %" in against_sparsity and "f1 in %" in against_sparsity
+    assert "training time in minutes" in against_time
+    assert text.count('class="bar"') == 2  # one of the two has several seeds, in two charts
+    numbers = [attributes for attributes, _ in page.all("text") if attributes.get("class") == "number"]
+    # The last mark of the second chart is at its right end, where there is no room beside it.
+    assert [attributes["text-anchor"] for attributes in numbers] == ["start", "start", "start", "end"]
+    assert all(0 < float(attributes["x"]) < WIDTH for attributes in numbers)
+    assert [entry.strip() for _, entry in page.all("li")] == [
+        "sparse: 80 ± 2, 90.0 % removed, 4 minutes of training",
+        "dense: 70, 0.0 % removed, 15 minutes of training",
+    ]
+
+
+def test_runs_without_a_time_have_no_chart_of_it():
+    pretrained = {"mlm_loss": 5.5, "sparsity": 0.5}
+    ((what, found),) = scores({"one": pretrained | {"seconds": 60.0}, "other": pretrained}).items()
+    page = Page(score_figures(what, found))
+    assert len([attributes for attributes, _ in page.all("svg") if "aria-label" in attributes]) == 1
+    assert [entry.strip() for _, entry in page.all("li")] == [
+        f"{name}: 5.5, 50.0 % removed" for name in ("one", "other")
+    ]
+
+
+# The command
+
+
+@pytest.fixture
+def mask_folder(tmp_path):
+    build_pattern("window", 32, 2).save_pretrained(tmp_path / "mask")
+    return tmp_path / "mask"
+
+
+def test_a_mask_alone(mask_folder, capsys):
+    assert main(["report", str(mask_folder)]) == 0
+    assert "offsets" in capsys.readouterr().out
+    assert main(["report", str(mask_folder), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)[str(mask_folder)]
+    assert content["form"] == "offsets" and content["metadata"]["pattern"] == "window"
+
+
+@pytest.mark.parametrize("flag", ["-o", "--output"])
+def test_the_page_of_a_mask_and_a_run(mask_folder, tmp_path, capsys, flag):
+    (tmp_path / "dense").mkdir()
+    write_metrics(tmp_path / "dense/metrics.json", FINETUNED)
+    output = tmp_path / "new" / "report.html"
+    assert main(["report", str(mask_folder), str(tmp_path / "dense"), flag, str(output)]) == 0
+    assert f"written: {output}" in capsys.readouterr().out
+    page = Page(output.read_text(encoding="utf-8"))
+    assert [mask["name"] for mask in page.data] == ["mask"]
+    text = page.all("main")[0][1]
+    assert "O(n) Connections, Theorem 1" in text and "80.0 ± 2.0" in text
+
+
+def test_masks_of_one_name_and_of_seeds(tmp_path):
+    """Those of seeds in a folder of their settings, too, but none outside the folder of the run."""
+    folders = ("seed-0", "seed-1", "rate=1/seed-2", "../elsewhere", str(tmp_path / "elsewhere"))
+    for name, seed in zip(folders, (0, 0, 1, 2, 2), strict=True):
+        build_pattern("random", 16, 2, seed=seed).save_pretrained(tmp_path / "run" / name)
+    seeds = {str(number): {"folder": folder} for number, folder in enumerate(folders)}
+    write_metrics(tmp_path / "run/metrics.json", FINETUNED | {"seeds": seeds})
+    build_pattern("window", 16, 2).save_pretrained(tmp_path / "seed-0")
+    output = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "run"), str(tmp_path / "seed-0"), "-o", str(output)]) == 0
+    names = [mask["name"] for mask in Page(output.read_text(encoding="utf-8")).data]
+    assert names == [str(tmp_path / "run/seed-0"), "seed-2", str(tmp_path / "seed-0")]
+
+
+def test_a_page_that_exists_stays(mask_folder, tmp_path, capsys):
+    output = tmp_path / "report.html"
+    output.write_text("mine")
+    assert main(["report", str(mask_folder), "-o", str(output)]) == 2
+    assert "exists: choose another, or pass --overwrite true" in capsys.readouterr().err
+    assert output.read_text() == "mine"
+    assert main(["report", str(mask_folder), "-o", str(output), "--overwrite"]) == 0
+    assert output.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    "output, said",
+    [
+        ("report.txt", "output must be the name of an .html file, got '"),
+        ("folder.html", "is a folder: name a file in it"),
+        ("file/report.html", "is not a folder"),
+    ],
+)
+def test_where_no_page_can_be_written(mask_folder, tmp_path, capsys, output, said):
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(mask_folder), "-o", str(tmp_path / output)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"'.*nothing/a\.html'$"):
+        replace_files({tmp_path / "nothing" / "a.html": b""})
+
+
+@pytest.mark.parametrize(
+    "files, said",
+    [
+        ({}, "holds neither metrics.json nor a mask"),
+        ({"metrics.json": "{"}, "metrics.json: damaged or not JSON"),
+        ({"metrics.json": "[]"}, "metrics.json: not the metrics of a pre-training"),
+        (
+            {"metrics.json": '{"rouge": 30.0, "sparsity": 0.5}'},
+            "not the metrics of a pre-training, a fine-tuning, a GLUE run, a search or a translation",
+        ),
+        ({"metrics.json": '{"sparsity": "x", "positions": {}, "seconds": 1}'}, "its metrics are incomplete"),
+        ({"mask_config.json": "{}", "mask.safetensors": ""}, "mask_config.json"),
+    ],
+    ids=["empty", "no JSON", "a list", "another kind", "a text", "damaged mask"],
+)
+@pytest.mark.parametrize("with_page", [False, True], ids=["table", "page"])
+def test_what_cannot_be_reported(tmp_path, capsys, files, said, with_page):
+    folder, output = tmp_path / "given", tmp_path / "report.html"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert main(["report", str(folder), *(["-o", str(output)] if with_page else [])]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1 and not output.exists()
+
+
+def test_overwrite_goes_with_a_page(mask_folder, capsys):
+    assert main(["report", str(mask_folder), "--overwrite"]) == 2
+    assert "--overwrite needs --output" in capsys.readouterr().err

@@ -1,0 +1,949 @@
+"""
+Every backend against dense attention in float64, forward and gradients, and what a backend must refuse.
+
+The tests follow the registries: a new backend, pattern or search is in them without a change here. What a backend is
+expected to refuse is taken from its row.
+
+Letters: B batch, H heads, n queries, m keys, d head size.
+"""
+
+import functools
+import itertools
+import math
+import random
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from conftest import TINY
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
+
+from sparsebert import (
+    PATTERNS,
+    SEARCHES,
+    SparseBertConfig,
+    SparseBertForMaskedLM,
+    SparseBertLMHeadModel,
+    SparseBertModel,
+    SparseMask,
+    build_pattern,
+    sparse_dot_product_attention,
+)
+from sparsebert.attention.backends import BACKENDS, refusal
+from sparsebert.attention.capabilities import WANTED, Request
+from sparsebert.attention.choosing.choice import ATTENTION_NAMES, CHOICES
+from sparsebert.attention.interface import sparse_attention_forward
+from sparsebert.attention.kernels import sdpa
+from sparsebert.masks.sparse_mask import SPECIAL_TOKENS
+
+
+HEADS = 4
+TRAINING = Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True, padded=True)
+
+
+def serving(**fields):
+    """The backends whose rows do not refuse a request like `TRAINING` with these fields."""
+    request = replace(TRAINING, **fields)
+    return [name for name in BACKENDS if refusal(name, request) is None]
+
+
+NAMES = [*serving(), *CHOICES]
+ADDITIVE_NAMES = [*serving(needs=frozenset({"additive"})), *CHOICES]
+
+
+def reference(query, key, value, keep):
+    """softmax over the kept keys, row by row; `keep` is `(B, H, n, m)`, the output `(B, H, n, d)`."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    rows = []
+    for b in range(query.shape[0]):
+        for h in range(query.shape[1]):
+            for i in range(query.shape[2]):
+                keys = keep[b, h, i].nonzero()[:, 0]
+                live = scores[b, h, i, keys].softmax(-1) @ value[b, h, keys]
+                rows.append(live if len(keys) else torch.zeros_like(value[b, h, 0]))
+    return torch.stack(rows).view(query.shape)
+
+
+def dense(query, key, value, keep, factors=1.0):
+    """The same as one formula, in the inputs' dtype; the probabilities times `factors` (those of dropout)."""
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~keep, -1e4)
+    return scores.softmax(-1) * keep * factors @ value
+
+
+def with_gradients(function, query, key, value, grad, dtype=None):
+    """Output and gradients of query, key and value, in `dtype`; inputs keep their strides."""
+    leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in (query, key, value)]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+def assert_as_good_as_plain(results, query, key, value, grad, keep, factors=1.0, about="", units=4):
+    """The 2x rule: at most twice plain PyTorch's error against float64, plus a few units in the last place."""
+
+    def formula(*inputs):
+        return dense(*inputs, keep, factors)
+
+    truth = with_gradients(formula, query, key, value, grad, torch.float64)
+    plain = with_gradients(formula, query, key, value, grad)
+    # Relative to the largest number, since a gradient of 0 is a difference of larger numbers.
+    unit = torch.finfo(query.dtype).eps * max(1.0, *(want.abs().max().item() for want in truth))
+    for what, got, want, other in zip(("output", "query", "key", "value"), results, truth, plain, strict=True):
+        assert got.dtype == query.dtype and got.isfinite().all(), (about, what)
+        error, allowed = (got - want).abs().max().item(), (other - want).abs().max().item()
+        assert error <= 2 * allowed + units * unit, (about, what, error, allowed, unit)
+    # Without a live key, the output is exactly 0 and gets no gradient.
+    empty, unseen = ~keep.any(-1), ~keep.any(-2)
+    assert (results[0][empty] == 0).all() and (results[1][empty] == 0).all(), about
+    assert (results[2][unseen] == 0).all() and (results[3][unseen] == 0).all(), about
+
+
+def test_the_formula_equals_the_loop():
+    query, key, value, grad = torch.randn(4, 2, HEADS, 9, 8, dtype=torch.float64).unbind(0)
+    keep = torch.rand(2, HEADS, 9, 9) < 0.4
+    keep[0, 1, 2], keep[1, :, :, 4] = False, False
+    results = [
+        with_gradients(lambda *inputs, function=function: function(*inputs, keep), query, key, value, grad)
+        for function in (dense, reference)
+    ]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# The grid: backends x masks x lengths x paddings x dropout, other choices drawn
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Output memory that a kernel leaves unwritten holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+MASKS = [*PATTERNS, *SEARCHES, "per head", "empty rows"]
+LENGTHS = (1, 7, 63, 64, 100, 128, 257, 512)
+PADDINGS = ("none", "right", "left", "mixed", "holes", "nothing real")
+HEAD_SIZES = (8, 20, 32, 64, 128)
+DROPOUTS = (0.0, 0.125)  # a multiple of 1/65536, which sparse_triton rounds to
+LAYOUTS = ("contiguous", "heads last", "one projection", "strided")
+BLOCK_SIZE = 16
+
+
+@functools.cache
+def able(name, device, field, values):
+    """The values of a field of a request that a backend serves, or all if it refuses any."""
+    request = replace(TRAINING, device=device, head_size=64)
+    return [v for v in values if refusal(name, replace(request, **{field: v})) is None] or values
+
+
+@functools.cache
+def special_tokens_of(mask):
+    if mask in SEARCHES:
+        return SEARCHES[mask].special_tokens
+    return build_pattern(mask, 17, 1).special_tokens if mask in PATTERNS else "first"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    device: str
+    mask: str
+    length: int
+    padding: str
+    dropout: float
+    head_size: int
+    dtype: torch.dtype
+    layout: str
+    causal: bool
+    diagonal: bool | None
+    last_token: str
+    mask_length: int
+
+
+def draw(name, device, mask, length, padding=None, dropout=None):
+    """A case of the grid. Whatever is not given is drawn at random, with the arguments as the seed."""
+    rng = random.Random(f"{name} {mask} {length} {padding} {dropout}")
+    return Case(
+        name,
+        device,
+        mask,
+        length,
+        padding or rng.choice(PADDINGS),
+        rng.choice(able(name, device, "dropout", DROPOUTS)) if dropout is None else dropout,
+        rng.choice(able(name, device, "head_size", HEAD_SIZES)),
+        rng.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16)),
+        rng.choice(LAYOUTS),
+        rng.random() < 0.25 and special_tokens_of(mask) != "first_last",
+        rng.choice((None, None, True, False)),
+        rng.choice(("real", "real", "position")),
+        max(length + rng.choice((0, 0, 9)), 17),  # patterns need some tokens
+    )
+
+
+def make_mask(case, num_heads=2):
+    length = case.mask_length
+    fields = {"last_token": case.last_token}
+    if case.diagonal is not None:
+        fields["diagonal"] = case.diagonal
+    if case.mask in PATTERNS:
+        return build_pattern(case.mask, length, num_heads, num_layers=2).replace(**fields)
+    if case.mask in SEARCHES:
+        form, fields["special_tokens"] = SEARCHES[case.mask].frozen_form, special_tokens_of(case.mask)
+        if form == "offsets":
+            return SparseMask(torch.rand(num_heads, length) < 0.1, length, form, **fields)
+        if form == "blocks":
+            keep = torch.rand(num_heads, -(-length // BLOCK_SIZE)) < 0.3
+            return SparseMask(keep, length, form, BLOCK_SIZE, **fields)
+        table = torch.rand(num_heads, length, length) < 0.2
+        return SparseMask(table | table.mT, length, form, **fields)
+    table = torch.rand(num_heads, length, length) < torch.tensor([0.03, 0.7])[:, None, None]
+    if case.mask == "empty rows":
+        table[0] = False
+        table[:, ::3] = False
+        return SparseMask(table, length)
+    return SparseMask(table, length, special_tokens="first", **fields)
+
+
+def make_padding(case):
+    """Bool `(B, n)` or `None`: a full sequence, shorter ones, one of a single token."""
+    length = case.length
+    if case.padding == "none":
+        return None
+    if case.padding == "holes":
+        padding = torch.rand(3, length) < 0.6
+        padding[0, 0] = padding[1, -1] = False
+        return padding
+    padding = torch.arange(length) < torch.tensor([length, -(-2 * length // 3), 1])[:, None]
+    if case.padding == "nothing real":
+        padding[1] = False
+    if case.padding == "mixed":
+        return torch.stack([padding[1], padding[1].flip(0), padding[0] & padding[1].roll(length // 6)])
+    return padding.flip(1) if case.padding == "left" else padding
+
+
+def kept(mask, length, padding=None, causal=False, layer=0, batch=2):
+    """Brute force: which keys each query may see, bool `(B, H, n, n)`."""
+    tables = []
+    for b in range(batch if padding is None else len(padding)):
+        table = mask.structure(length)[layer].clone()
+        real = list(range(length)) if padding is None else padding[b].nonzero()[:, 0].tolist()
+        special = real[:1] if mask.special_tokens != "none" else []
+        if mask.special_tokens == "first_last" and real:
+            special.append(real[-1] if mask.last_token == "real" else length - 1)
+        for position in special:
+            table[:, position] = table[:, :, position] = True
+        if mask.diagonal is not None:
+            table.diagonal(dim1=-2, dim2=-1).fill_(mask.diagonal)
+        table = table.tril() if causal else table
+        padded = torch.ones(length, dtype=torch.bool)
+        padded[real] = False
+        table[:, padded] = table[:, :, padded] = False
+        tables.append(table)
+    return torch.stack(tables)
+
+
+def laid_out(case, batch, num_heads=2):
+    """Query, key, value and a gradient `(B, H, n, d)` in one of the memory orders that callers have."""
+    length, size = case.length, case.head_size
+    if case.layout == "contiguous":
+        tensors = torch.randn(4, batch, num_heads, length, size, dtype=case.dtype).unbind(0)
+    elif case.layout == "heads last":
+        tensors = torch.randn(4, batch, length, num_heads, size, dtype=case.dtype).transpose(2, 3).unbind(0)
+    elif case.layout == "one projection":
+        tensors = torch.randn(batch, length, num_heads, 4 * size, dtype=case.dtype).transpose(1, 2).chunk(4, -1)
+    else:
+        tensors = torch.randn(4, batch, num_heads, size, length, dtype=case.dtype).mT.unbind(0)
+    return [tensor.to(case.device) for tensor in tensors]
+
+
+def attend(case, mask, padding, query, key, value):
+    torch.manual_seed(7)
+    return sparse_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        padding,
+        layer=mask.num_layers - 1,
+        dropout_p=case.dropout,
+        is_causal=case.causal,
+        backend=case.name,
+    )
+
+
+def dropout_factors(case, mask, padding, keep):
+    """The factor that dropout applied to each probability, read from uniform probabilities and one-hot values."""
+    width = case.head_size
+    batch, num_heads, length = keep.shape[:3]
+    zeros = torch.zeros(batch, num_heads, length, width, dtype=case.dtype, device=case.device)
+    unit = torch.eye(length, -(-length // width) * width, dtype=case.dtype, device=case.device)
+    columns = [
+        attend(case, mask, padding, zeros, zeros, part.expand(batch, num_heads, -1, -1).contiguous())
+        for part in unit.split(width, dim=1)
+    ]
+    probabilities = torch.cat(columns, dim=-1)[..., :length].double()
+    factors = probabilities * keep.sum(-1, keepdim=True)
+    kept_ones, factor = factors > 0.5, 1 / (1 - case.dropout)
+    wanted = kept_ones.double() * factor
+    assert (kept_ones <= keep).all() and (factors - wanted).abs().max() < 0.02, case
+    number = int(keep.sum())
+    share = 1 - int(kept_ones.sum()) / max(number, 1)
+    assert abs(share - case.dropout) < 6 * (case.dropout * (1 - case.dropout) / max(number, 1)) ** 0.5 + 1e-9, case
+    return wanted.to(case.dtype)
+
+
+def check(case):
+    mask, padding = make_mask(case), make_padding(case)
+    query, key, value, grad = laid_out(case, 2 if padding is None else len(padding))
+    shape = (*query.shape[:3], *key.shape[2:])
+    flags = {"gradients": True, "padded": padding is not None, "causal": case.causal}
+    reason = refusal(case.name, Request(case.device, case.dtype, *shape, case.dropout > 0, **flags))
+    on_device = None if padding is None else padding.to(case.device)
+    if reason is not None:
+        with pytest.raises(ValueError, match=re.escape(f"{case.name} cannot run here: {reason}. Use ")):
+            attend(case, mask, on_device, query.requires_grad_(), key, value)
+        return
+    keep = kept(mask, case.length, padding, case.causal, mask.num_layers - 1, len(query)).to(case.device)
+    results = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
+    factors = 1.0
+    if case.dropout:
+        with torch.no_grad():
+            factors = dropout_factors(case, mask, on_device, keep)
+        again = with_gradients(lambda *inputs: attend(case, mask, on_device, *inputs), query, key, value, grad)
+        # With the same numbers dropped the same to rounding, with others nothing like it.
+        bound = 4 * torch.finfo(case.dtype).eps * max(values.double().norm() for values in results)
+        assert all((got - other).double().norm() <= bound for got, other in zip(results, again, strict=True)), case
+    # These are as exact as the formula; PyTorch's own fused attention, for one, is not.
+    units = 4 if case.name in ("sparse_eager", "sparse_cpu", "sparse_triton", "sparse_flex") else 16
+    assert_as_good_as_plain(results, query, key, value, grad, keep, factors, case, units)
+
+
+def check_sample(name, device, mask):
+    turn = (MASKS.index(mask) + list(BACKENDS).index(name)) % 4  # of the long ones, a mask gets one at most
+    for length in (*LENGTHS[:-2], *LENGTHS[-2:][turn : turn + 1]):
+        check(draw(name, device, mask, length))
+
+
+def check_all(name, device, mask):
+    for chosen in itertools.product(LENGTHS, PADDINGS, able(name, device, "dropout", DROPOUTS)):
+        check(draw(name, device, mask, *chosen))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_grid(poisoned_memory, name, mask):
+    check_sample(name, "cpu", mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_whole_grid(poisoned_memory, name, mask):
+    check_all(name, "cpu", mask)
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+@pytest.mark.parametrize("name", [*serving(), *CHOICES])
+def test_special_tokens_of_left_padded_sequences(poisoned_memory, name, special_tokens, head_size):
+    """A batch that mixes left and right padding, with a mask per head: the first token is the first real one."""
+    length = 37
+    table = torch.rand(2, length, length) < torch.tensor([0.05, 0.5])[:, None, None]
+    mask = SparseMask(table, length, special_tokens=special_tokens, diagonal=None if head_size == 32 else False)
+    padding = torch.ones(5, length, dtype=torch.bool)
+    padding[0, 20:], padding[1, :20], padding[2, :7], padding[2, 30:] = False, False, False, False
+    padding[3, :-1], padding[4] = False, False
+    query, key, value, grad = torch.randn(4, 5, 2, length, head_size).unbind(0)
+
+    def attention(*leaves):
+        return sparse_dot_product_attention(*leaves, mask, padding, is_causal=causal, backend=name)
+
+    for causal in {False, special_tokens == "first"}:
+        keep = kept(mask, length, padding, causal)
+        results = with_gradients(attention, query, key, value, grad)
+        assert_as_good_as_plain(results, query, key, value, grad, keep, units=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_grid_on_cuda(poisoned_memory, name):
+    for mask in MASKS:
+        check_sample(name, "cuda", mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKENDS)
+def test_whole_grid_on_cuda(poisoned_memory, name):
+    for mask in MASKS:
+        check_all(name, "cuda", mask)
+
+
+# Through a layer of a model, in which the mask is prepared once for all layers
+
+
+def carrying(tiny_config, table, **fields):
+    """A layer's self-attention in a model frozen to `table` `(H, n, n)`, and the model's [`SparseAttention`]."""
+    length = table.shape[-1]
+    config = tiny_config(
+        frozen=True, mask_length=max(length, 3), num_attention_heads=HEADS, allow_empty_rows=True, **fields
+    )
+    model = SparseBertModel(config)
+    model.set_mask(SparseMask(table[None], length))
+    return model.encoder.layer[0].attention.self, model.sparse_attention
+
+
+def prepared(sparse_attention, name, length, padding=None, batch=2, needs=frozenset()):
+    return sparse_attention(name, batch, length, length, padding, device=torch.device("cpu"), needs=needs)
+
+
+def run(name, module, inputs, query, key, value, grad, attention_mask=None):
+    """Output `(B, H, n, d)` and gradients of query, key and value."""
+
+    def function(*leaves):
+        output, _ = AttentionInterface()[name](module, *leaves, attention_mask, mask_inputs=inputs)
+        assert output.is_contiguous()
+        return output.transpose(1, 2)
+
+    return with_gradients(function, query, key, value, grad)
+
+
+def random_table(length, density=0.5):
+    """Different for every head, the diagonal off where it can be, no empty row."""
+    table = torch.rand(HEADS, length, length) < density
+    table |= torch.eye(length, dtype=torch.bool).roll(1, 0)
+    return table
+
+
+def numbers(batch, length, size=8):
+    return torch.randn(4, batch, HEADS, length, size).unbind(0)
+
+
+def cut(table, batch, padding=None, causal=False):
+    """Brute force: which keys each query may see, bool `(B, H, n, n)`."""
+    return kept(SparseMask(table, table.shape[-1]), table.shape[-1], padding, causal, batch=batch)
+
+
+def case(name):
+    """length, table (H, n, n), padding or None, causal"""
+    if name == "one token":
+        return 1, torch.ones(HEADS, 1, 1, dtype=torch.bool), None, False
+    if name == "odd length":
+        return 13, random_table(13, 0.3)[:1].expand(HEADS, 13, 13), None, False
+    table = random_table(16, 0.3)
+    padding = torch.arange(16) < torch.tensor([16, 11, 1])[:, None]
+    if "empty" in name:
+        table[0, 3], table[2, 7:] = False, False
+    if "causal" in name:
+        table |= torch.eye(16, dtype=torch.bool)
+        if "empty" in name:
+            table[1, 0] = False
+    return 16, table, padding if "padding" in name else None, "causal" in name
+
+
+CASES = [
+    "one token",
+    "odd length",
+    "per head",
+    "padding",
+    "empty rows",
+    "empty rows, padding",
+    "causal",
+    "causal, padding",
+    "causal, empty rows",
+]
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_equals_the_formula(poisoned_memory, tiny_config, name, what):
+    length, table, padding, causal = case(what)
+    module, sparse_attention = carrying(tiny_config, table, is_decoder=causal)
+    query, key, value, grad = numbers(3, length)
+    inputs = prepared(sparse_attention, name, length, padding, batch=3)
+    results = run(name, module, inputs, query, key, value, grad)
+    assert_as_good_as_plain(results, query, key, value, grad, cut(table, 3, padding, causal))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_at_empty_rows_reaches_nothing(tiny_config, name):
+    length, table, padding, _ = case("empty rows, padding")
+    module, sparse_attention = carrying(tiny_config, table)
+    query, key, value, grad = numbers(3, length)
+    grad = grad * ~cut(table, 3, padding).any(-1, keepdim=True)
+    assert grad.abs().sum() > 0
+    results = run(name, module, prepared(sparse_attention, name, length, padding, 3), query, key, value, grad)
+    assert all((gradient == 0).all() for gradient in results[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mask_of_each_layer_is_its_own(tiny_config, name):
+    table = torch.stack([random_table(12), random_table(12)])
+    config = tiny_config(frozen=True, mask_length=12)
+    model = SparseBertModel(config)
+    model.set_mask(SparseMask(table, 12))
+    query, key, value, grad = numbers(2, 12)
+    inputs = prepared(model.sparse_attention, name, 12)
+    for layer in range(2):
+        module = model.encoder.layer[layer].attention.self
+        results = run(name, module, inputs, query, key, value, grad)
+        assert_as_good_as_plain(results, query, key, value, grad, cut(table[layer], 2))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", [*serving(num_queries=3, causal=True), *CHOICES])
+def test_queries_of_a_cache_are_the_last_positions(tiny_config, name, padded):
+    """3 new queries against 10 keys: rows 7 to 9 of the mask."""
+    table = random_table(10) | torch.eye(10, dtype=torch.bool)
+    padding = torch.arange(10) >= torch.tensor([0, 4])[:, None] if padded else None
+    module, sparse_attention = carrying(tiny_config, table, is_decoder=True)
+    query, key, value, _ = numbers(2, 10)
+    whole = reference(query.double(), key.double(), value.double(), cut(table, 2, padding, causal=True))
+    inputs = sparse_attention(name, 2, 3, 10, padding, device=torch.device("cpu"))
+    output, _ = AttentionInterface()[name](module, query[:, :, 7:], key, value, None, mask_inputs=inputs)
+    torch.testing.assert_close(output.transpose(1, 2).double(), whole[:, :, 7:], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", ADDITIVE_NAMES)
+def test_4d_mask_applies_on_top(tiny_config, name, kind):
+    table = random_table(12)
+    module, sparse_attention = carrying(tiny_config, table)
+    given = torch.rand(2, 1, 12, 12) < 0.6
+    given[1, 0, 5] = False
+    attention_mask = given if kind == "bool" else torch.zeros(given.shape).masked_fill(~given, -3.4e38)
+    query, key, value, grad = numbers(2, 12)
+    inputs = prepared(sparse_attention, name, 12, needs=frozenset({"additive"}))
+    results = run(name, module, inputs, query, key, value, grad, attention_mask)
+    assert_as_good_as_plain(results, query, key, value, grad, table & given)
+
+
+@pytest.mark.parametrize("name", ADDITIVE_NAMES)
+def test_4d_mask_through_the_model(tiny_config, name):
+    """A padding mask written out in 4-D gives the same as in 2-D on real tokens."""
+    model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name)).eval()
+    ids = torch.randint(100, (2, 12))
+    padding = torch.arange(12) < torch.tensor([12, 8])[:, None]
+    expected_states = model(ids, attention_mask=padding.long()).last_hidden_state
+    written_out = padding[:, None, None, :].expand(2, 1, 12, 12)
+    states = model(ids, attention_mask=written_out).last_hidden_state
+    torch.testing.assert_close(states[padding], expected_states[padding])
+
+
+NEEDS = {
+    "additive": frozenset({"learned"}),
+    "log": frozenset({"learned"}),
+    "multiplicative": frozenset({"learned", "gate"}),
+}
+
+
+@pytest.mark.parametrize(
+    "name, form", [(name, form) for form, needs in NEEDS.items() for name in (*serving(needs=needs), *CHOICES)]
+)
+@pytest.mark.parametrize("hard", [True, False], ids=["hard", "soft"])
+def test_searched_mask_and_its_gradient(tiny_config, name, hard, form):
+    """Output, and the gradients of query, key, value and logits, against the formulas written out in float64."""
+    length = 9
+    config = tiny_config(search="dam_u", symmetric=False, mask_length=length, mask_form=form, hard=hard)
+    config.mask_constant = 10.0
+    model = SparseBertModel(config).train()
+    sparse_attention = model.sparse_attention
+    with torch.no_grad():
+        sparse_attention.mask_logits.normal_(std=0.2)
+    module = model.encoder.layer[0].attention.self
+    padding = torch.arange(length) < torch.tensor([9, 6])[:, None]
+    query, key, value, grad = numbers(2, length)
+    torch.manual_seed(3)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    inputs = prepared(sparse_attention, name, length, padding)
+    output = AttentionInterface()[name](module, *leaves, None, mask_inputs=inputs)[0].transpose(1, 2)
+    output.backward(grad)
+    results = [output, *(leaf.grad for leaf in leaves), sparse_attention.mask_logits.grad]
+
+    torch.manual_seed(3)
+    noise = torch.logit(torch.rand(1, HEADS, length**2), eps=1e-6).double()
+    theta = sparse_attention.mask_logits.detach().double().requires_grad_()
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    noisy = (10.0 * theta + noise).view(1, HEADS, length, length)
+    soft = noisy.sigmoid()
+    sample = soft + ((soft > 0.5).double() - soft).detach() if hard else soft
+    scores = (leaves[0] @ leaves[1].mT * 8**-0.5).masked_fill(~padding[:, None, None, :], -torch.inf)
+    if form == "additive":
+        weights = (scores - 10.0 * (1 - sample)).softmax(-1)
+    elif form == "multiplicative":
+        weights = sample * scores.softmax(-1)
+    else:
+        log = torch.log(sample + (1 - sample.detach()) * math.exp(-10.0)) if hard else soft.log()
+        weights = (scores + (log + (-10.0 * (1 - sample) - log).detach() if hard else log)).softmax(-1)
+    output = weights @ leaves[2]
+    output.backward(grad.double())
+    wanted = [output.detach(), *(leaf.grad for leaf in leaves), theta.grad]
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+    assert theta.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "special_tokens, causal",
+    # The last token is undefined in a decoder.
+    [*itertools.product(SPECIAL_TOKENS, [False]), *itertools.product(("none", "first"), [True])],
+)
+@pytest.mark.parametrize("name", [*serving(needs=NEEDS["additive"]), *CHOICES])
+def test_searched_mask_and_its_gradient_under_left_padding(tiny_config, name, special_tokens, causal):
+    """A batch that mixes left and right padding, against the formulas written out in float64."""
+    length, heads_size = 13, 8
+    config = tiny_config(
+        search="dam_s", special_tokens=special_tokens, mask_length=length, mask_constant=10.0, is_decoder=causal
+    )
+    model = SparseBertModel(config).train()
+    sparse_attention, module = model.sparse_attention, model.encoder.layer[0].attention.self
+    with torch.no_grad():
+        sparse_attention.mask_logits.normal_(std=0.2)
+    number = sparse_attention.mask_logits.shape[-1]
+    position = torch.arange(length)
+    padding = (position >= torch.tensor([0, 5, 2, 12])[:, None]) & (position < torch.tensor([8, 13, 11, 13])[:, None])
+    query, key, value, grad = torch.randn(4, 4, HEADS, length, heads_size).unbind(0)
+    grad = grad * padding[:, None, :, None]  # a padded query's output means nothing
+    torch.manual_seed(3)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    inputs = prepared(sparse_attention, name, length, padding)
+    output = AttentionInterface()[name](module, *leaves, None, mask_inputs=inputs)[0].transpose(1, 2)
+    output.backward(grad)
+    results = [output * padding[:, None, :, None], *(leaf.grad for leaf in leaves), sparse_attention.mask_logits.grad]
+
+    torch.manual_seed(3)
+    noise = torch.logit(torch.rand(1, HEADS, number), eps=1e-6).double()
+    theta = sparse_attention.mask_logits.detach().double().requires_grad_()
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    soft = (10.0 * theta + noise).sigmoid()
+    sample = soft + ((soft > 0.5).double() - soft).detach()
+    offset = (position[:, None] - position).abs()
+    # Offsets without a parameter occur at special tokens alone.
+    on = sample[0][:, offset.clamp(max=number - 1)] * (offset < number)
+    special = torch.zeros(4, length, dtype=torch.bool)
+    for row, real in zip(special, padding, strict=True):
+        positions = real.nonzero()[:, 0]
+        row[{"none": [], "first": positions[:1], "first_last": positions[[0, -1]]}[special_tokens]] = True
+    special = special[:, None, :, None] | special[:, None, None, :]
+    keep = padding[:, None, None, :] & (position[:, None] >= position if causal else torch.tensor(True))
+    scores = leaves[0] @ leaves[1].mT * heads_size**-0.5 - 10.0 * (1 - on).masked_fill(special, 0.0)
+    scores = scores.masked_fill(~keep, -torch.inf)
+    weights = scores.softmax(-1).where(padding[:, None, :, None], 0.0)
+    output = weights.nan_to_num() @ leaves[2]
+    output.backward(grad.double())
+    wanted = [output.detach(), *(leaf.grad.nan_to_num() for leaf in leaves), theta.grad.nan_to_num()]
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+    assert theta.grad.abs().sum() > 0
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("name", [*serving(dropout=0.1), *CHOICES])
+def test_mean_over_dropout_is_the_output_without(name):
+    query, key, value, _ = (tensor[:1] for tensor in numbers(1, 24))
+    mask = SparseMask(random_table(24), 24)
+    plain = sparse_dot_product_attention(query, key, value, mask, backend=name)
+    drawn = torch.stack(
+        [sparse_dot_product_attention(query, key, value, mask, dropout_p=0.1, backend=name) for _ in range(400)]
+    )
+    deviation = (drawn.mean(0) - plain).abs() / (drawn.std(0) / 20 + 1e-7)
+    assert deviation.max() < 5 and drawn.std(0).max() > 0.01
+
+
+@pytest.mark.parametrize("name", serving(dropout=0.3))
+def test_gradients_under_dropout_by_finite_differences(name):
+    """Along a random direction, in float32 with the same dropout each time."""
+    query, key, value, grad = numbers(2, 13)
+    mask = SparseMask(random_table(13), 13, special_tokens="first_last")
+    padding = torch.arange(13) < torch.tensor([13, 6])[:, None]
+
+    def function(query, key, value):
+        torch.manual_seed(5)
+        return sparse_dot_product_attention(query, key, value, mask, padding, dropout_p=0.3, backend=name)
+
+    gradients = with_gradients(function, query, key, value, grad)[1:]
+    for which, gradient in enumerate(gradients):
+        inputs = [query, key, value]
+        direction = torch.randn_like(gradient)
+        values = []
+        for step in (1e-2, -1e-2):
+            moved = [tensor + step * direction if i == which else tensor for i, tensor in enumerate(inputs)]
+            values.append((function(*moved).double() * grad).sum())
+        slope = (values[0] - values[1]) / 2e-2
+        torch.testing.assert_close(slope, (gradient * direction).double().sum(), atol=2e-3, rtol=2e-3)
+
+
+# What must be refused
+
+
+@pytest.mark.parametrize("phase", ["train", "eval", "frozen"])
+def test_stock_attention_never_runs_without_the_mask(tiny_config, phase):
+    """Not even where the configuration is replaced by a stock one, whose layers would run it."""
+    model = SparseBertModel(tiny_config(pattern="window") if phase == "frozen" else tiny_config())
+    model.train(phase == "train").config = tiny_config(BertConfig, attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=f"'sdpa' would ignore.*{', '.join(ATTENTION_NAMES)}"):
+        model(torch.randint(100, (1, 8)))
+
+
+# The reasons that backends give: head size, dtype, dropout, fewer queries than keys, gradients.
+CANNOT = {
+    "sparse_triton on CPU": ("sparse_triton", {}, "it needs a CUDA device, got 'cpu'"),
+    "sparse_flex, gradients": ("sparse_flex", {"gradients": True}, "it has no gradients on device 'cpu'.*no_grad"),
+    "sparse_flex, dropout": (
+        "sparse_flex",
+        {"dropout": 0.1},
+        "it has no attention dropout; set .*_prob to 0",
+    ),
+    "sparse_flex, cache": ("sparse_flex", {"queries": 5}, "it needs as many queries as keys, got 5 and 12"),
+    "sparse_cpu, float64": ("sparse_cpu", {"dtype": torch.float64}, "dtype must be one of .*got torch.float64"),
+    "sparse_cpu, head size": ("sparse_cpu", {"size": 300}, "head size must be at most 256, got 300"),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_refusals(what):
+    name, fields, words = CANNOT[what]
+    query, key, value, _ = (
+        tensor.to(fields.get("dtype", torch.float32)) for tensor in numbers(2, 12, fields.get("size", 8))
+    )
+    query = query[:, :, 12 - fields.get("queries", 12) :]
+    query.requires_grad_(fields.get("gradients", False))
+    mask = SparseMask(random_table(12, 0.1), 12)
+
+    def attention(backend):
+        torch.manual_seed(0)
+        dropout = fields.get("dropout", 0.0)
+        return sparse_dot_product_attention(query, key, value, mask, dropout_p=dropout, backend=backend)
+
+    with pytest.raises(ValueError, match=f"^{name} cannot run here: {words}.*Use sparse_eager, sparse_sdpa"):
+        attention(name)
+    output = attention("sparse_auto")
+    if not fields.get("dropout"):
+        torch.testing.assert_close(output, attention("sparse_eager"))
+
+
+# What only some backends do on a model: the needs, the fields of the model, the arguments of its forward.
+MODELS = {
+    "probabilities": ({"weights"}, {"pattern": "window"}, {"output_attentions": True}),
+    "4-D mask": ({"additive"}, {"pattern": "window"}, {"attention_mask": torch.ones(1, 1, 8, 8)}),
+    "searching": ({"learned"}, {}, {}),
+    "multiplicative": ({"learned", "gate"}, {"mask_form": "multiplicative"}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "what, name",
+    [(what, name) for what in MODELS for name, backend in BACKENDS.items() if MODELS[what][0] - backend.supports],
+)
+def test_refusals_of_models(tiny_config, what, name):
+    needs, fields, given = MODELS[what]
+    model = SparseBertModel(tiny_config(attn_implementation=name, **fields)).train()
+    ids = torch.randint(100, (1, 8))
+    lacking = "|".join(re.escape(WANTED[need]) for need in needs - BACKENDS[name].supports)
+    with pytest.raises(
+        ValueError, match=f"^{name} cannot run here: it does not support ({lacking}). Use sparse_eager"
+    ):
+        model(ids, **given)
+    model.set_attn_implementation("sparse_auto")
+    outputs = model(ids, **given)
+    assert outputs.last_hidden_state.isfinite().all()
+    assert what != "probabilities" or len(outputs.attentions) == 2
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"mask": SparseMask(torch.ones(3, 12, 12, dtype=torch.bool), 12)}, "must have the query's 4 heads, got 3"),
+        ({"layer": -1}, "layer must be an integer of at least 0, got -1"),
+        ({"layer": 0.5}, "layer must be an integer of at least 0, got 0.5"),
+        (
+            {"layer": 2, "mask": SparseMask(torch.ones(2, 4, 12, 12, dtype=torch.bool), 12)},
+            "layer must be an integer from 0 to 1, got 2",
+        ),
+        ({"dropout_p": 1.0}, r"dropout_p must be a number in \[0, 1\), got 1.0"),
+        ({"dropout_p": "0.1"}, r"dropout_p must be a number in \[0, 1\), got '0.1'"),
+        (
+            {"scale": torch.ones((), requires_grad=True)},
+            r"scale must be a finite number, got tensor\(1\., requires_grad=True\)",
+        ),
+        ({"scale": math.nan}, "scale must be a finite number, got nan"),
+        ({"padding": torch.ones(2, 11, dtype=torch.bool)}, r"padding must be bool of shape \(2, 12\).*\(2, 11\)"),
+        ({"padding": torch.ones(2, 12)}, "padding must be bool.*float32"),
+        ({"padding": [[True] * 12] * 2}, "padding must be bool.*got list"),
+        (
+            {"padding": torch.ones(2, 12, dtype=torch.bool, device="meta")},
+            "padding must be bool.* on cpu, got .* on meta",
+        ),
+        ({"key": torch.ones(2, 4, 12, 8, device="meta")}, "key must be .* on cpu to fit the query, got .* on meta"),
+        ({"query": [[0.0]]}, r"query must be a tensor of shape \(B, H, n, d\).*got list"),
+        ({"query": torch.ones(2, 4, 12, 8).int()}, "query must be .*, one of torch.float16, .*got torch.int32"),
+        ({"query": torch.ones(2, 4, 12, 0)}, r"query must be .* with d > 0, .*got torch.float32 \(2, 4, 12, 0\)"),
+        ({"key": torch.ones(12, 8)}, r"key must be a tensor of shape \(B, H, n, d\).*got torch.float32 \(12, 8\)"),
+        ({"is_causal": True}, "is_causal needs.*got 'first_last'"),
+        ({"backend": "sdpa"}, "backend must be one of sparse_eager.*got 'sdpa'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_do_not_fit(fields, words):
+    mask = SparseMask(torch.ones(HEADS, 12, 12, dtype=torch.bool), 12, special_tokens="first_last")
+    with pytest.raises(ValueError, match=words):
+        sparse_dot_product_attention(
+            **dict(zip(("query", "key", "value"), numbers(2, 12)[:3], strict=True)) | {"mask": mask} | fields
+        )
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_layers_that_share_their_masks(name):
+    mask, states = SparseMask(random_table(12, 0.3), 12), numbers(2, 12)[:3]
+    first, last = (sparse_dot_product_attention(*states, mask, layer=layer, backend=name) for layer in (0, 11))
+    assert torch.equal(first, last)
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_cpu"])
+def test_padding_that_vmap_maps(name):
+    """Each sequence by itself, as for gradients per sample."""
+    mask = SparseMask(random_table(12, 0.3), 12, special_tokens="first_last")
+    states, padding = numbers(2, 12)[:3], torch.arange(12) < torch.tensor([12, 7])[:, None]
+
+    def attention(query, key, value, real):
+        return sparse_dot_product_attention(query[None], key[None], value[None], mask, real[None], backend=name)[0]
+
+    expected = sparse_dot_product_attention(*states, mask, padding, backend=name)
+    torch.testing.assert_close(torch.vmap(attention)(*states, padding), expected)
+
+
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa"])
+def test_autocast_leaves_float64_alone(name):
+    mask = SparseMask(torch.rand(HEADS, 12, 12) < 0.5, 12)
+    states = [state.double() for state in numbers(2, 12)[:3]]
+    expected = sparse_dot_product_attention(*states, mask, backend=name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sparse_dot_product_attention(*states, mask, backend=name), expected)
+
+
+DECODERS = {
+    "bert": lambda name: BertLMHeadModel(BertConfig(**TINY, is_decoder=True, attn_implementation=name)),
+    "llama": lambda name: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, attn_implementation=name,
+        )
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("name", ["sparse_eager", "sparse_sdpa", "sparse_auto"])
+def test_decoders_without_a_mask_stay_causal(name, decoder):
+    """Models whose configuration names our attention, but that carry no mask."""
+    stock, ours = DECODERS[decoder]("sdpa").eval(), DECODERS[decoder](name).eval()
+    ours.load_state_dict(stock.state_dict())
+    ids = torch.randint(100, (2, 10))
+    for padding in (None, torch.tensor([[1] * 10, [0] * 3 + [1] * 7])):
+        real = torch.ones(2, 10, dtype=torch.bool) if padding is None else padding.bool()
+        got, expected = (model(ids, attention_mask=padding).logits[real] for model in (ours, stock))
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    for cache in (None, lambda: StaticCache(config=stock.config, max_cache_len=24)):
+        results = []
+        for model in (ours, stock):
+            past = model(ids[:, :6], use_cache=True, past_key_values=cache and cache()).past_key_values
+            results.append(model(ids[:, 6:], use_cache=True, past_key_values=past).logits)
+        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+@pytest.mark.parametrize("own", [None, False, True])
+def test_a_module_without_a_mask_runs_as_in_transformers(own, given):
+    """Its causality is the argument, or else its own attribute, or else true."""
+    module, states = torch.nn.Module(), numbers(2, 12)[:3]
+    if own is not None:
+        module.is_causal = own
+    got, expected = (
+        attention(module, *states, None, scaling=0.2, is_causal=given)[0]
+        for attention in (sparse_attention_forward, AttentionInterface()["sdpa"])
+    )
+    torch.testing.assert_close(got, expected)
+
+
+def test_what_is_more_than_a_mask_is_refused(tiny_config):
+    layer = SparseBertModel(tiny_config(pattern="window")).encoder.layer[0].attention.self
+    for name in ("softcap", "position_bias", "s_aux"):
+        with pytest.raises(ValueError, match=f"BertSelfAttention needs an attention with {name}"):
+            sparse_attention_forward(layer, *numbers(2, 12)[:3], None, **{name: 1.0})
+
+
+def test_static_cache_is_refused(tiny_config):
+    config = tiny_config(pattern="window", is_decoder=True)
+    model = SparseBertLMHeadModel(config).eval()
+    cache = StaticCache(config=config, max_cache_len=20)
+    with pytest.raises(ValueError, match="static key/value caches are not supported.*DynamicCache"):
+        model(torch.randint(100, (1, 8)), past_key_values=cache, use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*serving(gradients=False), *CHOICES])
+def test_model_in_evaluation_equals_eager(tiny_config, name):
+    """Includes backends that have no gradients on CPU."""
+    model = SparseBertForMaskedLM(tiny_config(pattern="bigbird", attn_implementation="sparse_eager")).eval()
+    ids = torch.randint(100, (2, 40))
+    attention_mask = (torch.arange(40) < torch.tensor([40, 23])[:, None]).long()
+    expected = model(ids, attention_mask=attention_mask).logits
+    model.set_attn_implementation(name)
+    logits = model(ids, attention_mask=attention_mask).logits
+    real = attention_mask.bool()
+    torch.testing.assert_close(logits[real], expected[real])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*serving(device="cuda", head_size=32), *CHOICES])
+def test_training_on_cuda_equals_eager(tiny_config, name):
+    config = tiny_config(pattern="bigbird", hidden_size=128, attn_implementation="sparse_eager")
+    model = SparseBertForMaskedLM(config).cuda().train()
+    ids = torch.randint(100, (2, 40), device="cuda")
+    attention_mask = (torch.arange(40) < torch.tensor([40, 23])[:, None]).long().cuda()
+    results = []
+    for chosen in ("sparse_eager", name):
+        model.set_attn_implementation(chosen)
+        model.zero_grad()
+        loss = model(ids, attention_mask=attention_mask, labels=ids.where(attention_mask > 0, -100)).loss
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-3)  # matrix products may run in TF32
+
+
+@pytest.mark.parametrize("name", ATTENTION_NAMES)
+def test_layer_without_its_base_model_is_an_error(tiny_config, name):
+    model = SparseBertModel(tiny_config(pattern="window", attn_implementation=name))
+    with pytest.raises(RuntimeError, match="without its base model"):
+        model.encoder.layer[0](torch.randn(1, 8, 32))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "sparse_auto"])
+def test_shapes_on_the_meta_device(backend):
+    config = SparseBertConfig(**TINY, pattern="window", mask_length=20, attn_implementation=backend)
+    with torch.device("meta"):
+        model, ids = SparseBertModel(config), torch.zeros(2, 20, dtype=torch.long)
+    assert model(ids).last_hidden_state.shape == (2, 20, config.hidden_size)
+
+
+def test_a_single_token_has_a_stride_that_kernels_take():
+    """In a tensor of one token the stride of the tokens is unused, but PyTorch's kernels on CUDA refuse odd ones."""
+    tensor = torch.randn(2, 3, 64, 1).mT
+    assert tensor.stride() == (192, 64, 1, 1)
+    assert sdpa._aligned(tensor).stride() == (192, 64, 64, 1) and torch.equal(sdpa._aligned(tensor), tensor)
+    several = torch.randn(2, 3, 64, 5).mT
+    assert sdpa._aligned(several) is several

@@ -1,0 +1,73 @@
+"""The offline compilation of the Triton kernels, in a process without the interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"),
+]
+
+
+def compiled(*arguments):
+    """The lines of the table as dicts; fails if a configuration does."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_triton", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    header, *lines = (line.split() for line in result.stdout.splitlines())
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
+@pytest.mark.slow
+def test_the_short_kernel():
+    lines = compiled("--arch", "90", "--head_size", "32", "--kernel", "short_forward")
+    assert [line["drop"] for line in lines] == ["no", "yes"]
+    for line in lines:
+        assert line["kernel"] == "short_forward" and line["arch"] == "sm_90" and line["spill"] == "0/0"
+        assert 0 < int(line["regs"]) <= 255 and int(line["wgmma"]) > 0
+
+
+def test_kernels_on_lists_neither_spill_nor_wait():
+    lines = compiled("--arch", "80", "--head_size", "32", "--kernel", "forward")
+    assert {line["drop"] for line in lines} == {"no", "yes"}
+    for line in lines:
+        assert line["spill"] == "0/0" and float(line["ahead"]) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100"])
+def test_all_that_may_be_chosen(arch, dtype):
+    assert len(compiled("--arch", arch, "--dtype", dtype)) > 10
+
+
+def test_faults_are_named():
+    from benchmarks._ptx import Loop
+    from benchmarks.compile_triton import Compiled, Variant, faults
+
+    body = ("cp.async.wait_group {}", "mma.sync.m16n8k16", "cp.async.cg.shared.global", "cp.async.commit_group")
+    late, early = (Loop(tuple(part.format(waiting) for part in body)) for waiting in (0, 1))
+    forward = Variant("forward", 80, torch.bfloat16, 64, False, 4, 3, 64)
+    short = Variant("short_forward", 80, torch.bfloat16, 64, False, 4, 3, 64)
+    assert not faults(forward, Compiled(255, (0, 0), 163 * 1024, 0, (early,)))
+    assert faults(forward, Compiled(255, (4, 8), 0, 0, (early,))) == ["spills registers to memory"]
+    assert "shared memory" in faults(forward, Compiled(255, (0, 0), 163 * 1024 + 1, 0, (early,)))[0]
+    waits = "waits for copies that it has only just started"
+    assert faults(forward, Compiled(255, (0, 0), 0, 0, (early, late))) == [waits]
+    assert faults(forward, Compiled(255, (0, 0), 0, 0, ())) == [waits]
+    blackwell = Variant("forward", 100, torch.bfloat16, 64, False, 4, 3, 64)
+    assert not faults(blackwell, Compiled(255, (0, 0), 0, 0, (early,)))
+    assert faults(blackwell, Compiled(255, (0, 0), 0, 0, (early, late))) == [waits]
+    assert not faults(short, Compiled(255, (0, 0), 0, 0, ()))

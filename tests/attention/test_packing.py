@@ -1,0 +1,595 @@
+"""
+Packed rows against each document alone, and padded batches that run without their padding.
+
+Letters: B rows, n tokens per row.
+"""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, BertModel, DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import sparsebert
+from sparsebert import PATTERNS, SEARCHES, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach
+from sparsebert.attention.backends import BACKENDS, refusal
+from sparsebert.attention.capabilities import Request
+from sparsebert.attention.packed_batches import packed_documents
+from sparsebert.commands import main
+from sparsebert.data.examples import causal_collator, pretraining_collator, pretraining_dataset
+from sparsebert.data.packing import PackedCollator
+from sparsebert.data.tasks.classification import collator
+from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
+from sparsebert.training.finetuning.finetuning_runs import check_arguments
+from sparsebert.training.finetuning.single_run import run_once
+from sparsebert.training.finetuning.task_data import prepare
+
+
+HEADS, LENGTH = 2, 23
+# Row, first token and length of each document; what is left of a row is padding.
+PLACES = [(0, 0, 9), (0, 9, 1), (0, 10, 13), (1, 0, 5), (1, 5, 12), (2, 0, 22)]
+IDS = torch.randint(5, 100, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+FROZEN = [
+    name
+    for name in BACKENDS
+    if refusal(name, Request("cpu", torch.float32, 2, HEADS, 12, 12, 8, gradients=True)) is None
+]
+LEARNING = [name for name in FROZEN if BACKENDS[name].supports >= {"additive", "learned"}]
+
+
+def packed(places=PLACES, rows=3, length=LENGTH):
+    """`position_ids` and `attention_mask` `(B, n)`."""
+    positions, real = torch.zeros(2, rows, length, dtype=torch.long)
+    for row, start, size in places:
+        positions[row, start : start + size] = torch.arange(size)
+        real[row, start : start + size] = 1
+    return {"position_ids": positions, "attention_mask": real}
+
+
+def states_and_gradients(model, inputs, grad):
+    """Hidden states of some inputs, and the gradients of all parameters given those of the states."""
+    model.zero_grad()
+    states = []
+    for each, of_each in zip(inputs, grad, strict=True):
+        torch.manual_seed(7)  # one sample of a mask that is being learned, for all
+        out = model(**each).last_hidden_state
+        states.append(out.detach())
+        out.backward(of_each.to(out.dtype))
+    return states, {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_equals_alone(model, backend, tolerance=2e-5):
+    """Packed rows on `backend`, against every document alone on the reference in float64."""
+    grad = torch.randn(3, LENGTH, model.config.hidden_size, dtype=torch.float64)
+    alone = [{"input_ids": IDS[row : row + 1, start : start + size]} for row, start, size in PLACES]
+    parts = [grad[row : row + 1, start : start + size] for row, start, size in PLACES]
+    inputs = packed()
+    grad = grad * inputs["attention_mask"][..., None]
+    model.set_attn_implementation(backend)
+    (got,), gradients = states_and_gradients(model, [{"input_ids": IDS} | inputs], [grad])
+    model.double().set_attn_implementation("sparse_eager")
+    want, expected = states_and_gradients(model, alone, parts)
+    model.float()
+    for (row, start, size), states in zip(PLACES, want, strict=True):
+        torch.testing.assert_close(got[row, start : start + size].double(), states[0], atol=tolerance, rtol=tolerance)
+    assert gradients.keys() == expected.keys()
+    for name, value in expected.items():
+        error, allowed = (gradients[name] - value).abs().max(), tolerance * (1 + value.abs().max())
+        assert error <= allowed, (name, error, allowed)
+
+
+def model_of(tiny_config, head_size=32, **fields):
+    sizes = {"num_attention_heads": HEADS, "hidden_size": HEADS * head_size, "mask_length": 30}
+    return SparseBertModel(tiny_config(**sizes | {"allow_empty_rows": True} | fields))
+
+
+def test_constant_positions_are_no_packed_rows(tiny_config):
+    model = model_of(tiny_config, pattern="dense").eval()
+    constant = torch.zeros_like(IDS)
+    got = model(IDS, position_ids=constant).last_hidden_state
+    with torch.no_grad():
+        table = model.embeddings.position_embeddings.weight
+        table.copy_(table[:1].clone().expand_as(table))
+    torch.testing.assert_close(got, model(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_packed_documents_are_alone_under_patterns(tiny_config, pattern):
+    for backend in FROZEN:
+        assert_equals_alone(model_of(tiny_config, pattern=pattern), backend)
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize("last_token", ["real", "position"])
+def test_packed_documents_are_alone_under_masks_per_head_and_layer(tiny_config, head_size, last_token):
+    for backend, (special, diagonal) in itertools.product(FROZEN, (("none", None), ("first_last", False))):
+        model = model_of(tiny_config, head_size, pattern="dense")
+        keep = torch.rand(2, HEADS, 30, 30) < 0.3
+        model.set_mask(SparseMask(keep, 30, special_tokens=special, last_token=last_token, diagonal=diagonal))
+        assert_equals_alone(model, backend)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("fields", [{}, {"last_token": "position", "special_tokens": "first_last"}], ids=["", "last"])
+def test_packed_documents_are_alone_in_a_search(tiny_config, search, fields):
+    for backend, training in itertools.product(LEARNING, (True, False)):
+        model = model_of(tiny_config, search=search, block_size=16, **fields).train(training)
+        with torch.no_grad():
+            model.sparse_attention.mask_logits.normal_()
+        assert_equals_alone(model, backend)
+        assert not training or model.sparse_attention.mask_logits.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("fields", [{"pattern": "dense"}, {"search": "dam_s"}], ids=["frozen", "searching"])
+def test_a_decoder_packs_documents_too(tiny_config, fields):
+    for backend in FROZEN if "pattern" in fields else LEARNING:
+        assert_equals_alone(model_of(tiny_config, is_decoder=True, use_cache=False, **fields), backend)
+
+
+@pytest.mark.parametrize(
+    "places, masked",
+    [([(0, 3, 9), (0, 14, 6), (1, 1, 22)], [5]), ([(0, 3, 6), (0, 14, 6), (1, 1, 6)], [])],
+    ids=["a masked token", "equal lengths"],
+)
+def test_padding_between_documents_and_inside(tiny_config, places, masked):
+    """Rows as other collators make them: left padding, gaps, a token of the first document that is masked."""
+    model = model_of(tiny_config, pattern="bigbird").eval()
+    inputs = packed(places)
+    inputs["attention_mask"][0, masked] = 0
+    for backend in FROZEN:
+        model.set_attn_implementation(backend)
+        with torch.no_grad():
+            got = model(IDS, **inputs).last_hidden_state
+            for row, start, size in places:
+                part = slice(start, start + size)
+                alone = model(IDS[row : row + 1, part], attention_mask=inputs["attention_mask"][row : row + 1, part])
+                real = inputs["attention_mask"][row, part].bool()
+                torch.testing.assert_close(got[row, part][real], alone.last_hidden_state[0][real])
+
+
+@pytest.mark.parametrize(
+    ("positions", "real", "expected"),
+    [
+        ([0, 1, 2, 0, 1], [1, 1, 1, 1, 1], [3, 2]),
+        ([2, 3, 4, 2, 3], [1, 1, 1, 1, 1], [3, 2]),  # RoBERTa
+        ([0, 1, 2, 0, 0], [1, 1, 1, 1, 1], [3, 1, 1]),
+        ([0, 1, 0, 1, 2], [1, 1, 1, 1, 0], [2, 2]),
+        ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1], None),
+        ([0, 1, 2, 0, 0], [1, 1, 1, 0, 0], None),  # only padding restarts
+        ([1, 1, 0, 1, 2], [0, 0, 1, 1, 1], None),  # left padding
+        ([0, 1, 2, 3, 4], [1, 1, 0, 1, 1], None),
+        ([2, 0, 3, 1, 4], [1, 1, 1, 1, 1], None),  # a permutation is no packing
+        ([0, 2, 4, 6, 8], [1, 1, 1, 1, 1], None),
+        ([0, 2, 1, 0, 1], [1, 1, 1, 1, 1], None),
+    ],
+)
+def test_where_documents_begin(positions, real, expected):
+    documents = packed_documents(torch.tensor([positions]), torch.tensor([real]).bool())
+    assert expected == (None if documents is None else documents.padding.sum(-1).tolist())
+
+
+def test_rows_of_the_collator_of_transformers(tiny_config):
+    model = model_of(tiny_config, pattern="window").eval()
+    rows = [{"input_ids": IDS[0, :size].tolist(), "labels": [1] * size} for size in (7, 12, 3)]
+    batch = DataCollatorWithFlattening()(rows)
+    with torch.no_grad():
+        got = model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
+        alone = [model(torch.tensor([row["input_ids"]])).last_hidden_state for row in rows]
+    torch.testing.assert_close(got, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_stock_bert_attends_across_documents(tiny_config, backend):
+    """The documentation says so."""
+    model = BertModel(tiny_config(BertConfig, attn_implementation=backend)).eval()
+    inputs = packed()
+    with torch.no_grad():
+        before = model(IDS[:1], position_ids=inputs["position_ids"][:1]).last_hidden_state
+        other = torch.where(torch.arange(LENGTH) < 10, IDS[:1], 7)
+        after = model(other, position_ids=inputs["position_ids"][:1]).last_hidden_state
+    assert (before[:, :9] - after[:, :9]).abs().max() > 1e-4
+    attach(model, "dense", mask_length=LENGTH)
+    with torch.no_grad():
+        before, after = (model(ids, position_ids=inputs["position_ids"][:1])[0] for ids in (IDS[:1], other))
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0.0, atol=0.0)
+
+
+def test_attentions_of_packed_rows_lie_in_their_documents(tiny_config):
+    model = model_of(tiny_config, pattern="window").eval()
+    inputs = packed()
+    with torch.no_grad():
+        attentions = model(IDS, **inputs, output_attentions=True).attentions[0]  # (B, H, n, n)
+        alone = model(IDS[:1, 10:], output_attentions=True).attentions[0]
+    assert attentions.shape == (3, HEADS, LENGTH, LENGTH)
+    torch.testing.assert_close(attentions[:1, :, 10:, 10:], alone)
+    assert attentions[0, :, :9, 9:].eq(0).all() and attentions[1, :, 17:].eq(0).all()
+
+
+def test_a_named_backend_that_cannot_is_refused(tiny_config):
+    model = model_of(tiny_config, pattern="window")
+    model.set_attn_implementation("sparse_flex")
+    with pytest.raises(ValueError, match="sparse_flex cannot run here: .* Use sparse_eager, sparse_sdpa, sparse_cpu"):
+        model(IDS, **packed())
+
+
+@pytest.mark.slow
+def test_packed_documents_in_flex_attention(tiny_config):
+    model, inputs = model_of(tiny_config, pattern="bigbird").eval(), packed()
+    model.config.attention_probs_dropout_prob = 0.0
+    with torch.no_grad():
+        want = model(IDS, **inputs).last_hidden_state
+        model.set_attn_implementation("sparse_flex")
+        got = model(IDS, **inputs).last_hidden_state
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(got[real], want[real], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "labels"),
+    [
+        ("ForSequenceClassification", {}, {}),
+        ("ForQuestionAnswering", {}, {}),
+        ("ForNextSentencePrediction", {}, {}),
+        ("ForPreTraining", {}, {"labels": IDS, "next_sentence_label": torch.tensor([0, 1, 0])}),
+    ],
+)
+def test_heads_of_whole_rows_refuse_packed_rows(tiny_config, name, fields, labels):
+    model = getattr(sparsebert, f"SparseBert{name}")(tiny_config(pattern="window"))
+    with pytest.raises(ValueError, match="position_ids restart within a row, but .* whole rows.*skip_padding"):
+        model(IDS, **packed(), **labels)
+    # One document in each row is what they are for.
+    model(IDS, position_ids=torch.arange(LENGTH).expand(3, -1), **labels)
+
+
+@pytest.mark.parametrize("name", ["ForSequenceClassification", "ForQuestionAnswering", "ForMaskedLM"])
+def test_positions_of_one_row_are_those_of_all(tiny_config, name):
+    """As in stock models, also with padding."""
+    model = getattr(sparsebert, f"SparseBert{name}")(tiny_config(pattern="window")).eval()
+    padding = (torch.arange(LENGTH) < torch.tensor([LENGTH, 5, 9])[:, None]).long()
+    one, each = (
+        model(IDS, attention_mask=padding, position_ids=positions)[0]
+        for positions in (torch.arange(LENGTH)[None], torch.arange(LENGTH).expand(3, -1))
+    )
+    assert torch.equal(one, each)
+
+
+def test_parts_that_mix_neighbors_refuse_packed_rows(tiny_config):
+    model = SparseBertModel(tiny_config(pattern="window", token_mixers=["attention", "average"]))
+    with pytest.raises(ValueError, match="token mixer 'average' mixes neighboring tokens"):
+        model(IDS, **packed())
+
+
+# Without padding
+
+SIZES = torch.tensor([17, 4, 23])
+PADDING = (torch.arange(LENGTH) < SIZES[:, None]).long()
+TEXT = {
+    **{"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"intermediate_size": 64, "max_position_embeddings": 40, "pad_token_id": 1},
+}
+ENCODERS = {
+    **{"Bert": {}, "Roberta": {}, "Camembert": {}, "XLMRoberta": {}, "DistilBert": {}, "EuroBert": {}},
+    **{"Electra": {"embedding_size": 16}, "Albert": {"embedding_size": 16}},
+    "ModernBert": {"local_attention": 6, "layer_types": ["full_attention", "sliding_attention"]},
+}
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "dropout", "embedding_dropout")
+
+
+def rows_in_layers(model):
+    """Appends the shape of what the linear layers of attention are given to the list that it returns."""
+    shapes: list = []
+    layer = next(module for module in model.modules() if "sparse_attention" in vars(module))
+    layer.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(tuple((args or [kwargs["hidden_states"]])[0].shape[:2])),
+        with_kwargs=True,
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_skip_padding(name):
+    config = getattr(transformers, f"{name}Config")(**TEXT | ENCODERS[name])
+    for field in DROPOUT:
+        if hasattr(config, field):
+            setattr(config, field, 0.0)
+    model = getattr(transformers, f"{name}ForMaskedLM")(config)
+    attach(model, "bigbird", mask_length=LENGTH, attn_implementation="sparse_eager", skip_padding=True)
+    ids = torch.where(PADDING.bool(), IDS, 1)
+    inputs = {"input_ids": ids, "attention_mask": PADDING, "labels": torch.where(PADDING.bool(), ids, -100)}
+    shapes, results = rows_in_layers(model), []
+    for skip in (True, False):
+        model.sparse_attention.config.skip_padding = skip
+        model.zero_grad()
+        out = model(**inputs, output_hidden_states=True)
+        out.loss.backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        states = [each * PADDING[..., None] for each in (out.logits, *out.hidden_states)]
+        results.append((out.loss.detach(), states, gradients))
+    torch.testing.assert_close(*results, atol=2e-6, rtol=1e-4)
+    assert set(shapes) == {(1, int(SIZES.sum())), (3, LENGTH)}
+    base = model.base_model.eval()
+    outputs = []
+    for skip in (True, False):
+        model.sparse_attention.config.skip_padding = skip
+        outputs.append(base(input_ids=ids, attention_mask=PADDING, return_dict=False))
+    assert len(outputs[0]) == len(outputs[1])
+    torch.testing.assert_close(*(each[0] * PADDING[..., None] for each in outputs), atol=2e-6, rtol=1e-4)
+    if len(outputs[0]) > 1:
+        torch.testing.assert_close(*(each[1] for each in outputs), atol=2e-6, rtol=1e-4)
+    assert outputs[0][0][1, 4:].eq(0).all()
+
+
+CLASSES = torch.tensor([0, 1, 0])
+LABELS = {
+    "ForPreTraining": {"labels": torch.where(PADDING.bool(), IDS, -100), "next_sentence_label": CLASSES},
+    "ForNextSentencePrediction": {"labels": CLASSES},
+    "ForSequenceClassification": {"labels": CLASSES},
+    "ForTokenClassification": {"labels": torch.where(PADDING.bool(), IDS % 2, -100)},
+    "ForMultipleChoice": {"labels": torch.tensor([2])},
+}
+
+
+@pytest.mark.parametrize("state", [{"pattern": "window"}, {"search": "dam_s"}], ids=["frozen", "searching"])
+@pytest.mark.parametrize("name", LABELS)
+def test_every_head_skips_padding(tiny_config, name, state):
+    model = getattr(sparsebert, f"SparseBert{name}")(tiny_config(mask_length=LENGTH, skip_padding=True, **state))
+    inputs = {"input_ids": IDS, "attention_mask": PADDING}
+    if name == "ForMultipleChoice":
+        inputs = {key: value[None] for key, value in inputs.items()}
+    shapes, results = rows_in_layers(model), []
+    for skip in (True, False):
+        model.config.skip_padding = skip
+        model.zero_grad()
+        torch.manual_seed(5)
+        out = model(**inputs, **LABELS[name])
+        out.loss.backward()
+        results.append(
+            (out.loss.detach(), {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None})
+        )
+    torch.testing.assert_close(*results, atol=2e-6, rtol=1e-4)
+    assert shapes[0] == (1, int(SIZES.sum())) and (3, LENGTH) in shapes
+
+
+def test_packed_rows_skip_their_padding(tiny_config):
+    model = model_of(tiny_config, pattern="bigbird", skip_padding=True).eval()
+    shapes, inputs = rows_in_layers(model), packed()
+    with torch.no_grad():
+        got = model(IDS, **inputs).last_hidden_state
+        model.config.skip_padding = False
+        want = model(IDS, **inputs).last_hidden_state
+    torch.testing.assert_close(got, want * inputs["attention_mask"][..., None])
+    assert shapes == [(1, sum(size for _, _, size in PLACES)), (3, LENGTH)]
+
+
+@pytest.mark.parametrize(
+    ("padding", "kwargs", "last_token"),
+    [
+        (PADDING.flip(-1), {}, "real"),
+        (PADDING * (torch.arange(LENGTH) != 2), {}, "real"),
+        (PADDING, {"output_attentions": True}, "real"),
+        (PADDING, {}, "position"),
+        (torch.ones_like(PADDING), {}, "real"),
+        (PADDING * torch.tensor([1, 0, 1])[:, None], {}, "real"),
+    ],
+    ids=["left", "holes", "attentions", "position", "none", "nothing real"],
+)
+def test_padding_that_stays(tiny_config, padding, kwargs, last_token):
+    model = model_of(tiny_config, pattern="dense", skip_padding=True).eval()
+    keep = torch.rand(1, HEADS, 30, 30) < 0.3
+    model.set_mask(SparseMask(keep, 30, special_tokens="first_last", last_token=last_token))
+    shapes = rows_in_layers(model)
+    with torch.no_grad():
+        got = model(IDS, padding, **kwargs)
+        model.config.skip_padding = False
+        want = model(IDS, padding, **kwargs)
+    torch.testing.assert_close(got.to_tuple(), want.to_tuple(), rtol=0.0, atol=0.0)
+    assert shapes == [(3, LENGTH)] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"is_decoder": True}, "skip_padding true has no meaning with is_decoder true"),
+        ({"token_mixers": ["average", "attention"]}, "skip_padding true needs attention in all layers"),
+        ({"skip_padding": "yes"}, "skip_padding"),
+    ],
+)
+def test_skip_padding_is_checked(tiny_config, fields, message):
+    with pytest.raises(Exception, match=message) as error:
+        tiny_config(**{"pattern": "window", "skip_padding": True} | fields)
+    assert "StrictDataclass" in type(error.value).__name__
+
+
+def test_a_model_of_trigrams_refuses_both():
+    config = transformers.MobileBertConfig(
+        **TEXT, embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=2, true_hidden_size=16
+    )
+    model = transformers.MobileBertModel(config)
+    with pytest.raises(ValueError, match="skip_padding true has no meaning for a model of type 'mobilebert'"):
+        attach(model, "window", mask_length=LENGTH, skip_padding=True)
+    attach(model, "window", mask_length=LENGTH)
+    with pytest.raises(ValueError, match="type 'mobilebert' mixes neighboring tokens"):
+        model(IDS, **packed())
+
+
+def test_skip_padding_is_saved(tiny_config, tmp_path):
+    SparseBertForMaskedLM(tiny_config(pattern="window", skip_padding=True)).save_pretrained(tmp_path)
+    assert SparseBertForMaskedLM.from_pretrained(tmp_path).config.skip_padding
+    assert not SparseBertForMaskedLM.from_pretrained(tmp_path, skip_padding=False).config.skip_padding
+
+
+@pytest.mark.slow
+def test_packed_rows_in_a_compiled_model(tiny_config):
+    model = model_of(tiny_config, pattern="bigbird").eval()
+    model.set_attn_implementation("sparse_sdpa")
+    inputs = packed()
+    with torch.no_grad():
+        want = model(IDS, **inputs).last_hidden_state
+        got = torch.compile(model, backend="eager")(IDS, **inputs).last_hidden_state
+    torch.testing.assert_close(got, want)
+
+
+# Rows of several documents
+
+# The words of document i are those of its own.
+DOCUMENTS = [[f"w{i} w{i} w{i}"] * (1 + 3 * i % 7) for i in range(60)]
+
+
+def rows_of(tokenizer, pack_documents):
+    return pretraining_dataset(DOCUMENTS, tokenizer, 16, pack_documents=pack_documents)
+
+
+def test_documents_within_rows_begin_with_cls(word_tokenizer):
+    ids, before = (np.array(rows_of(word_tokenizer, pack)["input_ids"]) for pack in (True, False))
+    special = word_tokenizer.all_special_ids
+    words, old = (each[~np.isin(each, special)] for each in (ids, before))
+    # The text is the same; what does not fill a row is left out.
+    assert ids.shape[1] == 16 and (words == old[: len(words)]).all() and len(words) > 0.8 * len(old)
+    documents = np.split(ids.ravel(), np.flatnonzero(ids.ravel() == word_tokenizer.cls_token_id))[1:]
+    assert all(len(set(document.tolist()) - set(special)) <= 1 for document in documents)
+    assert len(documents) > len(ids) > 0
+    assert (ids[:, -1] == word_tokenizer.sep_token_id).all()
+
+
+@pytest.mark.parametrize("kind", ["seeded", "unseeded", "causal"])
+def test_positions_restart_with_each_document(word_tokenizer, kind):
+    rows = rows_of(word_tokenizer, True)
+    made = {
+        "seeded": lambda: pretraining_collator(word_tokenizer, 0.9, seed=1),
+        "unseeded": lambda: pretraining_collator(word_tokenizer, 0.9),
+        "causal": lambda: causal_collator,
+    }
+    packed = PackedCollator(made[kind](), word_tokenizer.cls_token_id)
+    examples = [rows[i] for i in range(len(rows))]
+    torch.manual_seed(3)
+    batch = packed(examples)
+    ids = torch.tensor(rows["input_ids"])
+    starts = ids == word_tokenizer.cls_token_id
+    assert torch.equal(batch["position_ids"] == 0, starts)
+    follows = batch["position_ids"][:, 1:] == batch["position_ids"][:, :-1] + 1
+    assert (follows | starts[:, 1:]).all()
+    assert (batch["labels"][starts] == -100).all()
+    torch.manual_seed(3)
+    plain = made[kind]()(examples)
+    assert torch.equal(batch["input_ids"], plain["input_ids"])
+    assert torch.equal(batch["labels"], plain["labels"].masked_fill(starts, -100))
+
+
+def test_the_epoch_reaches_the_masking(word_tokenizer):
+    rows = [rows_of(word_tokenizer, True)[i] for i in range(8)]
+    packed = PackedCollator(pretraining_collator(word_tokenizer, seed=1), word_tokenizer.cls_token_id)
+    fixed = packed.for_evaluation()
+    first, evaluated = packed(rows)["labels"], fixed(rows)["labels"]
+    packed.set_epoch(1)
+    assert not torch.equal(packed(rows)["labels"], first) and torch.equal(fixed(rows)["labels"], evaluated)
+
+
+@pytest.mark.parametrize("flags", [("--pattern", "window"), ("--search", "dam_s"), ("--is_decoder", "true")])
+def test_pretraining_on_packed_documents(pretraining_flags, tmp_path, flags):
+    losses = []
+    for pack in ("true", "false"):
+        words = pretraining_flags(tmp_path / pack, *flags, "--pack_documents", pack, "--max_steps", "2")
+        assert main(words) == 0
+        metrics = json.loads((tmp_path / pack / "metrics.json").read_text())
+        losses.append(metrics["lm_loss" if "--is_decoder" in flags else "mlm_loss"])
+    assert all(np.isfinite(losses)) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--nsp", "true"), "pack_documents true has no meaning with nsp true"),
+        (
+            ("--pattern", "dense", "--pruning", '{"final_sparsity": 0.5, "score": "attention"}'),
+            "pruning.score 'attention' has no meaning with pack_documents true",
+        ),
+        (("--token_mixers", '["average", "attention"]'), "pack_documents true needs attention in all layers"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(pretraining_flags, refused, tmp_path, flags, message):
+    assert message in refused([*pretraining_flags(tmp_path / "run", "--pack_documents", "true"), *flags])
+
+
+def test_pairs_cannot_be_packed(word_tokenizer):
+    with pytest.raises(ValueError, match="pack_documents true has no meaning with nsp true"):
+        pretraining_dataset(DOCUMENTS, word_tokenizer, 16, nsp=True, pack_documents=True)
+
+
+# Lengths of batches
+
+
+@pytest.fixture
+def task(checkpoints, glue_folder):
+    """`task(**fields)`: data of RTE."""
+
+    def make(**fields):
+        options = {"task": "rte", "model": checkpoints["window"], "data": str(glue_folder), "max_length": 32}
+        return FinetuningArguments(**options | fields)
+
+    return make
+
+
+TRAINING = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+
+
+def test_finetuning_without_padding_gives_the_same_model(task, tmp_path):
+    weights = []
+    for name, fields in (("plain", {}), ("skipped", {"skip_padding": True})):
+        data = prepare(task(pad_to_multiple_of=8, max_train_examples=8))
+        settings = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+        run_once(data, settings | fields, TRAINING, tmp_path / name)
+        model = sparsebert.SparseBertForSequenceClassification.from_pretrained(tmp_path / name)
+        assert model.config.skip_padding == bool(fields)
+        weights.append(model.state_dict())
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-4)
+
+
+def test_pad_to_multiple_of_is_checked(task):
+    for value, message in ((0, "must be at least 1, got 0"), (5, "must divide max_length 32, got 5")):
+        with pytest.raises(ValueError, match=f"pad_to_multiple_of {message}"):
+            check_arguments(task(pad_to_multiple_of=value), {})
+
+
+def batch_masks(model, word_tokenizer, folder):
+    """The `attention_mask` of each batch of a training by length and to a multiple, as the documentation says."""
+    lengths = np.random.default_rng(0).integers(3, 33, 96)
+    rows = [{"input_ids": [5] * size, "attention_mask": [1] * size, "labels": size % 2} for size in lengths]
+    seen: list = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    settings = TRAINING | {"max_steps": -1, "num_train_epochs": 1.0, "per_device_train_batch_size": 8}
+    arguments = TrainingArguments(str(folder), **settings, train_sampling_strategy="group_by_length")
+    Trainer(model, arguments, train_dataset=rows, data_collator=collator(word_tokenizer, 8)).train()
+    hook.remove()
+    return seen
+
+
+@pytest.fixture
+def classifier(tiny_config):
+    fields = {"pattern": "window", "mask_length": 32, "num_hidden_layers": 1}
+    return sparsebert.SparseBertForSequenceClassification(tiny_config(**fields))
+
+
+def test_batches_have_a_few_lengths_and_little_padding(classifier, word_tokenizer, tmp_path):
+    seen = batch_masks(classifier, word_tokenizer, tmp_path)
+    assert len(seen) == 12 and {mask.shape[1] for mask in seen} <= {8, 16, 24, 32}
+    assert sum(mask.sum() for mask in seen) > 0.75 * sum(mask.numel() for mask in seen)
+
+
+@pytest.mark.slow
+def test_each_length_is_compiled_once(classifier, word_tokenizer, tmp_path):
+    seen, graphs = batch_masks(classifier, word_tokenizer, tmp_path), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(classifier.eval(), backend=count, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for mask in seen:
+            compiled(input_ids=mask * 5, attention_mask=mask)
+    assert len(graphs) == len({mask.shape for mask in seen}) <= 4

@@ -1,0 +1,763 @@
+"""The benchmarks run, report what they should, and refuse to time what is wrong."""
+
+import copy
+import importlib
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, TrainingArguments
+
+from benchmarks import (
+    attention,
+    encoders,
+    layer,
+    long_inputs,
+    long_texts,
+    model,
+    offsets,
+    positions,
+    pretrain,
+    search,
+    separators,
+)
+from benchmarks._masks import build_mask, kept
+from benchmarks._measure import WrongResult, interleaved, speed_up
+from benchmarks._pretraining import run as run_pretraining
+from benchmarks._systems import DENSE, HEAD_SIZE, SYSTEMS, Gate, eager, make_case
+from benchmarks._training_steps import OPTIONS, make_step
+from benchmarks.gpu import model as gpu_model
+from benchmarks.gpu import run as queue
+from sparsebert import SparseBertConfig, SparseMask, attach, extend_positions
+from sparsebert.attention.kernels import sdpa
+from sparsebert.attention.kernels.bias_operator import bias_attention
+from sparsebert.commands import main
+from sparsebert.masks.matched import matched_pattern
+from sparsebert.masks.tiles import tile_shares
+from sparsebert.models.lengthening import METHODS
+from sparsebert.training.pretraining.pretraining_arguments import PretrainingArguments
+from sparsebert.training.recipes import load_recipe
+
+
+REPORT_FIELDS = {"command", "commit", "date", "hardware", "quick", "tokens", "cells"}
+CELL_FIELDS = {"mask", "density", "n", "batch", "heads", "dtype", "phase", "systems", "best_dense", "auto", "speed_up"}
+
+
+def cells_of(run, tmp_path, *arguments):
+    """The cells that a quick run writes, after checks of what all reports have."""
+    output = tmp_path / "report"
+    run(["--quick", "--threads", "1", "--device", "cpu", "--output", str(output), *arguments])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert REPORT_FIELDS <= set(report)
+    assert report["hardware"]["cpu"] and report["hardware"]["torch"] == torch.__version__
+    assert (tmp_path / "report.png").stat().st_size > 0
+    for cell in report["cells"]:
+        assert CELL_FIELDS <= set(cell)
+        for entry in cell["systems"].values():
+            assert 0 < entry["q25_ms"] <= entry["median_ms"] <= entry["q75_ms"] and entry["rounds"] >= 2
+            assert entry["error"] < (1e-4 if cell["dtype"] == "float32" else 0.05)
+    return report["cells"]
+
+
+def options(**fields):
+    defaults = {"device": "cpu", "dtype": torch.float32, "tokens": 96, "heads": 2, "seed": 0}
+    return SimpleNamespace(**defaults | fields)
+
+
+def test_attention_runs_every_system_in_every_phase(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    cells = cells_of(attention.main, tmp_path, "--lengths", "48", "--memory")
+    assert [(cell["mask"], cell["phase"]) for cell in cells] == [
+        (mask, phase) for mask in ("dam_s", "toeplitz64") for phase in ("forward", "training", "training with dropout")
+    ]
+    for cell in cells:
+        assert set(DENSE) <= set(cell["systems"]) and cell["best_dense"] in DENSE
+        assert cell["auto"]["choice"] in cell["systems"]
+        for entries in cell["speed_up"].values():
+            assert all(entry["low"] <= entry["ratio"] <= entry["high"] for entry in entries.values())
+    assert "| dam_s " in capsys.readouterr().out
+
+
+def test_sweep_times_dense_attention_once_for_all_densities(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ("--sweep", "--lengths", "48", "--phases", "training")
+    cells = cells_of(attention.main, tmp_path, *arguments, "--tokens", "48")
+    assert len(cells) == 2 * len(attention.DENSITIES)
+    for dtype in ("float32", "bfloat16"):
+        times = [cell["systems"]["sdpa"] for cell in cells if cell["dtype"] == dtype]
+        assert len(times) == len(attention.DENSITIES) and all(entry == times[0] for entry in times)
+    assert "Greatest density" in capsys.readouterr().out
+
+
+def test_padded_inputs_pass_the_gate(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = cells_of(attention.main, tmp_path, "--padded", "--masks", "window:8", "--lengths", "40", "--no_auto")
+    assert cells and all(cell["padded"] and cell["auto"] is None for cell in cells)
+
+
+@pytest.mark.parametrize("benchmark, backend", [(layer.run, "sparse_eager"), (model.run, "sparse_auto")])
+def test_models_report_tokens_per_second(benchmark, backend, tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = cells_of(benchmark, tmp_path, "--backend", backend)
+    assert all(list(cell["systems"])[-1] == backend for cell in cells)
+    assert [cell["phase"] for cell in cells] == ["forward", "training with dropout"]
+    for cell in cells:
+        for entry in cell["systems"].values():
+            assert entry["tokens_per_second"] == pytest.approx(cell["batch"] * cell["n"] / entry["median_ms"] * 1e3)
+
+
+def test_encoders_in_three_precisions(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "encoders"
+    arguments = ["--quick", "--threads", "1", "--models", "MiniLM", "--output", str(output), "--resume"]
+    encoders.run([*arguments, "--lengths", "32"])
+    (first,) = json.loads((tmp_path / "encoders.json").read_text())["cells"]
+    encoders.run([*arguments, "--lengths", "32", "64"])
+    kept, second = json.loads((tmp_path / "encoders.json").read_text())["cells"]
+    assert kept.items() >= first.items() and kept["command"].endswith("--lengths 32") and "command" not in second
+    assert (second["n"], second["batch"]) == (64, 1)
+    assert (tmp_path / "encoders.png").stat().st_size > 0
+    for cell in (first, second):
+        kinds = (*encoders.KINDS, encoders.LIMIT)
+        assert list(cell["systems"]) == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in kinds]
+        assert set(cell["speed_up"]) == {*encoders.PRECISIONS, "best", "limit"}
+        for name, entry in cell["systems"].items():
+            tokens = cell["batch"] * cell["n"]
+            assert entry["tokens_per_second"] == pytest.approx(tokens / entry["median_ms"] * 1e3)
+            assert entry["cosine"] == pytest.approx(1, abs=1e-6 if name.endswith("float32") else 0.02)
+            assert (entry["cosine"] < 1 - 1e-7) == (not name.endswith("float32"))
+        for kind, best in cell["best"].items():
+            times = {name: entry["median_ms"] for name, entry in cell["systems"].items() if name.startswith(kind)}
+            assert times[best] == min(times.values())
+    assert "best against best" in capsys.readouterr().out
+
+
+def test_encoders_without_a_precision_lose_no_cell(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    arguments = ["--quick", "--threads", "1", "--models", "MiniLM", "--output", str(tmp_path / "encoders"), "--resume"]
+    encoders.run([*arguments, "--lengths", "32", "--precisions", "float32", "bfloat16"])
+    encoders.run([*arguments, "--lengths", "64", "--precisions", "float32", "int8"])
+    cells = json.loads((tmp_path / "encoders.json").read_text())["cells"]
+    assert [set(cell["speed_up"]) for cell in cells] == [
+        {"float32", precision, "best", "limit"} for precision in ("bfloat16", "int8")
+    ]
+    rates = encoders.tables(cells)["rates"]
+    assert rates.columns[3:] == [f"{kind} {p}" for p in encoders.PRECISIONS for kind in encoders.KINDS]
+    assert [list(map(bool, row[5:])) for row in rates.rows] == [[True, True, False, False], [False, False, True, True]]
+    cells[0]["n"] = 512
+    cells[0]["speed_up"]["best"] = {"ratio": 2.4, "low": 2.3, "high": 2.5}
+    cells[0]["speed_up"]["float32"] = {"ratio": 0.5, "low": 0.4, "high": 0.6}
+    lines = "\n".join(encoders.losses(cells[:1]))
+    assert (
+        "n = 512, float32: sparse is slower, 0.50 [0.40, 0.60]" in lines
+        and "2.40x, the goal is 2.5x, the limit" in lines
+    )
+    for words, said in (
+        (["--precisions", "int8"], "must hold float32"),
+        (["--lengths", "64", "--precisions", "float32", "bfloat16"], "has MiniLM at 64 tokens without bfloat16"),
+        (["--seed", "5"], "was measured with seed 0, not 5: choose another --output"),
+    ):
+        with pytest.raises(SystemExit):
+            encoders.run([*arguments, *words])
+        assert said in capsys.readouterr().err
+
+
+def test_encoders_with_weights_and_text(tmp_path, tiny_config, word_tokenizer):
+    config = tiny_config(BertConfig, num_attention_heads=2)
+    BertModel(config).save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(90)))
+    arguments = ["--quick", "--weights", str(tmp_path / "model"), "--lengths", "64", "--output", str(tmp_path / "out")]
+    encoders.run([*arguments, "--text", str(tmp_path / "text.txt"), "--mask", "window:4"])
+    (cell,) = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert cell["model"] == str(tmp_path / "model") and cell["n"] == 64  # more than its 40 positions
+
+
+def test_long_inputs_are_measured(monkeypatch):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    monkeypatch.setattr(long_inputs, "VOCABULARY", 100)
+    threads = torch.get_num_threads()
+    runs = {name: [long_inputs.measured(name, 600, threads, 0, sizes)] for name in long_inputs.SYSTEMS}
+    assert all(run["seconds"] > 0 and run["peak_bytes"] >= 0 for (run,) in runs.values())
+    (row,) = long_inputs.table([{"n": 600, "systems": runs}]).rows
+    assert row[0] == "600" and len(row) == 9
+
+
+@pytest.mark.slow  # a new process for each run
+def test_long_inputs_take_turns(tmp_path, capsys):
+    arguments = ["--quick", "--threads", "1", "--rounds", "1", "--output", str(tmp_path / "long")]
+    long_inputs.run([*arguments, "--lengths", "256"])
+    (cell,) = json.loads((tmp_path / "long.json").read_text())["cells"]
+    assert list(cell["systems"]) == list(long_inputs.SYSTEMS)
+    for runs in cell["systems"].values():
+        assert all(run["seconds"] > 0 and run["peak_bytes"] >= 0 for run in runs)
+    (row,) = long_inputs.table([cell]).rows
+    assert row[0] == "256" and len(row) == 9 and "256 tokens: done" in capsys.readouterr().out
+
+
+def test_search_reports_time_and_memory(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "search"
+    arguments = ["--quick", "--threads", "1", "--device", "cpu", "--searches", "dam_s", "soft", "--padded"]
+    search.run([*arguments, "--output", str(output)])
+    report = json.loads((tmp_path / "search.json").read_text())
+    assert (tmp_path / "search.png").stat().st_size > 0
+    assert [(cell["search"], cell["phase"]) for cell in report["cells"]] == [
+        (name, phase) for name in ("dam_s", "soft") for phase in ("training with dropout", "training")
+    ]
+    for cell in report["cells"]:
+        systems = cell["systems"]
+        assert list(systems) == ["eager", "sdpa", "sparse_auto", "sparse_eager"]
+        assert all(entry["median_ms"] > 0 and entry["peak_bytes"] > 0 for entry in systems.values())
+        assert systems["sparse_auto"]["error"] < 1e-3
+    assert "Peak memory" in capsys.readouterr().out
+
+
+def test_runs_of_another_text_are_not_taken_for_these(tmp_path):
+    folder, options = tmp_path / "run", SimpleNamespace(text="a.txt", validation=None, recipe="small", threads=1)
+    folder.mkdir()
+    (folder / "metrics.json").write_text('{"mlm_loss": 1.0}')
+    flags = {"text": "a.txt", "output_dir": str(folder), "overwrite": "true", "seed": "1"}
+    Path(f"{folder}.flags.json").write_text(json.dumps(flags | {"recipe": "small", "threads": "1"}))
+    assert run_pretraining(folder, {"seed": 1}, options) == {"mlm_loss": 1.0}
+    for field, value in (("text", "b.txt"), ("validation", "b.txt"), ("recipe", "bert_base"), ("threads", 2)):
+        with pytest.raises(ValueError, match=f"holds a run with {field} .*, not {value}: choose another"):
+            run_pretraining(folder, {"seed": 1}, SimpleNamespace(**vars(options) | {field: value}))
+
+
+@pytest.mark.parametrize(
+    "system", [*pretrain.SYSTEMS, *(f"dense+{option}" for option in OPTIONS if option != "compile")]
+)
+def test_steps_of_pretraining_learn(system, monkeypatch):
+    optimizers, made = [], torch.optim.AdamW
+
+    def make_optimizer(*arguments, **fields):
+        optimizers.append(made(*arguments, **fields))
+        return optimizers[-1]
+
+    monkeypatch.setattr(torch.optim, "AdamW", make_optimizer)
+    spec = {"size": "tiny", "n": 64, "batch": 2, "dropout": 0.1, "device": "cpu", "dtype": "float32", "seed": 0}
+    step, loss = make_step(spec | {"system": system})
+    weights = optimizers[0].param_groups[0]["params"]
+    before = [weight.detach().clone() for weight in weights]
+    expected = make_step(spec | {"system": "stock"})[1]
+    if system.startswith("dense"):
+        assert loss == pytest.approx(expected, rel=1e-2 if "bf16" in system else 1e-5)
+    for _ in range(3):
+        step()
+    assert not any(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+
+
+def test_a_wrong_loss_is_not_timed():
+    pretrain.check(
+        {"stock": 10.0, "dense": 10.0001, "dam_s": 3.0, "dense+bf16": 10.1, "frozen+compile": 4.0}, "float32"
+    )
+    with pytest.raises(WrongResult, match="dense has the loss 10.2, stock 10.0"):
+        pretrain.check({"stock": 10.0, "dense": 10.2}, "float32")
+    with pytest.raises(WrongResult, match="frozen.compile has the loss 4.1, frozen 4.0"):
+        pretrain.check({"frozen": 4.0, "frozen+compile": 4.1}, "float32")
+
+
+@pytest.mark.slow
+def test_pretraining_steps_are_timed_once(tmp_path, capsys):
+    output = tmp_path / "pretrain"
+    command = ["--quick", "--threads", "1", "--device", "cpu", "--output", str(output), "--systems", "stock", "dense"]
+    pretrain.run([*command, "dam_s"])
+    report = json.loads((tmp_path / "pretrain.json").read_text())
+    (cell,) = report["cells"]
+    for entry in cell["results"].values():
+        assert entry["peak_bytes"] > 12 * 30522 * 32 and entry["rounds"] == 2  # the embeddings and their moments
+        assert entry["tokens_per_second"] == pytest.approx(64 / entry["median_ms"] * 1e3)
+    assert set(cell["speed_up"]) == {"stock", "dense"} and set(cell["speed_up"]["dense"]) == {"stock", "dam_s"}
+    pretrain.run([*command, "dam_s"])
+    assert json.loads((tmp_path / "pretrain.json").read_text()) == report
+    pretrain.run([*command])
+    assert len(json.loads((tmp_path / "pretrain.json").read_text())["cells"]) == 2
+    assert "Peak memory" in capsys.readouterr().out
+
+
+def pretraining_cell(n, rates, ratios, **fields):
+    """A row of `benchmarks.pretrain`: tokens per second by system, and ratios by the system that is compared with."""
+    results = {
+        name: {"tokens_per_second": rate, "median_ms": 1.0, "q25_ms": 1.0, "q75_ms": 1.0, "peak_bytes": rate * 2**20}
+        for name, rate in rates.items()
+    }
+    entries = {
+        other: {name: {"ratio": r, "low": r - 0.1, "high": r + 0.1} for name, r in found.items()}
+        for other, found in ratios.items()
+    }
+    own = {"size": "base", "n": n, "batch": 4, "dtype": "float32", "dropout": 0.1, "threads": 2}
+    return own | {"systems": list(rates), "results": results, "speed_up": entries} | fields
+
+
+def test_rows_that_were_measured_in_parts_are_one_row():
+    cells = [
+        pretraining_cell(512, {"stock": 100, "dense": 200}, {"stock": {"dense": 2.0}, "dense": {"stock": 0.5}}),
+        pretraining_cell(512, {"dense": 210, "dam_s": 220}, {"dense": {"dam_s": 1.1}}),
+        pretraining_cell(128, {"stock": 110, "dense": 300}, {"stock": {"dense": 3.0}}),
+        pretraining_cell(512, {"dense": 200, "dense+bf16": 100}, {"dense": {"dense+bf16": 0.5}}),
+    ]
+    plain, options = pretrain.groups(cells).items()
+    tables = pretrain.tables(plain[1])
+    assert tables["speed"].columns == ["model", "n", "batch", "stock", "dense", "dam_s"]
+    assert tables["speed"].rows == [
+        ["base", "128", "4", "110", "300", ""],
+        ["base", "512", "4", "100", "200", ""],  # the machine may have been faster in the second part
+    ]
+    assert [row[-1] for row in tables["memory"].rows] == ["", "220"]
+    assert [row[3:] for row in tables["ratios"].rows] == [
+        ["3.00 [2.90, 3.10]", ""],
+        ["2.00 [1.90, 2.10]", "1.10 [1.00, 1.20]"],
+    ]
+    tables = pretrain.option_tables(options[1])
+    assert dict(zip(tables["options.memory"].columns, tables["options.memory"].rows[0], strict=True)) == {
+        "model": "base", "n": "512", "system": "dense", "bf16": "0.50",
+        "all_logits": "", "unfused": "", "compile": "", "checkpoint": "",
+    }  # fmt: skip
+    assert tables["options.ratios"].rows[0][5] == "0.50 [0.40, 0.60] slower"
+
+
+def test_distances_at_which_positions_are_alike():
+    angles = torch.arange(12) * torch.pi / 3  # a period of 6
+    alike = offsets.similarity(torch.stack([angles.sin(), angles.cos()], 1))
+    assert alike[:7].tolist() == pytest.approx([1, 0.5, -0.5, -1, -0.5, 0.5, 1], abs=1e-5)
+    kept = [0.0] * 100
+    kept[50], kept[52], kept[80] = 0.5, 0.4, 0.3
+    table = offsets.table({"kept": kept, "similarity": [0.1] * 100, "correlation": -0.2})
+    assert table.rows[0] == ["50 to 52", "30%", "+0.10"] and table.rows[1][0] == "all from 40 on"
+    assert table.rows[2][-1] == "-0.20"
+
+
+def test_separators(tmp_path, tiny_config, word_tokenizer, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(separators, "STEPS", 3)
+    BertModel(tiny_config(BertConfig, max_position_embeddings=64)).save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    (tmp_path / "text").write_text(" ".join(f"w{i % 90}" for i in range(2500)))
+    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text"), "--length", "64"]
+    separators.main([*arguments, "--rows", "16", "--output", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {cell["mask"] for cell in report["cells"]} == {"dam_s", "window", "bigbird", "star"}
+    assert all(cell["low"] <= cell["gain"] <= cell["high"] for cell in report["cells"])
+    assert [row[:2] for row in separators.table(report).rows][0] == ["dam_s", "90%"]
+    rows = separators.make_rows((tmp_path / "text").read_text(), word_tokenizer, 4, 64, 0)
+    assert ((rows == word_tokenizer.sep_token_id).sum(1) == 2).all()
+
+
+def test_positions(tmp_path, tiny_config, word_tokenizer, glue_folder):
+    torch.manual_seed(0)
+    BertModel(tiny_config(BertConfig, max_position_embeddings=64)).save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    documents = [" ".join(f"w{(i * i + d) % 90}" for i in range(400)) for d in range(5)]
+    (tmp_path / "text.txt").write_text("\n\n".join([*documents, "w1 w2"]))
+    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text.txt")]
+    arguments += ["--stsb", str(glue_folder / "STS-B")]
+    positions.main([*arguments, "--documents", "4", "--output", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["documents"] == 4 and report["known"] == 64
+    assert report["spearman"]["tile"] == report["spearman"]["truncated"] != report["spearman"]["interpolate"]
+    assert [row[0] for row in positions.table(report).rows] == ["truncated", "mean of two halves", *METHODS]
+    # The end of the first is nearer to the second, that of the second to itself.
+    ends, beginnings = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert positions.reciprocal_ranks(ends, beginnings) == [0.5, 1.0]
+
+
+def test_long_texts(tmp_path, tiny_config, word_tokenizer, capsys):
+    torch.manual_seed(0)
+    stock = BertModel(tiny_config(BertConfig, max_position_embeddings=64))
+    stock.save_pretrained(tmp_path / "stock")
+    word_tokenizer.save_pretrained(tmp_path / "stock")
+    attach(extend_positions(stock, 128), "window", mask_length=128).save_pretrained(tmp_path / "masked")
+    documents = [" ".join(f"w{(i * i + d) % 90}" for i in range(400)) for d in range(5)]
+    (tmp_path / "text.txt").write_text("\n\n".join([*documents, "w1 w2"]))
+    arguments = ["--weights", str(tmp_path / "stock"), "--text", str(tmp_path / "text.txt")]
+    arguments += ["--masked", str(tmp_path / "masked"), "--precisions", "float32", "int8"]
+    arguments += ["--output", str(tmp_path / "report.json"), "--documents", "4"]
+    for lengths, message in (
+        ("100", "must be multiples of the 64 tokens"),
+        ("256", "reads 128 tokens, which --lengths lacks"),
+    ):
+        with pytest.raises(SystemExit):
+            long_texts.main([*arguments, "--lengths", lengths])
+        assert message in capsys.readouterr().err
+    long_texts.main([*arguments, "--lengths", "128"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    cells = report["cells"]
+    names = ["dense, truncated", "dense, whole", "dense, split", "masked, whole", "masked, split"]
+    assert [cell["system"] for cell in cells] == [name for name in names for _ in range(2)]
+    assert report["texts"] == 4 and report["score"] == "MRR"
+    assert all(len(cell["scores"]) == 4 and cell["cpu_ms"] > 0 for cell in cells)
+    assert all((cell["removed"] > 0.5) == cell["system"].startswith("masked") for cell in cells)
+    assert len(long_texts.table(report).rows) == 10 and (tmp_path / "report.png").is_file()
+    with pytest.raises(SystemExit):
+        long_texts.main([*arguments, "--lengths", "128", "--masked", *[str(tmp_path / "masked")] * 2])
+    assert "second system with the name 'masked'" in capsys.readouterr().err
+    for split in ("train", "test"):
+        rows = [{"text": " ".join(["w1 w2" if i % 2 else "w3 w4"] * 60), "label": i % 2} for i in range(20)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments[2:4] = ["--reviews", str(tmp_path)]
+    long_texts.main([*arguments, "--documents", "20", "--lengths", "128"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["score"] == "accuracy" and report["texts"] == 40
+    assert all(cell["scores"] == [1] * 20 for cell in report["cells"])
+
+
+def test_parts_of_documents(tiny_config, word_tokenizer):
+    torch.manual_seed(0)
+    model = BertModel(tiny_config(BertConfig, max_position_embeddings=64)).eval()
+    words = [[f"w{(7 * i + d) % 90}" for i in range(124)] for d in range(3)]
+    ids = [word_tokenizer.convert_tokens_to_ids(document) for document in words]
+    found, seconds = long_texts.embedded(model, word_tokenizer, ids, 128, 64)
+    halves = [
+        long_texts.embedded(model, word_tokenizer, [part[at : at + 62] for part in ids], 64, 64)[0] for at in (0, 62)
+    ]
+    torch.testing.assert_close(found, torch.nn.functional.normalize(sum(halves), dim=-1))
+    shorter = [part[: 62 + 31] for part in ids]
+    found = long_texts.embedded(model, word_tokenizer, shorter, 128, 64)[0]
+    second = long_texts.embedded(model, word_tokenizer, [part[62:93] for part in ids], 64, 64)[0]
+    torch.testing.assert_close(found, torch.nn.functional.normalize(halves[0] + second / 2, dim=-1))
+    assert seconds > 0 and (halves[0] - halves[1]).abs().max() > 1e-3
+
+
+def test_what_long_texts_are_compared_with():
+    ranks = {"dense, truncated": [0.1, 0.2, 0.3], "dense, whole": [0.4, 0.5, 0.9]}
+    ranks |= {"dense, split": [0.3, 0.5, 0.4], "a, whole": [0.6, 0.6, 0.9]}
+    cells = [
+        {"system": name, "length": 1024 if "truncated" not in name else 512, "precision": precision, "cpu_ms": 1.0}
+        | {"removed": 0.0}
+        | {"scores": [rank + shift for rank in own]}
+        for precision, shift in (("float32", 0.0), ("int8", 0.05))
+        for name, own in ranks.items()
+    ]
+    rows = long_texts.table({"cells": cells, "score": "MRR"}).as_json()["rows"]
+    for own in (rows[:4], rows[4:]):
+        differences = [
+            [row.get(f"minus {name}", "").split(" [")[0] for row in own] for name in ("truncated", "whole", "split")
+        ]
+        assert differences[0] == ["", "+0.400", "+0.200", "+0.500"]
+        assert differences[1] == ["", "", "-0.200", "+0.100"]
+        assert differences[2] == ["", "", "", "+0.300"]
+
+
+@pytest.mark.parametrize("name", separators.PATTERNS)
+@pytest.mark.parametrize("sparsity", separators.SPARSITIES)
+def test_masks_have_as_many_entries_with_the_separators(name, sparsity):
+    length = 128
+    extra = separators.added_by_separators(name, length)
+    sparsities = (sparsity, sparsity + extra)
+    last, every = (matched_pattern(name, own, length, 4, 1, 0).to_table(length) for own in sparsities)
+    counts = []
+    for place in range(20, length - 20, 8):
+        kept = every.clone()
+        kept[..., [place, -1], :] = kept[..., [place, -1]] = True
+        counts.append(kept.sum().item())
+    assert sum(counts) / len(counts) == pytest.approx(last.sum().item(), rel=0.03)
+
+
+def test_separators_are_kept_in_every_row(tiny_config):
+    torch.manual_seed(0)
+    stock = BertModel(tiny_config(BertConfig, attn_implementation="eager")).eval()
+    rows = torch.randint(5, stock.config.vocab_size, (3, 16))
+    rows[0, 5] = rows[1, 9] = 4
+    nothing = torch.zeros(1, stock.config.num_attention_heads, 16, 16, dtype=torch.bool)
+    # As the library's own mask, for rows of one kind.
+    for row, place in ((0, 5), (1, 9)):
+        keep = nothing.clone()
+        keep[..., place, :] = keep[..., :, place] = True
+        mask = SparseMask(keep, 16)
+        attached = attach(copy.deepcopy(stock), mask, attn_implementation="sparse_eager")
+        with torch.no_grad():
+            want = attached(rows[row : row + 1]).last_hidden_state.mean(1)
+        found = separators.pooled(stock, rows, nothing, separator=4)[row : row + 1]
+        torch.testing.assert_close(found, want)
+
+
+def test_goals_that_are_missed_are_named():
+    slow = {"ratio": 1.0, "low": 0.9, "high": 1.1}
+    cell = {
+        "size": "base",
+        "n": 2048,
+        "speed_up": {"stock": {"dense": slow}, "dense": {"dam_s": slow, "frozen": slow}},
+    }
+    assert list(pretrain.missed([cell])) == [
+        "base, n = 2048: dense is 1.00x stock, the goal is 1.1x",
+        "base, n = 2048: frozen is 1.00x dense, the goal is 2.0x",
+    ]
+
+
+def wrong_mask_gradient(query, key, value, bias, *rest):
+    return bias_attention(query, key, value, 1.01 * bias, *rest)
+
+
+def test_search_stops_at_a_wrong_operator(tmp_path, monkeypatch):
+    monkeypatch.setattr(sdpa, "bias_attention", wrong_mask_gradient)
+    with pytest.raises(WrongResult, match="sparse_auto .*gradient of the mask is off"):
+        search.run(["--quick", "--threads", "1", "--searches", "soft", "--output", str(tmp_path / "search")])
+
+
+def wrong_output(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: function(*inputs) * 1.001, tensors
+
+
+def wrong_gradient(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda query, key, value: function(query, key.detach() + 0.999 * (key - key.detach()), value), tensors
+
+
+def one_entry_too_many(case, gradients, dropout):
+    keep = case.keep.clone()
+    keep[0, 0, 3, (~keep[0, 0, 3]).nonzero()[0]] = True
+    return eager(replace(case, keep=keep), gradients, dropout)
+
+
+def not_finite(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: function(*inputs) / torch.zeros(()), tensors
+
+
+WRONG = [wrong_output, wrong_gradient, one_entry_too_many, not_finite]
+
+
+@pytest.mark.parametrize("system", WRONG, ids=lambda system: system.__name__)
+def test_gate_stops_a_run_with_a_wrong_system(system, tmp_path, monkeypatch):
+    monkeypatch.setitem(SYSTEMS, "wrong", system)
+    arguments = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--lengths",
+        "32",
+        "--masks",
+        "dam_u:0.3",
+        "--output",
+        str(tmp_path / "x"),
+    ]
+    with pytest.raises(WrongResult, match=r"wrong \(dam_u:0.3, 32 tokens"):
+        attention.main([*arguments, "--systems", "sdpa", "wrong"])
+    assert not list(tmp_path.iterdir())
+
+
+class AnotherMask(torch.autograd.Function):
+    """Attention whose backward draws its dropout anew."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, function):
+        ctx.function = function
+        ctx.save_for_backward(query, key, value)
+        return function(query, key, value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return *torch.autograd.grad(output, inputs, grad), None
+
+
+def forgets_its_mask(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: AnotherMask.apply(*inputs, function), tensors
+
+
+def never_drops(case, gradients, dropout):
+    return eager(case, gradients, 0.0)
+
+
+def does_not_rescale(case, gradients, dropout):
+    function, tensors = eager(case, gradients, dropout)
+    return lambda *inputs: function(*inputs) * (1 - dropout), tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_checks_dropout(dtype, monkeypatch):
+    gate = Gate(make_case("dam_s:0.3", 64, options(tokens=512, dtype=dtype)))
+    for name in (*DENSE, "sparse_cpu"):
+        gate.check(name, dropout=0.1)
+    for system, said in (
+        (forgets_its_mask, "backward of value"),
+        (never_drops, "same probabilities, or none"),
+        (does_not_rescale, "on average"),
+    ):
+        monkeypatch.setitem(SYSTEMS, "wrong", system)
+        with pytest.raises(WrongResult, match=said):
+            gate.check("wrong", dropout=0.1)
+
+
+def test_memory_counts_all_tensors_of_a_mask():
+    case = make_case("dam_s:0.3", 64, options())
+    size = {name: sum(form.nbytes for form in SYSTEMS[name](case, False, 0.0)[1]) for name in ("sdpa", "sparse_flex")}
+    assert size["sdpa"] == 2 * 64 * 64
+    assert size["sparse_flex"] > size["sdpa"]  # the table that its function reads, and lists of tiles
+
+
+def test_inputs_are_in_the_layout_of_the_host():
+    case = make_case("dam_s", 32, options())
+    assert case.query.shape == (3, 2, 32, HEAD_SIZE) and case.query.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("length", [128, 512, 1024])
+def test_random_masks_have_the_density_they_are_named_for(length):
+    assert 1 - build_mask("dam_s", length, 4).sparsity == pytest.approx(0.09, abs=0.02)
+    assert 1 - build_mask("dam_s:0.4", length, 4).sparsity == pytest.approx(0.4, abs=0.02)
+    assert 1 - build_mask("dam_u", length, 4).sparsity == pytest.approx(0.21, abs=0.01)
+    tiles = build_mask("toeplitz64:0.5", length, 4)
+    assert tile_shares(tiles.structure()[0], 64)[0] == pytest.approx(0.5, abs=0.1)
+    assert tiles.structure()[0].diagonal(dim1=-2, dim2=-1).all()
+
+
+def test_learned_masks_are_read_and_repeated_over_heads(tmp_path):
+    mask = build_mask("dam_s", 32, 2)
+    mask.save_pretrained(tmp_path / "learned")
+    read = build_mask(f"learned:{tmp_path / 'learned'}", 32, 4)
+    assert torch.equal(read.to_table()[0], mask.to_table()[0].repeat_interleave(2, dim=0))
+    with pytest.raises(ValueError, match="2 heads, which do not divide 3"):
+        build_mask(f"learned:{tmp_path / 'learned'}", 32, 3)
+    with pytest.raises(ValueError, match="unknown mask 'band'"):
+        build_mask("band", 32, 2)
+
+
+def test_special_tokens_follow_the_padding():
+    padding = torch.arange(8) < torch.tensor([[8], [5]])
+    left = kept(build_mask("dam_s:0.3", 8, 1), 8, padding.flip(1))
+    assert left[1, 0, 3, 3:].all() and left[1, 0, 3:, 3].all() and not left[1, 0, :, :3].any()
+    keep = kept(build_mask("toeplitz64", 8, 1), 8, padding)
+    assert torch.equal(keep[1, 0].any(-1), padding[1])
+    table = kept(build_mask("dam_s:0.3", 8, 1), 8, padding)
+    assert table[1, 0, 4, :5].all() and table[1, 0, :5, 4].all() and not table[1, 0, :, 5:].any()
+
+
+def test_systems_take_turns():
+    calls = []
+    functions = {name: lambda name=name: calls.append(name) for name in "abc"}
+
+    def timer(function):
+        function()
+        return 1.0
+
+    times = interleaved(functions, timer, seconds=0, min_rounds=3)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(values) == 3 for values in times.values())
+
+
+def test_interval_of_a_ratio_holds_it_and_grows_with_noise():
+    generator = torch.Generator().manual_seed(0)
+    ours = 1 + 0.01 * torch.randn(30, generator=generator)
+    quiet, noisy = (2 + noise * torch.randn(30, generator=generator) for noise in (0.01, 0.5))
+    steady, shaky = (speed_up(times.tolist(), ours.tolist()) for times in (quiet, noisy))
+    assert steady["low"] <= steady["ratio"] <= steady["high"] and steady["ratio"] == pytest.approx(2, rel=0.02)
+    assert shaky["high"] - shaky["low"] > 5 * (steady["high"] - steady["low"])
+
+
+@pytest.mark.slow
+def test_queue_goes_on_after_failures_and_keeps_reports(tmp_path):
+    entry = queue.Entry(
+        "three commands",
+        (
+            "-c \"import sys; open(sys.argv[1] + '.json', 'w').write('[1]')\" {output}",
+            "-c 'import sys; print(\"broken\"); sys.exit(3)'",
+            "-c 'import time; time.sleep(60)'",
+        ),
+    )
+    result = queue.run_entry(7, entry, tmp_path, limit=2)
+    assert result["status"] == "failed: 0, 3, timed out"
+    written = json.loads((tmp_path / "7.json").read_text())
+    assert written["reports"] == {"1": [1]} and written["machine"]["torch"] == torch.__version__
+    assert "broken" in (tmp_path / "7.log").read_text()
+    assert queue.row(result).startswith("| 7 | failed: 0, 3, timed out, ")
+
+
+@pytest.mark.slow
+def test_queue_prepares(tmp_path, monkeypatch, capsys):
+    """At the same time, with one round each; only what fails shows its log."""
+    quick = f"-m benchmarks.attention --device cpu --quick --no_auto --systems sdpa --output {tmp_path / 'none'}"
+    monkeypatch.setattr(queue, "ENTRIES", {2: queue.Entry("", (quick, "-c 'print(7); exit(3)'"))})
+    monkeypatch.setattr(queue, "machine", lambda: {"gpu": "some"})
+    assert queue.main(["--prepare", "2"]) == 1
+    assert capsys.readouterr().out.startswith("2, command 1: ok\n2, command 2: failed: 3\n$ python -c ")
+    monkeypatch.setattr(queue, "ENTRIES", dict.fromkeys(range(1, 15)))
+    with pytest.raises(SystemExit):
+        queue.main(["--prepare", "10"])
+    assert "--prepare is for entries 2, 3, 4, 5, 13, got 10" in capsys.readouterr().err
+
+
+def test_queue_lists_and_refuses(capsys):
+    assert queue.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert len(queue.ENTRIES) == 15 and all(f"{number}. " in listed for number in queue.ENTRIES)
+    with pytest.raises(SystemExit):
+        queue.main(["16"])
+    assert "entries must be from 1 to 15, got 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", queue.ENTRIES)
+def test_commands_of_the_queue_are_understood(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(queue.ROOT)
+    for command in queue.ENTRIES[number].commands:
+        words = shlex.split(command.replace("{output}", str(tmp_path)))
+        if words[:2] == ["-m", "pytest"]:
+            files = words[words.index("-m", 1) + 2 :]
+            assert files and all(Path(file).is_file() for file in files)
+        elif words[0] == "pretrain.py":
+            sections = {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
+            recipe = load_recipe(words[1:], sections)
+            SparseBertConfig(**recipe["model"])
+            assert recipe["model"]["mask_length"] == recipe["data"]["max_length"]
+        elif words[0] == "-c":
+            compile(words[1], "command", "exec")
+        elif words[1] == "sparsebert":
+            assert main([*words[2:], "--list_cells"]) == 0
+        elif words[1] == "benchmarks.gpu.model":
+            assert gpu_model.command_line().parse_args(words[2:]).compare == Path("{folder}")
+        else:
+            modules = {"attention": attention, "layer": layer, "model": model, "pretrain": pretrain}
+            options = modules[words[1].removeprefix("benchmarks.")].command_line().parse_args(words[2:])
+            assert options.device == "cuda" and options.output == tmp_path
+            assert modules[words[1].removeprefix("benchmarks.")] is pretrain or all(
+                name.startswith("learned:") or build_mask(name, 128, 12) for name in options.masks
+            )
+
+
+MISSING = {
+    "long_texts": ["--weights", "no/model", "--text", "no.txt"],
+    "separators": ["--weights", "no/model", "--text", "no.txt"],
+    "offsets": ["--model", "no/model"],
+    "positions": ["--weights", "no/model", "--text", "no.txt", "--stsb", "no/stsb"],
+    "sentences": ["--model", "no/model", "--data", "no/stsb"],
+    "encoders": ["--weights", "no/model", "--lengths", "32", "--device", "cpu"],
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_inputs_end_with_one_line(name, tmp_path, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit) as ended:
+        (module.run if name == "encoders" else module.main)([*MISSING[name], "--output", str(tmp_path / "out.json")])
+    error = capsys.readouterr().err.rpartition("error: ")[2]
+    assert ended.value.code == 2 and len(error) > 20 and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["long_texts", "separators", "offsets", "positions", "sentences"])
+def test_the_folder_of_the_results_is_checked_first(name, tmp_path, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit):
+        module.main([*MISSING[name], "--output", str(tmp_path / "no/out.json")])
+    assert f"--output: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_other_instructions_run_in_a_process_of_their_own(tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "avx2"
+    arguments = ["--quick", "--lengths", "32", "--masks", "dam_s", "--phases", "forward", "--device", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        attention.main([*arguments, "--instructions", "AVX2", "--output", str(output)])
+    assert ended.value.code == 0 and sys.modules["benchmarks.attention"] is attention
+    hardware = json.loads((tmp_path / "avx2.json").read_text())["hardware"]
+    assert hardware["mkl_enable_instructions"] == "AVX2"

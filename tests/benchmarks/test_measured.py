@@ -1,0 +1,194 @@
+"""The measured tables of the pages are those of the committed results."""
+
+import json
+import re
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import _cpu_tables, pretrain
+from benchmarks._report import REPRODUCED, RESULTS, ROOT
+from benchmarks.attention import auto_slower, goals
+from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
+from sparsebert.analysis.statistics import holm, paired_difference
+from studies import EXPERIMENTS
+from studies.result_tables import experiment_tables
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_tables_are_those_of_the_results(page):
+    text = page.read_text()
+    assert written(text) == text, "run python -m benchmarks.measured"
+
+
+def test_every_table_is_shown():
+    assert {match["name"] for page in pages() for match in BLOCK.finditer(page.read_text())} == TABLES.keys()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_deviations_and_intervals_stand_in_measured_tables(page):
+    text = re.sub(r"^```.*?^```$", "", BLOCK.sub("", page.read_text()), flags=re.M | re.S)
+    assert not re.findall(r".*\d ± ?\d.*|.*\d \[[+-]?\d.*", text)
+
+
+def test_a_changed_number_is_found():
+    text = next(page.read_text() for page in pages() if page.name == "distributed.md")
+    assert "| DDP | 5e-07 |" in text
+    changed = text.replace("| DDP | 5e-07 |", "| DDP | 4e-07 |", 1)
+    assert written(changed) == text != changed
+    assert main(["--check"]) == 0
+
+
+def test_unknown_tables_are_refused():
+    with pytest.raises(ValueError, match=r"no measured table 'speed'; there are kernels\.attention"):
+        written("<!-- measured speed -->\n<!-- end -->")
+
+
+def test_what_was_not_run_is_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(TABLES, "reproduce.minilm", lambda: reproduced("minilm", tmp_path))
+    page = "<!-- measured reproduce.minilm -->\nold\n<!-- end -->\n"
+    assert written(page) == page.replace("old\n", NOT_RUN)
+
+
+def test_the_first_tables_of_an_experiment_are_shown():
+    (table,) = reproduced("copying")
+    assert table.columns == ["series", "depth 1", "depth 2", "depth 3", "depth 4"] and len(table.rows) == 8
+    (table,) = reproduced("translation")
+    assert table.columns[:3] == ["cell", "removed", "BLEU"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*REPRODUCED.glob("*.json"), *REPRODUCED.glob("*/*.json")]), ids=lambda path: path.stem
+)
+def test_reports_are_those_of_the_results(path):
+    found = json.loads(path.read_text())
+    tables = experiment_tables(EXPERIMENTS[found["experiment"]], found["scale"], found["cells"])
+    assert path.with_suffix(".md").read_text() == "\n".join(table.markdown() for table in tables)
+
+
+def test_what_the_front_page_says_of_training():
+    ratio = _cpu_tables.models({"BERT-base": json.loads((RESULTS / "model_cpu.json").read_text())}).rows[-1][-1]
+    assert f"is {float(ratio.partition(' ')[0]):.1f} times as fast" in _front_page()
+
+
+def test_what_the_results_say_of_reviews():
+    cells = json.loads((RESULTS / "long_reviews.json").read_text())["cells"]
+    scores = {cell["system"]: [100 * score for score in cell["scores"]] for cell in cells}
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    pairs = [(f"dam_s_512_long, {way}", f"window_512_long, {way}") for way in ("split", "whole")]
+    pairs += [(f"{name}, split", f"{name}, whole") for name in ("dam_s_512_long", "window_512_long", "dense")]
+    for ours, theirs in pairs:
+        said = "{difference:+.1f} points [{low:+.1f}, {high:+.1f}]".format(
+            **paired_difference(scores[ours], scores[theirs])
+        )
+        assert said in text, (ours, theirs)
+
+
+def test_what_the_results_say_of_one_stage_and_dense_attention():
+    stages, dense = (
+        json.loads((REPRODUCED / "float32" / f"sparsebert_{name}_tiny.json").read_text())["cells"]
+        for name in ("figure7", "table3")
+    )
+    seeds = (1, 2, 3)
+    losses = [dense[f"dense_seed_{seed}"]["metrics"]["mlm_loss"] for seed in seeds]
+    tests = [
+        paired_difference([stages[f"one_stage_{target}_seed_{seed}"]["metrics"]["mlm_loss"] for seed in seeds], losses)
+        for target in (0.1, 0.3, 0.5, 0.7)
+    ]
+    more = [f"{test['difference']:.3f}" for test in tests]
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert f"({fmean(losses):.3f} in float32, in the table above)" in text
+    assert "by {} with 10 % removed, {} with 30 %, {} with 50 % and {} with 70 %".format(*more) in text
+    assert f"P at most {max(holm([test['p'] for test in tests])):.3f}" in text
+
+
+def test_what_the_results_say_of_a_longer_recovery():
+    short, long = (
+        json.loads((REPRODUCED / folder / "minilm_task_masks_tiny.json").read_text())["cells"]
+        for folder in (".", "longer_recovery")
+    )
+    names = [f"qnli_seed_{seed}" for seed in (1, 2, 3)]
+    assert sorted(long) == names
+    for name in names:  # the same models and masks
+        assert {"score_dense", "score_learned", "removed_learned"} <= {
+            key for key, value in long[name]["metrics"].items() if value == short[name]["metrics"].get(key)
+        }
+        assert short[name]["settings"] | {"recover": 1200, "controls": []} == long[name]["settings"]
+    dense, shorter, longer = (
+        [100 * cells[name]["metrics"][f"score_{score}"] for name in names]
+        for cells, score in ((long, "dense"), (short, "learned_recovered"), (long, "learned_recovered"))
+    )
+    less, more = paired_difference(dense, longer), paired_difference(longer, shorter)
+    text = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    said = "the accuracy is {:.1f}, {difference:.1f} points below that of the dense model [{low:.1f}, {high:.1f}]"
+    assert said.format(fmean(longer), **less) in text
+    said = "{difference:.1f} points above that of the shorter recovery [{low:.1f}, {high:.1f}]"
+    assert said.format(**more) in text
+    assert "P = {:.2g} and {:.2g}".format(*holm([less["p"], more["p"]])) in text
+
+
+def test_what_the_pages_say_of_the_tables():
+    cells = json.loads((RESULTS / "attention_cpu.json").read_text())["cells"]
+    # kernels.md
+    assert not any(auto_slower(cell) for cell in cells)
+    found = goals(cells, SimpleNamespace(device="cpu"))
+    assert found and {row[-1] for row in found} == {"missed"}
+    cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
+    missed = {goal.partition(" is ")[0] for goal in pretrain.missed(cells)}  # pretraining_cost.md
+    assert missed == {"small, n = 512: frozen", "base, n = 2048: frozen"}
+
+
+def _front_page():
+    return " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_what_the_front_page_says_of_quality():
+    cells = json.loads((REPRODUCED / "minilm_tiny.json").read_text())["cells"]
+
+    def means(mask, metric, form, lengths=(128, 512, 1024)):
+        found = (fmean(cells[f"{mask}_{n}_0.9_seed_{i}"]["metrics"][metric] for i in range(3)) for n in lengths)
+        return [form.format(value) for value in found]
+
+    before, after = (means("dam_s", metric, "{:.3f}") for metric in ("cosine_before", "cosine"))
+    text = _front_page()
+    assert "With 128, 512 and 1024 tokens it is {}, {} and {}.".format(*before) in text
+    assert "raises it to {}, {} and {}.".format(*after) in text
+    assert "it reaches {}, {} and {}".format(*means("attention", "cosine", "{:.3f}")) in text
+    scores = [means(mask, "spearman", "{:.1%}", (128,))[0].rstrip("%") for mask in ("dam_s", "attention")]
+    assert "the learned mask has {}, the other {}.".format(*scores) in text
+
+
+def test_what_the_front_page_says_of_tasks():
+    short, long = (
+        json.loads((REPRODUCED / folder / "minilm_task_masks_tiny.json").read_text())["cells"]
+        for folder in (".", "longer_recovery")
+    )
+    names, seeds = ("cola", "sst2", "mrpc", "stsb", "rte", "qnli"), (1, 2, 3)
+    masked, dense = (
+        [fmean(100 * short[f"{name}_seed_{seed}"]["metrics"][f"score_{score}"] for name in names) for seed in seeds]
+        for score in ("learned_recovered", "dense")
+    )
+    test = paired_difference(masked, dense)
+    text = _front_page()
+    said = "is {:.1f}, dense {:.1f} (three seeds; interval [{low:.1f}, {high:.1f}], P = {p:.2f},"
+    assert said.format(fmean(masked), fmean(dense), **test) in text
+    longer, shorter, before = (
+        [100 * cells[f"qnli_seed_{seed}"]["metrics"][f"score_{score}"] for seed in seeds]
+        for cells, score in ((long, "learned_recovered"), (short, "learned_recovered"), (long, "dense"))
+    )
+    less, more = paired_difference(before, longer), paired_difference(longer, shorter)
+    p = holm([less["p"], more["p"]])[0]
+    said = "narrows the loss on QNLI to {difference:.1f} points [{low:.1f}, {high:.1f}] (P = {holm:.2f})"
+    assert said.format(holm=p, **less) in text
+
+
+def test_what_the_front_page_says_of_pretraining():
+    cells = json.loads((RESULTS / "pretrain_cpu.json").read_text())["cells"]
+    (ratios,) = [
+        cell["speed_up"]["stock"]
+        for cell in cells
+        if (cell["size"], cell["n"]) == ("base", 2048) and "stock" in cell["speed_up"]
+    ]
+    said = "is {:.1f} times as fast as stock BERT's, {:.1f} times without a mask"
+    assert said.format(ratios["frozen"]["ratio"], ratios["dense"]["ratio"]) in _front_page()

@@ -1,0 +1,323 @@
+"""The command line: one dialect, help that fits two screens, exit codes."""
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparsebert
+from sparsebert.analysis.pictures.mask_pictures import plot_heads
+from sparsebert.commands import VERBS, main, parse
+from sparsebert.commands._help import CHOICES, WIDTH, explanations
+from sparsebert.theory.verdicts import as_json, pattern_case
+from sparsebert.training.recipes import read_recipe, recipe_names, recipes_folder
+from studies import EXPERIMENTS
+
+
+ROOT = Path(__file__).parents[2]
+SCREEN = 50  # lines
+
+
+def command_of(verb):
+    return __import__(f"sparsebert.commands.{verb}", fromlist=["command"]).command([])
+
+
+def help_text(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+# Help
+
+
+def test_overview_lists_the_verbs(capsys):
+    printed = help_text(capsys, "--help")
+    assert all(verb in printed and summary in printed for verb, summary in VERBS.items())
+    assert len(printed.splitlines()) <= SCREEN
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_two_screens(verb, capsys):
+    lines = help_text(capsys, verb, "--help").splitlines()
+    assert len(lines) <= 2 * SCREEN and max(map(len, lines)) <= WIDTH
+    assert lines[0].startswith(f"usage: sparsebert {verb}")
+    assert sum(line.startswith(f"  sparsebert {verb} ") for line in lines) == 2
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_every_field_of_ours(verb, capsys):
+    command = command_of(verb)
+    short, long = help_text(capsys, verb, "--help"), help_text(capsys, verb, "--help-all")
+    for section, cls in command.sections.items():
+        explained = explanations(cls)
+        for field in dataclasses.fields(cls):
+            ours = any(
+                field.name in vars(kind).get("__annotations__", {})
+                for kind in cls.__mro__
+                if kind.__module__.startswith("sparsebert")
+            )
+            if ours and field.init and field.name not in command.excluded.get(section, ()):
+                assert field.name in explained, f"{cls.__name__}.{field.name} is not explained"
+                assert f"--{field.name}" in short and f"{field.name}" in long
+
+
+def test_help_shows_the_keys_of_registries(capsys):
+    printed = " ".join(help_text(capsys, "pretrain", "--help").split())
+    for field in ("pattern", "search", "probability_map", "token_mixers", "attn_implementation"):
+        assert " | ".join(CHOICES[field]) in printed
+    assert " | ".join(CHOICES["task"]) in " ".join(help_text(capsys, "finetune", "--help").split())
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_help_of_an_experiment_has_its_settings(experiment, capsys):
+    printed = help_text(capsys, "reproduce", experiment, "--help")
+    assert all(f"--{name}" in printed for name in explanations(EXPERIMENTS[experiment].arguments))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_the_help_parse(verb):
+    command = command_of(verb)
+    for example in command.examples:
+        parse([verb, *shlex.split(example)])
+
+
+def test_recipes_are_listed_for_the_verb_that_takes_them(capsys):
+    homes = {name: [] for name in recipe_names()}
+    for verb in VERBS:
+        for flag in ("--help", "--help-all"):
+            printed = " ".join(help_text(capsys, verb, flag).split())
+            for names in re.findall(r"recipes: (.*?), or the path of one", printed):
+                for name in names.split(", "):
+                    homes[name].append((verb, flag))
+    assert all([flag for _, flag in found] == ["--help", "--help-all"] for found in homes.values()), homes
+    assert all(len({verb for verb, _ in found}) == 1 for found in homes.values()), homes
+
+
+# Parsing
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_found_by_its_name(name):
+    verb = next(
+        v for v in ("pretrain", "finetune", "translate", "search") if name in recipe_names(command_of(v).sections)
+    )
+    by_name, by_path = parse([verb, name])[1], parse([verb, str(recipes_folder() / f"{name}.yaml")])[1]
+    assert by_name == by_path
+    assert {section for section, values in by_name.items() if values} == set(
+        read_recipe(recipes_folder() / f"{name}.yaml")
+    )
+
+
+def test_a_file_comes_before_a_recipe_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("search").write_text("model: {search: soft}\n")
+    assert parse(["pretrain", "search"])[1]["model"] == {"search": "soft"}
+
+
+@pytest.mark.parametrize(
+    "arguments, section, field, value",
+    [
+        (["report", "a", "b"], "report", "runs", ["a", "b"]),
+        (["report", "a"], "report", "runs", ["a"]),
+        (["report", "2024"], "report", "runs", ["2024"]),
+        (["report", "--runs", "a", "b"], "report", "runs", ["a", "b"]),
+        (["prune", "run", "--sparsities", "0.5", "1e-1"], "pruning", "sparsities", [0.5, 0.1]),
+        (["prune", "run", "--sparsities", "[0.5, 0.9]"], "pruning", "sparsities", [0.5, 0.9]),
+        (["prune", "run", "--sparsities", "0.5"], "pruning", "sparsities", [0.5]),
+        (["pretrain", "small", "--text", "a.txt", "b.txt"], "data", "text", ["a.txt", "b.txt"]),
+        (["theory", "window", "--parameters", "{window_size: 3}"], "theory", "parameters", {"window_size": 3}),
+        (["reproduce", "copying", "--scale", "paper"], "run", "scale", "paper"),
+        (["plan", "DIR", "--json"], "print", "json", True),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[:1] and isinstance(value[0], str) else "",
+)
+def test_words_and_lists(arguments, section, field, value):
+    assert parse(arguments)[1][section][field] == value
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["pretrian", "small"], "unknown verb 'pretrian'; did you mean 'pretrain'"),
+        (["pretrain", "smal"], "unknown recipe 'smal'; did you mean 'small'"),
+        (["pretrain", "nowhere/small.yaml"], "recipe nowhere/small.yaml: no such file"),
+        (["pretrain"], "expected a recipe or --field value"),
+        (["pretrain", "small", "large"], "expected --field value, got 'large'"),
+        (["pretrain", "small", "--learning_rat", "1"], "did you mean '--learning_rate'"),
+        (["pretrain", "small", "--max_steps", "1", "2"], "--max_steps takes one value, got '1', '2'"),
+        (["finetune", "--task", "rte", "--mask"], "--mask needs a value"),
+        (["prune", "run", "--sparsities", "half"], "--sparsities must be a number, got 'half'"),
+        (["prune", "run", "--mask", "dense"], "unknown field '--mask'"),
+        (["plan", "a", "b"], "source takes one value, got 'a', 'b'"),
+        (["reproduce", "copyng"], "unknown experiment 'copyng'; did you mean 'copying'"),
+        (["pretrain", "small", "--pattern", "windw"], "sparsebert pretrain: pattern must be one of"),
+        (["pretrain", "small", "--pattern", "star", "--search", "soft"], "pretrain: pattern 'star' and search 'soft'"),
+        (["report"], "--runs is needed"),
+        (["plan", "DIR", "--length", "0"], "length must be an integer from 1 to"),
+        (["lengthen", "DIR"], "--length is needed"),
+        (["lengthen", "DIR", "--length", "0", "--output_dir", "x"], "length must be an integer from 1 to"),
+        (["theory"], "expected names of patterns"),
+        (["theory", "windw"], "did you mean 'window'"),
+        (["draw", "window"], "--output_dir is needed"),
+        (["search", "--model", "DIR"], "--data is needed"),
+        (["prune", "DIR"], "--output_dir is needed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_command_lines_are_one_line_and_exit_2(arguments, said, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert printed.err.startswith(f"sparsebert {arguments[0]}: ") and said in printed.err
+
+
+def test_no_verb_prints_the_verbs_and_exits_2(capsys):
+    assert main([]) == 2
+    assert "pretrain" in capsys.readouterr().out
+
+
+def test_failure_on_the_way_exits_1(monkeypatch, capsys):
+    def fail(values):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("sparsebert.commands.report.run", fail)
+    assert main(["report", "a"]) == 1
+    assert capsys.readouterr().err == "sparsebert report: No space left on device\n"
+
+
+def test_sizes_beyond_the_memory_are_one_line(pretraining_flags, tmp_path, capsys):
+    sizes = ("--vocab_size", 10**9, "--hidden_size", 2**20)  # more than a process can address
+    assert main(pretraining_flags(tmp_path / "run", *sizes)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sparsebert ")]
+    assert line.startswith("sparsebert pretrain: there is not enough memory for these sizes: ")
+
+
+# Programs
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["pretrain.py"],
+        pytest.param(["finetune.py"], marks=pytest.mark.slow),
+        pytest.param(["-m", "sparsebert", "pretrain"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_programs_refuse_in_one_line(program):
+    command = [sys.executable, *program, "--serach", "soft"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and "'--serach'" in result.stderr
+
+
+def test_version(capsys):
+    assert help_text(capsys, "--version").strip() == sparsebert.__version__
+
+
+# Verbs without a test file of their own
+
+
+def test_plan_and_draw_of_a_saved_mask(tmp_path, capsys):
+    sparsebert.build_pattern("bigbird", 64, 2).save_pretrained(tmp_path / "mask")
+    assert main(["plan", str(tmp_path / "mask"), "--length", "64", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert 0 < content["sparsity"] < 1 and content["length"] == 64
+    assert main(["plan", str(tmp_path / "mask")]) == 0
+    assert "sparse_" in capsys.readouterr().out
+    assert main(["draw", str(tmp_path / "mask"), "window", "--output_dir", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"mask.png", "window.png"}
+    capsys.readouterr()
+    assert main(["draw", "window", "--length", "32", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "window.png exists: choose another --output_dir, or pass --overwrite" in capsys.readouterr().err
+    assert main(["draw", "window", "--length", "32", "--overwrite", "--output_dir", str(tmp_path / "out")]) == 0
+    assert main(["draw", "--output_dir", str(tmp_path / "gallery")]) == 0
+    assert (tmp_path / "gallery/patterns.png").stat().st_size > 10_000
+
+
+def test_theory_as_json(capsys):
+    assert main(["theory", "window", "star", "--length", "16", "--num_heads", "2", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert [case["name"] for case in content] == ["window", "star"]
+    assert main(["theory", "--maps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_flags_of_patterns_reach_them(tmp_path, capsys):
+    flags = ["bigbird", "--length", "16", "--num_heads", "3", "--seed", "5"]
+    assert main(["theory", *flags, "--without_diagonal", "--parameters", "{window_size: 2}", "--json"]) == 0
+    case = pattern_case("bigbird", 16, 3, {"window_size": 2}, diagonal=False, seed=5)
+    assert json.loads(capsys.readouterr().out) == [json.loads(json.dumps(as_json(case, case.check())))]
+    assert main(["draw", *flags, "--output_dir", str(tmp_path / "out")]) == 0
+    plot_heads(sparsebert.build_pattern("bigbird", 16, 3, seed=5), tmp_path / "expected.png", "bigbird")
+    assert (tmp_path / "out" / "bigbird.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
+
+
+def test_analyze_and_report_of_a_run(tmp_path, capsys):
+    run, output = tmp_path / "run", tmp_path / "out"
+    sparsebert.build_pattern("window", 32, 2).save_pretrained(run)
+    assert main(["analyze", str(run), "--output_dir", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "diagonal" in printed and f"written to {output}" in printed
+    assert main(["analyze", str(run), "--output_dir", str(output)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    words = ["analyze", str(run), "--output_dir", str(output), "--overwrite", "--special_tokens", "none", "--json"]
+    assert main(words) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads((output / "importance.json").read_text())
+    assert content["analyzed_special_tokens"] == "none"
+    positions = {"diagonal": 0.5}
+    metrics = {"sparsity": 0.9, "positions": positions, "mlm_loss": 5.0, "mlm_accuracy": 0.1, "seconds": 1.0}
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    (run / "heads.png").write_bytes(b"")
+    assert main(["report", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "90.0 %" in printed and f"picture: {run / 'heads.png'}" in printed
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {str(run): metrics}
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["window", "--parameters", "{window_size"], "is not YAML"),
+        (["--all", "--parameters", "{window_size: 3}"], "--parameters needs the name of a pattern"),
+        (["--maps", "--mappings"], "exclude each other"),
+        (["window", "--length", "1"], "--length must be at least 2"),
+        (["window", "--figure", "x.png"], "--figure needs --mappings"),
+        (["--mappings", "--figure", "x.txt"], "suffix of figure must be one of"),
+        (["--mappings", "--figure", "."], "figure . is a folder"),
+        (["--mappings", "--figure", f"{__file__}/x.png"], f"figure {Path(__file__)} cannot be made"),
+        (["runs/mask", "--without_diagonal"], "--without_diagonal needs the name of a pattern"),
+        (["--maps", "--seed", "1"], "--seed needs the name of a pattern"),
+        (["--maps", "--length", "16"], "--length has no meaning with --maps"),
+        (["--mappings", "--revision", "main"], "revision 'main' has no meaning here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_theory_refuses(arguments, said, capsys):
+    assert main(["theory", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, model, data",
+    [
+        (["small", "--pattern", "window"], {"pattern": "window"}, {}),
+        (["small", "--mask", "found"], {}, {"mask": "found"}),
+        (["search", "--pattern", "window", "--mask_seed", "3"], {"pattern": "window", "mask_seed": 3}, {}),
+        (["language_modelling", "--search", "dam_s"], {"search": "dam_s"}, {}),
+        (["small", "--pattern", "null"], {"sparsity_weight": 1e-4, "pattern": None}, {}),
+    ],
+    ids=" ".join,
+)
+def test_another_kind_of_mask_drops_what_the_recipe_says_of_its_own(words, model, data):
+    _, values = parse(["pretrain", *words])
+    about = {"search", "pattern", "pattern_kwargs", "mask_seed", "sparsity_weight", "target_sparsity", "mask"}
+    assert {name: value for name, value in values["model"].items() if name in about} == model
+    assert {name: value for name, value in values["data"].items() if name in {*about, "search_end"}} == data

@@ -1,0 +1,172 @@
+"""Pre-training and fine-tuning as a user runs them: every recipe for two steps, the artifacts, bad input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+
+from sparsebert.commands import parse
+from sparsebert.data.tasks import TASKS
+from sparsebert.data.tasks.glue import GLUE
+from sparsebert.training.finetuning.finetuning_runs import SECTIONS
+from sparsebert.training.recipes import load_recipe
+
+
+ROOT = Path(__file__).parents[2]
+SMALL, FINETUNE_RECIPE = ROOT / "recipes/small.yaml", ROOT / "recipes/demo_finetune.yaml"
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PRETRAIN_RECIPES = [path for path in RECIPES if "text" in yaml.safe_load(path.read_text())["data"]]
+FINETUNE_RECIPES = [
+    path for path in RECIPES if path not in PRETRAIN_RECIPES and path.stem not in ("translation", "demo_minilm")
+]
+TINY = (
+    "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --hidden_size 32 "
+    "--intermediate_size 32 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 600 --bf16 false"
+).split()
+ONE_RUN = "--sweep false --seeds 1 --max_steps 2 --report_to none".split()
+
+
+def run(verb, *arguments):
+    command, values = parse([verb, *map(str, arguments)])
+    return command.run(values)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file of 60 documents: the paragraphs of the license, in turn."""
+    paragraphs = [" ".join(block.split()) for block in (ROOT / "LICENSE").read_text().split("\n\n") if block.split()]
+    documents = ["\n".join(paragraphs[i % len(paragraphs) :] + [f"This is document number {i}."]) for i in range(60)]
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text("\n\n".join(documents) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def pretrained(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained") / "model"
+    run("pretrain", SMALL, "--text", text, "--validation", text, *TINY, "--nsp", "true", "--output_dir", folder)
+    assert 0 <= json.loads((folder / "metrics.json").read_text())["nsp_accuracy"] <= 1
+    return folder
+
+
+@pytest.mark.parametrize("recipe", PRETRAIN_RECIPES, ids=lambda path: path.stem)
+def test_pretraining_recipe(recipe, text, pretrained, tmp_path):
+    folder = tmp_path / "run"
+    mixers = yaml.safe_load(recipe.read_text())["model"].get("token_mixers")
+    layers = ["--token_mixers", mixers[:2]] if mixers else []
+    pictures = {"heads.png", "mean_probs.png", "offset_profile.png"} if recipe == SMALL else set()
+    layers += ["--pictures", bool(pictures)]
+    accumulation = ["--gradient_accumulation_steps", 2] if recipe.stem == "cramming" else []  # its batch grows
+    base = []
+    if recipe.stem == "continue":
+        base = ["--base_model", pretrained, "--max_length", 32, "--mask_length", 32, "--target_sparsity", 0.7]
+    arguments = [*TINY, *layers, *accumulation, *base, "--output_dir", folder]
+    run("pretrain", recipe, "--text", text, "--validation", text, *arguments)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["steps"] == 2
+    assert 0 <= metrics["sparsity"] < 1
+    if "lm_loss" in metrics:
+        assert 4 < metrics["lm_loss"] < 9
+    else:
+        assert 4 < metrics["mlm_loss"] < 9 and 0 <= metrics["mlm_accuracy"] <= 1
+    assert (metrics["nsp_accuracy"] is None) != yaml.safe_load(recipe.read_text())["data"]["nsp"]
+    assert {"diagonal", "offset_1", "special_tokens"} <= set(metrics["positions"])
+    files = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "config.json", "mask.safetensors", "mask_config.json", "tokenizer.json"} <= files
+    assert {name for name in files if name.endswith(".png")} == pictures
+    assert list(folder.rglob("events.out.tfevents*")), "no TensorBoard log"
+
+
+def test_finetuning_on_the_builtin_task(pretrained, tmp_path):
+    sizes = ("--task_kwargs", "{train_size: 90, validation_size: 45}", "--max_steps", 2)
+    run("finetune", FINETUNE_RECIPE, "--model", pretrained, *sizes, "--output_dir", tmp_path / "run")
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["sparsity"] == json.loads((pretrained / "metrics.json").read_text())["sparsity"]
+    assert 0 <= metrics["score"] <= 1 and 0 <= metrics["simple_baseline"]["accuracy"] <= 1
+    assert (tmp_path / "run" / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["id2label"]["0"] == "stdlib"
+    assert list((tmp_path / "run").rglob("events.out.tfevents*")), "no TensorBoard log"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    # The others are those of one task of GLUE each, with the settings of the paper.
+    [pytest.param(r, marks=[pytest.mark.slow] * (r.stem in GLUE and r.stem != "mrpc")) for r in FINETUNE_RECIPES],
+    ids=lambda path: path.stem,
+)
+def test_finetuning_recipe(recipe, checkpoints, task_data, tmp_path):
+    data = yaml.safe_load(recipe.read_text())["data"]
+    arguments = [*ONE_RUN, "--model", checkpoints["window"], "--output_dir", tmp_path / "run"]
+    if data.get("task") == "builtin":
+        arguments += ["--task_kwargs", "{train_size: 90, validation_size: 45}", "--max_length", 32]
+    else:
+        arguments += ["--data", task_data(data.get("task")), "--max_length", 32]
+        arguments += ["--doc_stride", 8, "--max_question_length", 8]
+    if not {"task", "all"} & data.keys():
+        arguments += ["--task", "rte"]
+    run("finetune", recipe, *arguments)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    runs = metrics["glue"] if "glue" in metrics else {recipe.stem: metrics}
+    for task, values in runs.items():
+        assert values["steps"] == 2 and values["mask"] == "window" and 0 < values["sparsity"] < 1, task
+    assert (tmp_path / "run/results.md").read_text().startswith("**Fine-tuning**")
+
+
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.paper_settings])
+def test_recipes_hold_the_papers_protocol(task):
+    """SparseBERT, Table 5, and three repetitions; the settings of the tasks are tested with them."""
+    recipe = load_recipe([str(ROOT / f"recipes/{task}.yaml")], SECTIONS)
+    assert recipe["data"] == {"task": task, "sweep": True, "seeds": 3} and set(recipe["training"]) == {"output_dir"}
+
+
+def test_training_through_a_found_mask(pretrained, text, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [SMALL, "--text", text, "--validation", text, *TINY, "--output_dir", folder]
+    arguments += ["--mask", pretrained, "--tokenizer", pretrained]
+    run("pretrain", *arguments)
+    assert (folder / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        run("pretrain", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--learning_rat", "1e-3"], "did you mean '--learning_rate'"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--search", "dam_x"], "'dam_s'"),
+        (["--pattern", "bigbrid"], "'bigbird'"),
+        (["--sparsity_weight", "-1"], "sparsity_weight"),
+        (["--mask", "nowhere/at/all"], "nowhere/at/all"),
+        (["--attn_implementation", "flash_attention_2"], "sparse_sdpa"),
+        (["--pattern", "random", "--pattern_kwargs", "{sparsity: 0.99}"], "keep nothing"),
+    ],
+    ids=lambda value: "-".join(value[:2]).strip("-") if isinstance(value, list) else "",
+)
+def test_bad_pretraining_input(arguments, message, tmp_path):
+    with pytest.raises((ValueError, OSError, StrictDataclassError), match=re.escape(message)):
+        run("pretrain", SMALL, *TINY, *arguments, "--output_dir", tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "something was written before the error"
+
+
+def test_empty_corpus(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(ValueError, match="empty.txt"):
+        run("pretrain", SMALL, "--text", tmp_path / "empty.txt", "--output_dir", tmp_path / "run")
+
+
+def test_tokenizer_larger_than_the_model(pretrained, text, tmp_path):
+    arguments = ["--text", text, "--tokenizer", pretrained, *TINY, "--vocab_size", 100]
+    with pytest.raises(ValueError, match="vocab_size"):
+        run("pretrain", SMALL, *TINY, *arguments, "--output_dir", tmp_path / "run")
+
+
+def test_bad_finetuning_input(pretrained, tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'builtin'"):
+        run("finetune", FINETUNE_RECIPE, "--task", "bulitin", "--model", pretrained, "--output_dir", tmp_path / "run")
+    with pytest.raises(ValueError, match="--model"):
+        run("finetune", FINETUNE_RECIPE, "--output_dir", tmp_path / "run")

@@ -1,0 +1,260 @@
+"""
+Toeplitz masks at any length without a table of their entries: as lists of offsets in the CPU operator, and in whatever
+is asked about a mask.
+
+Letters: B batch, H heads, n queries, d head size, K parameters.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from conftest import TINY, growth
+
+from sparsebert import SparseBertModel, SparseMask, sparse_dot_product_attention
+from sparsebert.analysis.plans import make_plan
+from sparsebert.attention.kernels.cpu import signed_offsets, unavailable
+from sparsebert.masks.compiled_forms import base_table
+from sparsebert.masks.expansion import SPECIAL_TOKENS, parameter_index
+from sparsebert.masks.tiles import mask_tile_shares, tile_shares
+from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
+from sparsebert.models.sparse_attention import SparseAttention
+from sparsebert.training.finetuning.task_models import input_sparsity
+
+
+HEADS = 3
+DIAGONALS = (None, True, False)
+
+
+@pytest.fixture(scope="module")
+def operator():
+    assert unavailable() is None
+
+
+def toeplitz(form, length, density=0.3, **fields):
+    block_size = fields.pop("block_size", 5) if form == "blocks" else None
+    size = -(-length // block_size) if block_size else length - 2 * (length > 8)
+    return SparseMask(torch.rand(2, HEADS, size) < density, length, form, block_size, **fields)
+
+
+def tabled(mask, length):
+    """The same mask at one length, entry by entry."""
+    fields = {"special_tokens": mask.special_tokens, "last_token": mask.last_token, "diagonal": mask.diagonal}
+    return SparseMask(mask.structure(length), length, **fields)
+
+
+def paddings(length):
+    """No padding, right, left, and with holes."""
+    right = torch.arange(length) < torch.tensor([length, -(-length // 2)])[:, None]
+    holes = torch.rand(2, length) < 0.7
+    return None, right, right.flip(1), holes
+
+
+def results(mask, padding, inputs, grad, **arguments):
+    torch.manual_seed(7)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    output = sparse_dot_product_attention(*leaves, mask, padding, layer=1, backend="sparse_cpu", **arguments)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+@pytest.mark.parametrize("policy", ["extend", "dense"])
+@pytest.mark.parametrize("diagonal", DIAGONALS)
+@pytest.mark.parametrize("form", ["offsets", "blocks"])
+def test_offsets_give_the_results_of_rows(operator, form, diagonal, policy):
+    """To the bit, also which entries dropout removes, at the mask's own length and at others."""
+    turns = itertools.cycle(itertools.product(("real", "position"), (0.0, 0.25)))
+    for length, special_tokens, causal in itertools.product((1, 13, 37, 50), SPECIAL_TOKENS, (False, True)):
+        if causal and special_tokens == "first_last":
+            continue
+        *inputs, grad = torch.randn(4, 2, HEADS, length, 8).unbind(0)
+        for padding in paddings(length):
+            last_token, dropout = next(turns)
+            fields = {"special_tokens": special_tokens, "last_token": last_token, "length_policy": policy}
+            mask = toeplitz(form, 37, diagonal=diagonal, **fields)
+            arguments = {"dropout_p": dropout, "is_causal": causal}
+            got = results(mask, padding, inputs, grad, **arguments)
+            want = results(tabled(mask, length), padding, inputs, grad, **arguments)
+            for one, other in zip(got, want, strict=True):
+                assert torch.equal(one, other), (length, fields, arguments)
+
+
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+def test_no_offset_at_all(operator, special_tokens):
+    mask = SparseMask(torch.zeros(2, HEADS, 20, dtype=torch.bool), 20, "offsets", special_tokens=special_tokens)
+    *inputs, grad = torch.randn(4, 2, HEADS, 20, 8).unbind(0)
+    for padding in paddings(20):
+        for one, other in zip(*(results(m, padding, inputs, grad) for m in (mask, tabled(mask, 20))), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_last_queries_alone(operator):
+    """As in a decoder with a cache of keys and values."""
+    for form, policy in itertools.product(("offsets", "blocks"), ("extend", "dense")):
+        mask = toeplitz(form, 20, special_tokens="first", length_policy=policy)
+        query, key, value = torch.randn(3, 2, HEADS, 30, 8).unbind(0)
+        whole = sparse_dot_product_attention(query, key, value, mask, is_causal=True, backend="sparse_cpu")
+        last = sparse_dot_product_attention(query[:, :, -3:], key, value, mask, is_causal=True, backend="sparse_cpu")
+        assert torch.equal(last, whole[:, :, -3:])
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_signed_offsets(block_size):
+    keep = torch.tensor([[True, False, True, False], [False, False, False, True], [False] * 4])
+    before = keep.clone()
+    begin, end, offsets = signed_offsets(keep, block_size, None)
+    assert begin.dtype == end.dtype == offsets.dtype == torch.int32
+    blocks = [[-2, 0, 2], [-3, 3], []]
+    for head, expected in enumerate(blocks):
+        tokens = [block * block_size + token for block in expected for token in range(block_size)]
+        assert offsets[begin[head, 0] : end[head, 0]].tolist() == tokens
+    assert (len(signed_offsets(keep, 1, True)[2]), len(signed_offsets(keep, 1, False)[2])) == (7, 4)
+    assert torch.equal(keep, before)  # it is the mask's own
+
+
+def test_longer_masks_are_refused_as_tables_are(operator):
+    mask, states = toeplitz("offsets", 12, length_policy="error"), torch.randn(3, 1, HEADS, 13, 8).unbind(0)
+    for one, causal in itertools.product((mask, tabled(mask, 12)), (False, True)):
+        with pytest.raises(ValueError, match="input of 13 tokens is longer than the mask"):
+            sparse_dot_product_attention(*states, one, is_causal=causal, backend="sparse_cpu")
+
+
+def test_more_tokens_than_a_column_index_can_count(operator):
+    length = 2**16 + 100
+    keep = torch.zeros(1, 60_001, dtype=torch.bool)
+    keep[0, [0, 3, 60_000]] = True
+    mask = SparseMask(keep, 60_001, "offsets", special_tokens="first")
+    query, key, value = torch.randn(3, 1, 1, length, 8).unbind(0)
+    output = sparse_dot_product_attention(query, key, value, mask, backend="sparse_cpu")[0, 0]
+    for row in (1, 3, 2**16 - 1, 2**16, length - 1):
+        keys = sorted({0} | {j for d in (0, 3, 60_000) for j in (row - d, row + d) if 0 <= j < length})
+        weights = (key[0, 0, keys] @ query[0, 0, row] * 8**-0.5).softmax(-1)
+        torch.testing.assert_close(output[row], weights @ value[0, 0, keys], atol=1e-5, rtol=1e-5)
+
+
+# Memory
+
+
+def model_of(length, dropout):
+    keep = torch.rand(2, TINY["num_attention_heads"], 2048) < 0.02
+    mask = SparseMask(keep, length, "offsets", special_tokens="first_last")
+    config = SparseBertConfig(
+        **TINY
+        | {"max_position_embeddings": length, "attention_probs_dropout_prob": dropout, "hidden_dropout_prob": dropout},
+        frozen=True,
+        mask_length=length,
+    )
+    model = SparseBertModel(config, add_pooling_layer=False)
+    model.set_mask(mask)
+    return model
+
+
+def forward(length):
+    model = model_of(length, 0.0).eval()
+    with torch.no_grad():
+        model(torch.randint(5, 100, (1, length)))
+    assert make_plan(model, length).choices["inference"][0] == "sparse_cpu"
+
+
+def step(length):
+    """A training step on a padded sequence."""
+    model = model_of(length, 0.1).train()
+    padding = (torch.arange(length) < length - 7)[None].long()
+    model(torch.randint(5, 100, (1, length)), attention_mask=padding).last_hidden_state.sum().backward()
+
+
+@pytest.mark.parametrize("run", [forward, step])
+def test_memory_grows_with_the_length_alone(operator, run):
+    """In a whole model, from a new mask to its output: nothing as large as one bit per entry, let alone a byte."""
+    sizes = {length: growth(lambda length=length: run(length)) for length in (8192, 16384)}
+    entries = TINY["num_attention_heads"] * 16384**2
+    assert sizes[16384] < entries / 8, sizes
+    assert sizes[16384] < 2.5 * sizes[8192] + 2**22, sizes
+
+
+def test_packed_documents_in_linear_memory(operator):
+    model = model_of(16384, 0.0).eval()
+    positions = torch.cat([torch.arange(12000), torch.arange(4384)])[None]
+
+    def run():
+        with torch.no_grad():
+            return model(torch.randint(5, 100, (1, 16384)), position_ids=positions)
+
+    assert growth(run) < 16384**2 / 4
+
+
+# Questions about a mask
+
+
+SIZES = ((9, 4, 0.3), (24, 5, 0.1), (24, 11, 0.5), (17, 16, 0.0))  # length, block size, density
+
+
+def cases():
+    sizes = itertools.cycle(SIZES)
+    for form, policy, diagonal, special, _ in itertools.product(
+        ("offsets", "blocks"), ("extend", "dense"), DIAGONALS, SPECIAL_TOKENS, range(2)
+    ):
+        length, block_size, density = next(sizes)
+        fields = {"length_policy": policy, "diagonal": diagonal, "special_tokens": special}
+        yield toeplitz(form, length, density, **fields, **({"block_size": block_size} if form == "blocks" else {}))
+
+
+def test_counts_at_other_lengths_are_those_of_the_table():
+    for mask in [*cases(), SparseMask(torch.rand(2, HEADS, 9, 9) < 0.4, 9, length_policy="dense", diagonal=False)]:
+        for length in (1, 2, mask.length - 1, mask.length, 33):
+            table = mask.to_table(length)
+            assert mask.density_at(length) == table.sum().item() / table.numel(), (mask, length)
+            assert mask.density_at(length, causal=True) == table.tril().sum().item() / table.numel(), (mask, length)
+            for window in (None, 0, 1, 4):
+                near = table if window is None else table.triu(-window).tril(window)
+                assert mask.num_empty_rows(length, window) == (~near.any(-1)).sum().item(), (mask, length, window)
+    with pytest.raises(ValueError, match="input of 10 tokens is longer"):
+        toeplitz("offsets", 9, length_policy="error").density_at(10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_without_a_table(causal):
+    """The share of live tiles, and that of full ones."""
+    found = set()
+    for mask in cases():
+        for length, side in itertools.product((5, mask.length, 33), (1, 3, 16)):
+            expected = tile_shares(base_table(mask, length, causal)[0], side)
+            assert mask_tile_shares(mask, length, side, causal) == expected, (mask, length, side)
+            found.add((side, expected[0] > expected[1] > 0))
+    assert {(3, True), (16, True)} <= found
+    table = SparseMask(torch.rand(2, HEADS, 9, 9) < 0.1, 9)
+    assert mask_tile_shares(table, 7, 3, causal) == tile_shares(base_table(table, 7, causal)[0], 3)
+
+
+def test_sparsity_on_inputs():
+    mask = toeplitz("offsets", 24, special_tokens="first_last")
+    lengths = [5, 24, 24, 11]
+    kept = sum(mask.to_table(length).sum().item() for length in lengths)
+    entries = sum(length**2 for length in lengths)
+    assert input_sparsity(mask, lengths) == pytest.approx(1 - kept / (2 * HEADS * entries))
+
+
+@pytest.mark.parametrize("diagonal", ["learned", "keep", "remove"])
+@pytest.mark.parametrize("special_tokens", SPECIAL_TOKENS)
+@pytest.mark.parametrize("name", ["dam_s", "dam_b", "dam_u", "soft"])
+def test_what_a_search_decides_is_counted_without_its_table(tiny_config, name, special_tokens, diagonal):
+    for length in (4, 17, 40):
+        fields = {"special_tokens": special_tokens, "diagonal": diagonal, "mask_length": length, "block_size": 16}
+        config = tiny_config(search=name, **fields)
+        search = SparseAttention(config).search
+        assert "fixed" not in vars(search) or search.form == "table"
+        index = parameter_index(search.form, length, length, search.symmetric, search.block_size)
+        assert torch.equal(search.counts, index[search.fixed == -1].bincount(minlength=search.num_parameters).float())
+        assert search.num_fixed == (search.fixed == 1).sum()
+        for allowed in (False, True):
+            rows = 0 if allowed else int((search.fixed != 1).all(-1).sum())
+            assert dataclasses.replace(search, allow_empty_rows=allowed).least_kept == search.num_fixed + rows
+
+
+def test_a_search_over_long_inputs_freezes_without_a_table(tiny_config):
+    def run():
+        fields = {"search": "dam_s", "target_sparsity": 0.91, "mask_length": 16384, "max_position_embeddings": 16384}
+        return SparseAttention(tiny_config(**fields)).freeze()
+
+    assert growth(run) < 16384**2 / 8
+    assert run().sparsity == pytest.approx(0.91, abs=1e-3)

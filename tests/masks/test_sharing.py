@@ -1,0 +1,456 @@
+"""Masks and models shared by name: commands and functions in a process with the real client, against a local Hub."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hub_client import Client
+from hub_server import Fault, HubServer
+
+
+ROOT = Path(__file__).parents[2]
+
+SETUP = """
+def mask_of(name, **metadata):
+    mask = sparsebert.build_pattern(name, 16, 4)
+    return mask.replace(metadata=mask.metadata | metadata)
+
+def tiny(kind="DistilBertForMaskedLM"):
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=32
+    )
+    return getattr(transformers, kind)(config).eval()
+"""
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def sound(hub):
+    """No fault of one test is left for the next."""
+    yield
+    hub.faults.clear()
+
+
+@pytest.fixture(scope="module")
+def client(hub, tmp_path_factory):
+    client = Client(hub, tmp_path_factory.mktemp("hf_home"))
+    client.run(SETUP)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def masks(client):
+    """Two masks of one base in a repository, and another one on a branch."""
+    client.run("""
+mask_of("bigbird", base_model="user/base").push_to_hub("user/masks", subfolder="bigbird-87")
+mask_of("window", base_model="user/base").push_to_hub("user/masks", subfolder="window-80")
+mask_of("star").push_to_hub("user/masks", subfolder="bigbird-87", revision="v2")
+""")
+    return "user/masks"
+
+
+# By name
+
+
+def test_masks_of_a_repository_by_name(hub, client, masks):
+    repo = hub.repos[masks]
+    names = {f"{name}/{file}" for name in ("bigbird-87", "window-80") for file in ("mask_config.json", "README.md")}
+    assert names <= set(repo.files) and "mask_config.json" not in repo.files
+    client.run("""
+for arguments, name in (
+    ({"subfolder": "bigbird-87"}, "bigbird"),
+    ({"subfolder": "window-80"}, "window"),
+    ({"subfolder": "bigbird-87", "revision": "v2"}, "star"),
+):
+    assert sparsebert.SparseMask.from_pretrained("user/masks", **arguments) == mask_of(name)
+    model = sparsebert.attach(tiny(), "user/masks", **arguments)
+    assert model.sparse_attention.mask == mask_of(name)
+try:
+    sparsebert.attach(tiny(), "bigbird", subfolder="bigbird-87")
+except ValueError as error:
+    assert "subfolder has meaning only for" in str(error)
+else:
+    raise AssertionError
+""")
+
+
+def test_masks_lists_them(client, masks, tmp_path):
+    entries = json.loads(client.done("masks", masks, "--json"))
+    assert [(entry["name"], entry["made_by"]) for entry in entries] == [
+        ("bigbird-87", "bigbird"),
+        ("window-80", "window"),
+    ]
+    assert {entry["base_model"] for entry in entries} == {"user/base"}
+    assert all(entry["length"] == 16 and entry["num_heads"] == 4 for entry in entries)
+    table = client.done("masks", masks)
+    assert "window-80" in table and f"{entries[0]['sparsity']:.1%}" in table and "1 x 4" in table
+    only = json.loads(client.done("masks", masks, "--subfolder", "bigbird-87", "--revision", "v2", "--json"))
+    assert [entry["made_by"] for entry in only] == ["star"]
+    client.done("pull", masks, "--output_dir", tmp_path / "copy")
+    assert json.loads(client.done("masks", tmp_path / "copy", "--json")) == entries
+    assert "copy/bigbird-87" in client.done("masks", tmp_path)
+
+
+def test_readme_of_a_repository_of_masks_lists_them(hub, masks):
+    text = hub.read(masks, "README.md").decode()
+    assert "[bigbird-87](bigbird-87)" in text and "[window-80](window-80)" in text
+    assert 'sparsebert.attach(model, "user/masks", subfolder="bigbird-87")' in text
+    card = hub.read(masks, "window-80/README.md").decode()
+    assert 'AutoModel.from_pretrained("user/base"), "user/masks", subfolder="window-80")' in card
+
+
+def test_a_mask_that_is_not_there_names_those_that_are(client, masks, tmp_path):
+    for words in (["plan", masks], ["plan", masks, "--subfolder", "bigbird"]):
+        code, _, err = client(words)
+        assert code == 2 and "bigbird-87, window-80" in err
+    client.done("pull", masks, "--output_dir", tmp_path / "copy")
+    code, _, err = client(["plan", tmp_path / "copy"])
+    assert code == 2 and "bigbird-87, window-80" in err
+
+
+def test_verbs_take_revision_and_subfolder(client, masks, tmp_path):
+    star = ["--subfolder", "bigbird-87", "--revision", "v2"]
+    client.run("""
+import json
+from sparsebert.analysis.plans import make_plan
+wanted = make_plan(mask_of("star")).as_json()
+print(json.dumps(wanted))
+""")
+    plan = json.loads(client.done("plan", masks, *star, "--json"))
+    assert plan["sparsity"] == json.loads(client.run('print(json.dumps(wanted["sparsity"]))'))
+    verdict = json.loads(client.done("theory", masks, *star, "--json"))
+    assert [case["universal"] for case in verdict] == ["yes"]  # of bigbird on main it says that no theorem applies
+    client.done("draw", masks, *star, "--output_dir", tmp_path / "pictures")
+    client.done("draw", masks, "--subfolder", "bigbird-87", "--output_dir", tmp_path / "main")
+    pictures = [(tmp_path / folder / "bigbird-87.png").read_bytes() for folder in ("pictures", "main")]
+    assert pictures[0] != pictures[1]
+    client.done("analyze", masks, *star, "--output_dir", tmp_path / "analysis")
+    assert json.loads((tmp_path / "analysis" / "importance.json").read_text())["pattern"] == "star"
+
+
+def test_models_in_subfolders(hub, client, tmp_path):
+    """Pushed by the command, read by verbs and by `load`."""
+    folder = tmp_path / "model"
+    client.run(f"""
+from sparsebert.data.tokenization import train_tokenizer
+model = sparsebert.attach(tiny(), "bigbird", mask_length=16)
+model.save_pretrained({str(folder)!r})
+train_tokenizer([["a text of some words"]], 100).save_pretrained({str(folder)!r})
+""")
+    client.done("push", folder, "--repo_id", "user/models", "--subfolder", "first", "--revision", "v1")
+    assert hub.repos["user/models"].files.keys() & {"first/config.json"} == set()
+    assert "first/model.safetensors" in hub.repos["user/models"].branches["v1"].files
+    client.run("""
+loaded = sparsebert.load("user/models", subfolder="first", revision="v1").eval()
+ids = torch.arange(12)[None]
+torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits)
+""")
+    at = ["--subfolder", "first", "--revision", "v1"]
+    client.done(
+        "lengthen", "user/models", *at, "--length", 48, "--length_policy", "dense", "--output_dir", tmp_path / "longer"
+    )
+    assert json.loads((tmp_path / "longer" / "config.json").read_text())["max_position_embeddings"] == 48
+    code, _, err = client(["lengthen", folder, "--revision", "v1", "--length", 48, "--output_dir", tmp_path / "no"])
+    assert code == 2 and "revision 'v1' has no meaning for the folder" in err
+
+
+# Push and pull
+
+
+def test_pushed_folder_comes_back_as_it_was(hub, client, tmp_path):
+    folder, back = tmp_path / "run", tmp_path / "back"
+    client.run(f"""
+model = sparsebert.attach(tiny(), "window", mask_length=16)
+model.save_pretrained({str(folder)!r})
+""")
+    for name in ("training_args.bin", "checkpoint-1/config.json", "runs/log", "_lock", "notes.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    printed = client.done("push", folder, "--repo_id", "user/run", "--private", "--commit_message", "First")
+    pushed = {"config.json", "model.safetensors", "mask_config.json", "mask.safetensors", "README.md", "notes.txt"}
+    assert set(hub.repos["user/run"].files) == pushed and hub.repos["user/run"].private
+    assert "/user/run/commit/" in printed
+    client.done("pull", "user/run", "--output_dir", back)
+    assert {path.name for path in back.iterdir()} == pushed and {path.name for path in tmp_path.iterdir()} == {
+        "run",
+        "back",
+    }
+    for name in pushed - {"README.md"}:
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+    assert 'sparsebert.load("user/run")' in (back / "README.md").read_text()
+    code, _, err = client(["pull", "user/run", "--output_dir", back])
+    assert code == 2 and "is not empty" in err
+    client.done("pull", "user/run", "--output_dir", back, "--overwrite")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    client.done("pull", "user/run", "--output_dir", tmp_path / "link")
+    (tmp_path / "here/mine").mkdir()
+    stale = ("metrics.json", "trainer_state.json", "mask_logits.safetensors", "model-00001-of-00002.safetensors")
+    for name in ("old.txt", "mine/a.py", "recipe.yaml", *stale):
+        (tmp_path / "here" / name).write_text("{}")
+    (tmp_path / "here/empty").mkdir()
+    (tmp_path / "here").chmod(0o700)
+    client.done("pull", "user/run", "--output_dir", tmp_path / "link", "--overwrite")
+    assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700
+    kept = {"old.txt", "mine", "empty", "recipe.yaml"}  # results, logits and weights would be those of another model
+    assert {path.name for path in (tmp_path / "here").iterdir()} == pushed | kept and not list(tmp_path.glob(".*"))
+    assert (tmp_path / "here/mine/a.py").is_file()
+    for place in (".", ".."):
+        code, _, err = client(["pull", "user/run", "--output_dir", place])
+        assert code == 2 and "is the current folder, or contains it, and cannot be replaced" in err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("mine")
+    (tmp_path / "other" / "config.json").write_text('{"of": "a program"}')
+    code, _, err = client(["pull", "user/run", "--output_dir", tmp_path / "other", "--overwrite"])
+    assert code == 2 and "holds neither model nor mask" in err and (tmp_path / "other" / "letter.txt").is_file()
+
+
+def test_mask_alone_and_pull_request(hub, client, tmp_path):
+    folder = tmp_path / "run"
+    client.run(f'sparsebert.attach(tiny(), "window", mask_length=16).save_pretrained({str(folder)!r})')
+    client.done("push", folder, "--repo_id", "user/alone", "--subfolder", "window-80", "--mask_only")
+    files = {"mask_config.json", "mask.safetensors", "README.md"}
+    assert set(hub.repos["user/alone"].files) == {"README.md", *(f"window-80/{name}" for name in files)}
+    card = hub.read("user/alone", "window-80/README.md").decode()
+    assert "without a model" in card and "sparsebert.attach(" in card and "pipeline_tag" not in card
+    assert "sparsebert.load" not in card and "trust_remote_code" not in card
+    printed = client.done("push", folder, "--repo_id", "user/alone", "--create_pr")
+    assert printed.strip().endswith("/user/alone/discussions/1")
+    assert "config.json" not in hub.repos["user/alone"].files
+    assert "config.json" in hub.repos["user/alone"].branches["refs/pr/1"].files
+
+
+def test_card_of_a_model_in_a_subfolder(hub, client, tmp_path):
+    client.run(f"""
+sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+config = sparsebert.SparseBertConfig(**sizes, pattern="window", mask_length=16)
+sparsebert.SparseBertForMaskedLM(config).save_pretrained({str(tmp_path)!r})
+""")
+    client.done("push", tmp_path, "--repo_id", "user/top")
+    assert "trust_remote_code=True" in hub.read("user/top", "README.md").decode()
+    client.done("push", tmp_path, "--repo_id", "user/below", "--subfolder", "a")
+    card = hub.read("user/below", "a/README.md").decode()
+    assert "needs the package" in card and "trust_remote_code" not in card and "library_name: sparsebert" in card
+
+
+def test_push_replaces_another_state_of_the_mask(hub, client, tmp_path):
+    """A frozen mask over a search."""
+    for name in ("dam_s", "window"):
+        folder = tmp_path / name
+        client.run(f'sparsebert.attach(tiny(), "{name}", mask_length=16).save_pretrained({str(folder)!r})')
+        client.done("push", folder, "--repo_id", "user/state")
+    searched, frozen = hub.repos["user/state"].commits
+    assert "search_config.json" in searched and "mask_config.json" not in searched
+    assert "mask_config.json" in frozen and "search_config.json" not in frozen
+
+
+def test_what_is_not_pushed(hub, client, tmp_path):
+    (tmp_path / "_unfinished.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pickled").mkdir()
+    for name in ("config.json", "pytorch_model.bin"):
+        (tmp_path / "pickled" / name).write_text("{}")
+    before = len(hub.requests)
+    for folder, said in (
+        (tmp_path / "nowhere", "there is no such folder"),
+        (tmp_path, "has not finished"),
+        (ROOT / "docs", "holds no config.json and no mask_config.json"),
+        (ROOT / "benchmarks" / "masks", "dam_s_512"),
+        (tmp_path / "pickled", "has its weights in pytorch_model.bin alone, which is pickled"),
+    ):
+        code, _, err = client(["push", folder, "--repo_id", "user/none"])
+        assert code == 2 and said in err
+    assert len(hub.requests) == before
+
+
+# Faults
+
+
+@pytest.fixture
+def shared(hub, client, tmp_path):
+    client.run(f"""
+mask_of("bigbird").push_to_hub("user/shared")
+mask_of("bigbird").save_pretrained({str(tmp_path / "mask")!r})
+""")
+    return "user/shared"
+
+
+def test_cut_connections_are_tried_again(hub, client, shared, tmp_path):
+    """A download goes on within the file, an upload sends it again."""
+    hub.faults += [Fault(r"GET .*/resolve/.*/mask\.safetensors", "cut", 2), Fault("PUT /lfs", 500, 2)]
+    client.done("pull", shared, "--output_dir", tmp_path / "out")
+    assert (tmp_path / "out" / "mask.safetensors").read_bytes() == hub.read(shared, "mask.safetensors")
+    client.run('mask_of("logsparse").save_pretrained(' + repr(str(tmp_path / "new")) + ")")
+    client.done("push", tmp_path / "new", "--repo_id", shared)
+    assert [fault.times for fault in hub.faults] == [0, 0]
+    assert hub.read(shared, "mask.safetensors") == (tmp_path / "new" / "mask.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("what", ["cut", 503, "flip"])
+def test_a_pull_that_fails_never_looks_complete(hub, client, shared, tmp_path, what):
+    """Repeated once the Hub is well again, it succeeds."""
+    output = tmp_path / "out"
+    hub.faults.append(Fault(r"GET .*/resolve/.*/mask\.safetensors", what))
+    said = client.refused("pull", shared, "--output_dir", output)
+    assert "user/shared" in said and "mask.safetensors" in said and "run the same command again" in said
+    assert not output.exists()
+    hub.faults.clear()
+    client.done("pull", shared, "--output_dir", output)
+    assert (output / "mask.safetensors").read_bytes() == hub.read(shared, "mask.safetensors")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("killed", ["before the new folder", "after it"])
+def test_a_pull_that_was_killed_while_it_replaced_goes_on(client, shared, tmp_path, killed):
+    output, aside = tmp_path / "out", tmp_path / ".out.unfinished"
+    client.done("pull", shared, "--output_dir", output)
+    (output / "mine.txt").write_text("mine")
+    if killed == "after it":
+        shutil.copytree(output, aside / "replaced")
+        (output / "mine.txt").unlink()
+    else:
+        aside.mkdir()
+        output.rename(aside / "replaced")
+        code, _, err = client(["pull", shared, "--output_dir", output])
+        assert code == 2 and "is not empty" in err
+    client.done("pull", shared, "--output_dir", output, "--overwrite")
+    assert (output / "mine.txt").read_text() == "mine" and not aside.exists()
+
+
+def test_a_pull_keeps_what_it_does_not_replace(hub, client, shared, tmp_path):
+    """The user's README.md, the weights of a model, and folders with masks, also with brackets in their names."""
+    output = tmp_path / "out"
+    client.done("pull", shared, "--output_dir", output)
+    (output / "README.md").write_text("# mine")
+    client.done("pull", shared, "--output_dir", output, "--overwrite")
+    assert (output / "README.md").read_text() == "# mine" and (output / "mask.safetensors").is_file()
+    (output / "model.safetensors").write_bytes(b"weights")
+    code, _, err = client(["pull", shared, "--output_dir", output, "--overwrite"])
+    assert code == 2 and "holds the weights of a model (model.safetensors), and user/shared has none" in err
+    assert (output / "model.safetensors").read_bytes() == b"weights"
+    for name in ("a[1]", "b*"):
+        client.done("push", tmp_path / "mask", "--repo_id", "user/many", "--subfolder", name)
+        client.done("pull", "user/many", "--subfolder", name, "--output_dir", tmp_path / name)
+        assert (tmp_path / name / "mask.safetensors").is_file() and not (tmp_path / name / name).exists()
+    for overwrite in ((), ("--overwrite",)):
+        client.done("pull", "user/many", "--output_dir", tmp_path / "all", *overwrite)
+    assert (tmp_path / "all/a[1]/mask.safetensors").is_file() and (tmp_path / "all/b*/mask.safetensors").is_file()
+
+
+def test_a_second_pull_into_a_folder_is_refused(client, shared, tmp_path):
+    (tmp_path / ".out.unfinished").mkdir()
+    with FileLock(tmp_path / ".out.unfinished/_lock"):
+        code, _, said = client(["pull", shared, "--output_dir", tmp_path / "out"])
+    assert code == 2 and "out is being pulled by another process: choose another, or wait" in said
+    client.done("pull", shared, "--output_dir", tmp_path / "out")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("request_, what", [("PUT /lfs", 500), ("POST .*/commit/", 500), ("PUT /lfs", "drop")])
+def test_a_push_that_fails_changes_nothing(hub, client, tmp_path, request_, what):
+    # At a length of its own: the Hub would not ask for a file again that it has.
+    length = 20 + len(f"{request_}{what}")
+    client.run(f'sparsebert.build_pattern("star", {length}, 4).save_pretrained({str(tmp_path / "mask")!r})')
+    client.run('mask_of("window").push_to_hub("user/kept")')
+    before = dict(hub.repos["user/kept"].files)
+    hub.faults.append(Fault(request_, what))
+    said = client.refused("push", tmp_path / "mask", "--repo_id", "user/kept")
+    assert "run the same command again" in said
+    assert hub.repos["user/kept"].files == before
+
+
+def test_wrong_names_and_tokens_are_one_line(hub, client, shared, tmp_path):
+    out = tmp_path / "out"
+    mask = tmp_path / "mask"
+    for words, parts in (
+        (["pull", "user/nowhere", "--output_dir", out], ["user/nowhere: there is no such repository"]),
+        (["pull", shared, "--revision", "v9", "--output_dir", out], ["user/shared: there is no such revision"]),
+        (["pull", shared, "--token", "hf_no", "--output_dir", out], ["user/shared: not allowed", "hf auth login"]),
+        (["push", mask, "--repo_id", "user/x", "--token", "hf_no"], ["the new repository: not allowed", "auth login"]),
+        (["masks", "user/nowhere"], ["user/nowhere: there is no such repository"]),
+        (["masks", shared, "--token", "hf_no"], ["user/shared: not allowed"]),
+    ):
+        said = client.refused(*words)
+        assert all(part in said for part in parts), said
+    code, _, err = client(["pull", shared, "--subfolder", "no", "--output_dir", out])
+    assert code == 2 and "there is nothing in subfolder 'no'" in err
+    assert not out.exists()
+    hub.faults.append(Fault("", 503))
+    assert "the Hub failed with status 503" in client.refused("masks", shared)
+
+
+def test_no_token_is_written(client, tmp_path, checkpoints, glue_folder):
+    """A run on a model of the Hub: its recipe and checkpoints know the model's revision, not the token."""
+    run = tmp_path / "run"
+    client.run('mask_of("star").push_to_hub("user/stars", subfolder="star-80")')
+    client.done("push", checkpoints["stock"], "--repo_id", "user/model", "--revision", "v1")
+    words = ["finetune", "--task", "rte", "--data", glue_folder, "--model", "user/model", "--revision", "v1"]
+    words += ["--token", "hf_local", "--mask", "user/stars", "--mask_subfolder", "star-80", "--max_length", 16]
+    words += ["--max_steps", 1, "--save_strategy", "steps", "--save_steps", 1, "--use_cpu", "--output_dir", run]
+    client.done(*words)
+    assert "revision: v1" in (run / "recipe.yaml").read_text()
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert len(written) > 10 and not [path for path in written if b"hf_local" in path.read_bytes()]
+    assert json.loads((run / "metrics.json").read_text())["mask"] == "star-80"
+    assert "base_model: user/model" in (run / "README.md").read_text()
+
+
+def test_a_run_pushed_by_its_trainer_is_whole_elsewhere(hub, client, tmp_path, checkpoints, glue_folder):
+    """Without the lock and the mark of a run that goes on, which are in the folder while it is pushed."""
+    words = ["finetune", "--task", "rte", "--data", glue_folder, "--model", checkpoints["window"], "--max_length", 16]
+    words += ["--max_steps", 1, "--use_cpu", "--output_dir", tmp_path / "run", "--report_to", "none"]
+    for flags in ((), ("--overwrite",)):
+        client.done(*words, "--push_to_hub", "--hub_model_id", "user/pushed", *flags)
+        files = set(hub.repos["user/pushed"].files)
+        assert "mask.safetensors" in files and not [name for name in files if "lock" in name or "unfinished" in name]
+        for name in ("metrics.json", "recipe.yaml", "heads.png", "README.md"):
+            assert hub.read("user/pushed", name) == (tmp_path / "run" / name).read_bytes(), name
+        assert b"model-index" in hub.read("user/pushed", "README.md")
+    client.done("pull", "user/pushed", "--output_dir", tmp_path / "pulled")
+    client.done("push", tmp_path / "pulled", "--repo_id", "user/again")
+
+
+# Cards
+
+
+def test_card_of_a_repository_is_ours_or_stays(hub, client, tmp_path):
+    """A model's names the repository and has the tags that were asked for; one that a user wrote stays."""
+    client.run("""
+model = sparsebert.attach(tiny(), "window", mask_length=16)
+model.push_to_hub("user/card", tags=["mine"])
+model.push_to_hub("user/card")
+""")
+    card = hub.read("user/card", "README.md").decode()
+    assert "More Information Needed" not in card and card.count("\n- mine\n") == 1
+    assert card.startswith("---\nlibrary_name: sparsebert\n") and 'sparsebert.load("user/card")' in card
+    client.run("""
+from huggingface_hub import HfApi
+HfApi().upload_file(path_or_fileobj=b"# Mine", path_in_repo="README.md", repo_id="user/card")
+model.push_to_hub("user/card")
+mask_of("star").push_to_hub("user/card")
+mask_of("star").push_to_hub("user/card", subfolder="star-80")
+""")
+    client.run(f'mask_of("star").save_pretrained({str(tmp_path)!r})')
+    assert "pushed mask.safetensors, mask_config.json\n" in client.done("push", tmp_path, "--repo_id", "user/card")
+    assert hub.read("user/card", "README.md") == b"# Mine"
+    assert b'"user/card", subfolder="star-80"' in hub.read("user/card", "star-80/README.md")
+
+
+def test_base_model_on_the_hub_is_named_with_its_revision(hub, client, tmp_path):
+    client.run(f"""
+tiny().push_to_hub("user/tiny")
+base = transformers.AutoModelForMaskedLM.from_pretrained("user/tiny")
+sparsebert.attach(base, "window", mask_length=16).save_pretrained({str(tmp_path)!r})
+""")
+    card = (tmp_path / "README.md").read_text()
+    assert "\nbase_model: user/tiny\n" in card
+    assert f"\nbase_model_revision: {hub.repos['user/tiny'].sha}\n" in card

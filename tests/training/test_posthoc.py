@@ -1,0 +1,746 @@
+"""Post-hoc search: what is learned, against what, on which models; recovery; the run; bad input."""
+
+import copy
+import dataclasses
+import importlib.metadata
+import json
+import random
+import shutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from test_attach import base_model, config_of, head_model
+from transformers import AutoModel, AutoTokenizer
+
+from sparsebert import attach, build_pattern, load
+from sparsebert.commands import main
+from sparsebert.training.finetuning.finetuning_runs import finetune
+from sparsebert.training.searching.dense_agreement import agreement
+from sparsebert.training.searching.matching import (
+    carrier,
+    learn_mask,
+    random_batches,
+    recover,
+    running_through,
+    start_from_attention,
+)
+from sparsebert.training.searching.objectives import OBJECTIVES, Objective, hidden_states, recorded, squared_errors
+from sparsebert.training.searching.search_arguments import FIELDS, PostHocArguments, given_mask
+from sparsebert.training.searching.search_inputs import read_inputs, read_text
+from sparsebert.training.searching.search_run import agreement_table, search_post_hoc
+
+
+pytestmark = pytest.mark.usefixtures("without_matplotlib", "short_times")
+
+
+LENGTH, HEADS = 16, 4
+ROWS = torch.randint(5, 100, (24, LENGTH), generator=torch.Generator().manual_seed(7))
+DATA_FIELDS = {field.name for field in dataclasses.fields(PostHocArguments)}
+
+
+def searching(name, model=None, **fields):
+    fields = FIELDS | {"mask_length": LENGTH, "target_sparsity": 0.6} | fields
+    return attach(model or base_model(name), fields.pop("search"), attn_implementation="sparse_sdpa", **fields)
+
+
+def masked(model, mask):
+    return attach(copy.deepcopy(model), mask, attn_implementation="sparse_eager")
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "albert"])
+def test_running_through_is_the_model_with_that_mask(name):
+    stock, model = base_model(name), searching(name, share_layers=name == "albert")
+    mask = build_pattern("window", LENGTH, HEADS, window_size=2, num_global_tokens=1)
+    with torch.no_grad():
+        for expected, given in ((stock, None), (masked(stock, mask), mask)):
+            with running_through(model, carrier(model, given)):
+                states = hidden_states(model, ROWS[:2])
+            torch.testing.assert_close(states[-1], expected(ROWS[:2]).last_hidden_state, atol=1e-5, rtol=1e-4)
+    assert model.sparse_attention.searching
+
+
+def test_batches_use_every_row_and_keep_the_last_token():
+    batches = list(random_batches(ROWS, 6, 8, seed=3, shortest=8))
+    first, again, other = (torch.cat(list(random_batches(ROWS, 6, 8, seed=seed))) for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert not torch.equal(first[: len(ROWS)], first[len(ROWS) :])
+    whole = torch.cat(list(random_batches(ROWS, 6, 4, seed=3)))
+    assert sorted(whole.tolist()) == sorted(ROWS.tolist())
+    lengths = {batch.shape[1] for batch in batches[1::2]}
+    assert all(batch.shape == (6, LENGTH) for batch in batches[::2]) and min(lengths) >= 8 and len(lengths) > 1
+    ends = {tuple(row[[0, -1]].tolist()) for row in ROWS}
+    assert all(tuple(row[[0, -1]].tolist()) in ends for batch in batches for row in batch)
+
+
+@pytest.mark.parametrize("search", ["dam_s", "dam_u", "soft"])
+def test_start_is_the_mean_attention(search):
+    model = searching("bert", search=search, special_tokens="none", hard=search != "soft", mask_logit_scale=10.0)
+    stock = base_model("bert")
+    start_from_attention(model, carrier(model), [ROWS[:8], {"input_ids": ROWS[8:16]}])
+    stock.set_attn_implementation("eager")
+    with torch.no_grad():
+        attention = torch.stack(stock(ROWS[:16], output_attentions=True).attentions).mean(1)  # (L, H, n, n)
+    alpha = model.sparse_attention.learned.alpha()
+    if search == "dam_s":
+        expected = torch.stack([attention.diagonal(k, -2, -1).mean(-1) for k in range(LENGTH)], -1)
+        expected = (expected + torch.stack([attention.diagonal(-k, -2, -1).mean(-1) for k in range(LENGTH)], -1)) / 2
+    else:
+        expected = attention.flatten(-2)
+    expected = expected.log()
+    torch.testing.assert_close(alpha.detach(), expected - expected.mean(-1, keepdim=True), atol=1e-3, rtol=1e-3)
+    assert model.config._attn_implementation == "sparse_sdpa"  # as before
+
+
+def test_start_from_short_inputs():
+    """An offset starts with its mean attention times the length, without the special tokens at both ends."""
+    model, stock = searching("bert", special_tokens="first_last", share_layers=True), base_model("bert")
+    batches = [ROWS[:4, :9], ROWS[4:8, :6]]
+    start_from_attention(model, carrier(model), batches)
+    stock.set_attn_implementation("eager")
+    totals, counts = 0, torch.zeros(LENGTH)
+    for batch in batches:
+        n = batch.shape[1]
+        with torch.no_grad():
+            attention = torch.stack(stock(batch, output_attentions=True).attentions).mean((0, 1))  # (H, n, n)
+        inner = n * attention[:, 1:-1, 1:-1]
+        sides = [[inner.diagonal(sign * k, -2, -1).sum(-1) for k in range(n - 2)] for sign in (1, -1)]
+        totals = totals + torch.nn.functional.pad(sum(torch.stack(side, -1) for side in sides), (0, LENGTH - n + 2))
+        counts += torch.tensor([2 * max(n - 2 - k, 0) for k in range(LENGTH)])
+    alpha, seen = model.sparse_attention.learned.alpha().detach()[0], slice(0, 7)
+    expected = (totals / counts)[:, seen].log()
+    torch.testing.assert_close(alpha[:, seen].diff(), expected.diff(), atol=1e-3, rtol=1e-3)
+    assert (alpha[:, 7:] < alpha[:, seen].amin(1, keepdim=True)).all()  # distances that no input has
+
+
+def test_with_one_budget_all_heads_start_alike():
+    stock = positional("bert")
+    with torch.no_grad():  # one that attends almost evenly
+        stock.encoder.layer[0].attention.self.query.weight[: stock.config.hidden_size // HEADS].mul_(0.1)
+        stock.encoder.layer[0].attention.self.query.bias.zero_()
+    model = searching("bert", stock, search="dam_u", sparsity_scope="global")
+    start_from_attention(model, carrier(model), [ROWS[:8], ROWS[8:16]])
+    removed = torch.tensor(model.sparse_attention.thresholded_mask(sparsity=0.6).head_sparsities())
+    torch.testing.assert_close(removed, torch.full_like(removed, 0.6), atol=0.05, rtol=0)
+
+
+def test_heads_learn_their_share_of_one_budget():
+    """A head that says nothing loses entries to the others; with a budget per head it cannot."""
+    stock = positional("bert")
+    with torch.no_grad():
+        for layer in stock.encoder.layer:
+            layer.attention.self.value.weight[: stock.config.hidden_size // HEADS].zero_()
+            layer.attention.self.value.bias[: stock.config.hidden_size // HEADS].zero_()
+    kept = {}
+    for scope in ("head", "global"):
+        model = searching("bert", copy.deepcopy(stock), search="dam_u", sparsity_scope=scope)
+        dense = carrier(model)
+        start_from_attention(model, dense, random_batches(ROWS, 8, 2))
+        learn_mask(model, random_batches(ROWS, 8, 20), 20, 0.1, dense)
+        mask = model.freeze()
+        assert mask.sparsity == pytest.approx(0.6, abs=0.01)
+        always = 4 * (LENGTH - 1) / LENGTH**2  # first and last token
+        kept[scope] = 1 - torch.tensor(mask.head_sparsities()) - always
+    torch.testing.assert_close(kept["head"], torch.full_like(kept["head"], 0.4 - always), atol=0.02, rtol=0)
+    assert (kept["global"][:, 0] < 0.6 * kept["global"][:, 1:].mean(-1)).all()
+
+
+def test_what_was_pruned_stays_removed():
+    model = searching("bert")
+    with torch.no_grad():
+        logits = model.sparse_attention.mask_logits
+        model.sparse_attention.learned.prune(logits, 0.5)
+    model.sparse_attention.start_pruning()
+    removed = logits.isinf()
+    learn_mask(model, random_batches(ROWS, 8, 2), 2, 0.1)
+    assert removed.any() and torch.equal(logits.isinf(), removed) and not logits.isnan().any()
+
+
+def positional(name):
+    """A model whose attention depends on positions more than on the text."""
+    model = base_model(name)
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight.mul_(8)
+    return model
+
+
+@contextmanager
+def computed_dtypes(model):
+    """The dtypes in which the linear layers of a model compute inside the block."""
+    with recorded((m for m in model.modules() if isinstance(m, torch.nn.Linear)), outputs := []):
+        yield (found := set())
+    found.update(output.dtype for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "bf16"), [("bert", False, False), ("roberta", False, True), ("distilbert", True, False)]
+)
+def test_search_beats_random(name, shared, bf16):
+    stock = positional(name)
+    model = searching(name, copy.deepcopy(stock), search="dam_u", share_layers=shared)
+    dense = carrier(model)
+    start_from_attention(model, dense, random_batches(ROWS, 8, 2))
+    with computed_dtypes(model) as computed:
+        learn_mask(model, random_batches(ROWS, 8, 25), 25, 0.1, dense, bf16=bf16)
+    assert computed == {torch.bfloat16 if bf16 else torch.float32}
+    mask = model.freeze()
+    assert mask.num_layers == (1 if shared else 3) and abs(mask.sparsity - 0.6) < 0.005
+    masks = {"learned": None} | {
+        seed: build_pattern("random", LENGTH, HEADS, seed=seed, sparsity=0.6) for seed in range(4)
+    }
+    errors = [numbers["layer_error"][-1] for numbers in agreement(model, masks, ROWS, stock).values()]
+    assert errors[0] < 0.8 * min(errors[1:])
+    weights = model.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in stock.state_dict().items())
+
+
+def test_norms_are_learned_only_when_asked():
+    stock, model = base_model("bert"), searching("bert")
+    learn_mask(model, random_batches(ROWS, 8, 3), 3, 0.1, train_norms=True)
+    changed = {name for name, value in stock.named_parameters() if not torch.equal(model.get_parameter(name), value)}
+    assert changed and all("LayerNorm" in name for name in changed)
+    # Adam moves by no more than the learning rate, which is a hundredth of that of the mask.
+    steps = [(value - model.get_parameter(name)).abs().max().item() for name, value in stock.named_parameters()]
+    assert max(steps) < 3 * 0.1 / 100 * 1.01
+
+
+def test_norms_of_the_dense_model_stay(monkeypatch):
+    """What is to be matched does not move with the norms that are learned."""
+    model, layers, targets = searching("bert"), OBJECTIVES["layers"], []
+
+    def record(model, batch):
+        states = layers.record(model, batch)
+        if not torch.is_grad_enabled():
+            targets.append(states[-1])
+        return states
+
+    monkeypatch.setitem(OBJECTIVES, "layers", Objective(record, layers.loss))
+    learn_mask(model, [ROWS[:4]] * 3, 3, 0.1, train_norms=True, objective="layers")
+    assert len(targets) == 3 and torch.equal(targets[0], targets[-1])
+
+
+def test_rates_and_progress_of_a_search(monkeypatch):
+    """With a gradient that does not change, Adam moves alpha by the learning rate, whatever its scale."""
+    model, seen = searching("bert", mask_logit_scale=10.0), []
+    sparse_attention = model.sparse_attention
+
+    def record(_, batch):
+        if torch.is_grad_enabled():
+            seen.append((sparse_attention.progress.item(), sparse_attention.learned.alpha().mean().item()))
+        return (sparse_attention.mask_logits,)
+
+    monkeypatch.setitem(OBJECTIVES, "logits", Objective(record, lambda ours, theirs: ours[0].sum()))
+    learn_mask(model, [ROWS[:1]] * 20, 20, 0.1, objective="logits")
+    progress, alpha = torch.tensor(seen, dtype=torch.float64).unbind(1)
+    assert progress.tolist() == pytest.approx([step / 20 for step in range(1, 21)])
+    rates = [0.1 * max(1 - step / 20, 0.1) for step in range(19)]  # to a tenth
+    assert (-alpha.diff()).tolist() == pytest.approx(rates, rel=1e-3)
+
+
+def test_rates_of_a_recovery(monkeypatch):
+    model, seen = masked(base_model("bert"), build_pattern("window", LENGTH, HEADS)), []
+    bias = model.encoder.layer[0].output.dense.bias
+    monkeypatch.setitem(OBJECTIVES, "bias", Objective(lambda *_: (bias,), lambda ours, theirs: ours[0].sum()))
+    recover(model, model, [ROWS[:1]] * 20, 20, 0.1, lambda *_: seen.append(bias.mean().item()), "bias")
+    rates = [0.05, *(0.1 * (20 - step) / 18 for step in range(1, 20))]  # after a tenth the highest, at the end 0
+    rates[1] = 0.1
+    assert (-torch.tensor(seen, dtype=torch.float64).diff()).tolist() == pytest.approx(rates[1:], rel=1e-3)
+
+
+def test_agreement():
+    stock = head_model("bert")
+    model = attach(copy.deepcopy(stock), "dense", mask_length=LENGTH)
+    tokenizer = transformers.BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(95))])}
+    )
+    window = build_pattern("window", LENGTH, HEADS, window_size=1)
+    report = agreement(model, {"own": None, "window": window}, ROWS, stock, tokenizer)
+    assert report["own"]["cosine"] == pytest.approx(1, abs=1e-5) and max(report["own"]["layer_error"]) < 1e-3
+    assert report["own"]["mlm_loss"] > 0 and report["window"]["mlm_loss"] != report["own"]["mlm_loss"]
+    assert report["window"]["cosine_5"] < report["window"]["cosine"] < 1
+    states, targets = hidden_states(masked(stock, window), ROWS[:16]), hidden_states(stock, ROWS[:16])
+    errors = agreement(model, {"window": window}, ROWS[:16], stock)["window"]["layer_error"]
+    torch.testing.assert_close(torch.tensor(errors), squared_errors(states, targets).sqrt())
+    again, other = (
+        agreement(model, {"own": None}, ROWS, stock, tokenizer, seed)["own"]["mlm_loss"] for seed in (0, 1)
+    )
+    assert again == pytest.approx(report["own"]["mlm_loss"], rel=1e-6) and abs(other - again) > 1e-4
+
+
+def test_rows_count_alike_in_batches_of_any_size():
+    """Also where the dense model has other weights."""
+    stock = base_model("bert")
+    model = masked(stock, build_pattern("window", LENGTH, HEADS, window_size=1))
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight.mul_(2)
+    batches, cosines, errors = [ROWS[:3], ROWS[3:20], ROWS[20:]], [], torch.zeros(3)
+    found = agreement(model, {"own": None}, batches, stock)["own"]
+    with torch.no_grad():
+        for batch in batches:
+            states, targets = hidden_states(model, batch), hidden_states(stock, batch)
+            cosines += torch.cosine_similarity(states[-1].mean(1), targets[-1].mean(1))
+            errors += len(batch) * squared_errors(states, targets)
+    cosines = torch.stack(cosines)
+    assert found["cosine"] == pytest.approx(cosines.mean().item(), abs=1e-5)
+    assert found["cosine_5"] == pytest.approx(cosines.quantile(0.05).item(), abs=1e-5)
+    assert found["layer_error"] == pytest.approx((errors / len(ROWS)).sqrt().tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recovery(bf16):
+    stock = base_model("bert")
+    model = masked(stock, build_pattern("window", LENGTH, HEADS, window_size=1))
+    before = agreement(model, {"own": None}, ROWS, stock)["own"]
+    with computed_dtypes(model) as computed:
+        recover(model, stock, random_batches(ROWS, 8, 30), 30, 1e-3, bf16=bf16)
+    assert computed == {torch.bfloat16 if bf16 else torch.float32}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    after = agreement(model, {"own": None}, ROWS, stock)["own"]
+    assert after["layer_error"][-1] < 0.7 * before["layer_error"][-1]
+
+
+def test_recovery_through_masks_that_grow_sparser():
+    stock = base_model("bert")
+    model = masked(stock, build_pattern("dense", LENGTH, HEADS))
+    last = build_pattern("window", LENGTH, HEADS, window_size=1)
+    seen = []
+
+    def log(step, loss):
+        seen.append(model.sparse_attention.mask.sparsity)
+
+    masks = {2: build_pattern("window", LENGTH, HEADS, window_size=3), 4: last}
+    recover(model, stock, random_batches(ROWS, 8, 6), 6, 1e-3, log, masks=masks)
+    assert seen == [0, 0, *[masks[2].sparsity] * 2, *[last.sparsity] * 2] and model.sparse_attention.mask == last
+
+
+def test_library_errors():
+    with pytest.raises(ValueError, match="frozen"):
+        learn_mask(masked(base_model("bert"), "window"), [], 0, 0.1)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, word_tokenizer):
+    """A RoBERTa with an MLM head, of 39 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    head_model("roberta").save_pretrained(folder)
+    word_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    words = torch.randint(0, 90, (300, 24), generator=torch.Generator().manual_seed(1)).tolist()
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(" ".join(f"w{word}" for word in row) for row in words))
+    return path
+
+
+@pytest.fixture
+def short_times(monkeypatch):
+    """Inference is timed on few tokens."""
+    monkeypatch.setattr("sparsebert.training.searching.dense_agreement.TIMED_TOKENS", 256)
+
+
+def search(model, text, output, **fields):
+    """Search with a recipe of these fields; those of `data` are told by their names."""
+    steps = {} if fields.get("mask") else {"steps": 3}
+    fields = {"max_length": 32, "target_sparsity": 0.7, "max_validation_tokens": 256} | steps | fields
+    recipe = {"data": {"model": str(model), "data": str(text), "validation": str(text), "output_dir": str(output)}}
+    recipe["data"] |= {name: value for name, value in fields.items() if name in DATA_FIELDS}
+    recipe["model"] = {name: value for name, value in fields.items() if name not in DATA_FIELDS}
+    return search_post_hoc(recipe)
+
+
+def test_run(model_folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    metrics = search(model_folder, text, tmp_path / "out", recover=2, bf16=True, search="dam_b", block_size=16)
+    assert metrics == json.loads((tmp_path / "out/metrics.json").read_text())
+    assert metrics["search_outcome"]["asked"] == 0.7 and metrics["seconds"]["search"] > 0
+    assert metrics["inference_seconds"].keys() == {"dense", "masked"}
+    names = ["dense", "learned", "dense model's attention", "strided", "random", "window", "learned, recovered"]
+    assert set(names) <= set(metrics["agreement"]) == set(metrics["sparsity"])
+    assert metrics["agreement"]["dense"]["cosine"] == pytest.approx(1, abs=1e-5)
+    assert all(numbers["mlm_loss"] > 0 for numbers in metrics["agreement"].values())
+    assert abs(metrics["sparsity"]["window"] - metrics["sparsity"]["learned"]) < 0.03
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "out")]) == 0  # of the mask
+    assert "Masks" in capsys.readouterr().out
+    table = agreement_table(metrics)
+    assert [row[0] for row in table.rows] == list(metrics["agreement"]) and "MLM loss" in table.columns
+    assert "| learned, recovered |" in table.markdown() and "manual masks" in table.markdown()
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {
+        "heads.png",
+        "mean_probs.png",
+        "offset_profile.png",
+    }
+    model = load(tmp_path / "out")
+    assert type(model).__name__ == "RobertaForMaskedLM" and not model.sparse_attention.searching
+    assert model.sparse_attention.mask.metadata["search"] == "dam_b"
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
+    assert AutoModel.from_pretrained(tmp_path / "out").sparse_attention.mask == model.sparse_attention.mask
+
+
+def test_a_checkpoint_that_does_not_name_its_class(model_folder, text, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    search(tmp_path / "model", text, tmp_path / "out")
+    assert type(load(tmp_path / "out")).__name__ == "RobertaModel"
+
+
+def test_the_recipe_of_the_demo(model_folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    flags = {"model": model_folder, "data": text, "output_dir": tmp_path / "out", "max_length": 32}
+    flags |= {"steps": 2, "recover": 2, "max_validation_tokens": 256, "target_sparsity": 0.7}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    assert main(["search", "demo_minilm", *words]) == 0
+    assert "times as fast" in capsys.readouterr().out and (tmp_path / "out/heads.png").is_file()
+
+
+def test_recovery_from_a_lower_sparsity_and_one_budget_for_all_heads(model_folder, text, tmp_path, monkeypatch):
+    begun = {}
+
+    def recover_and_record(*arguments, masks, **fields):
+        begun.update({step: mask.sparsity for step, mask in masks.items()})
+        recover(*arguments, masks=masks, **fields)
+
+    monkeypatch.setattr("sparsebert.training.searching.search_run.recover", recover_and_record)
+    fields = {"recover": 16, "recover_from": 0.3, "recover_objective": "tokens", "sparsity_scope": "global"}
+    metrics = search(model_folder, text, tmp_path / "out", objective="attention", patterns=False, **fields)
+    mask = load(tmp_path / "out").sparse_attention.mask
+    assert metrics["sparsity"]["learned, recovered"] == pytest.approx(mask.sparsity, abs=1e-6)
+    assert mask.sparsity == pytest.approx(0.7, abs=0.01)
+    assert len({sparsity for layer in mask.head_sparsities() for sparsity in layer}) > 1
+    assert mask.metadata["search"] == "dam_s" and metrics["objectives"] == ["attention", "tokens"]
+    grown = {step: 0.7 - 0.4 * (1 - step / 8) ** 3 for step in range(9)}  # in the first half
+    assert begun == pytest.approx(grown, abs=0.01)
+
+
+def test_recovery_through_a_given_mask(model_folder, text, tmp_path):
+    metrics = search(model_folder, text, tmp_path / "window", mask="window", recover=3, patterns=False)
+    assert list(metrics["agreement"]) == ["dense", "given", "given, recovered"]
+    model = load(tmp_path / "window")
+    mask = model.sparse_attention.mask
+    assert mask.metadata["pattern"] == "window" and mask.sparsity == pytest.approx(0.7, abs=0.03)
+    assert not (tmp_path / "window/mask_probs.safetensors").exists() and metrics["search_outcome"] is None
+    fields = {"mask": str(tmp_path / "window"), "target_sparsity": None, "patterns": False}
+    fields |= {"mask": str(tmp_path), "mask_subfolder": "window"}
+    search(model_folder, text, tmp_path / "again", recover=3, **fields)
+    again = load(tmp_path / "again")
+    assert again.sparse_attention.mask == mask
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_the_dense_model_has_no_picture_of_its_mask(model_folder, text, tmp_path):
+    fields = {"mask": "dense", "target_sparsity": None, "patterns": False}
+    search(model_folder, text, tmp_path / "dense", recover=1, **fields)
+    assert not list((tmp_path / "dense").glob("*.png"))
+    assert "![" not in (tmp_path / "dense/README.md").read_text()
+
+
+def test_given_random_masks_differ_by_seed(model_folder):
+    config = transformers.AutoConfig.from_pretrained(model_folder)
+    masks = [
+        given_mask(PostHocArguments(mask="random_drop", max_length=32, seed=seed), {}, config) for seed in (0, 0, 1)
+    ]
+    assert masks[0] == masks[1] != masks[2]
+
+
+def test_one_mask_where_layers_share_their_weights(word_tokenizer, text, tmp_path):
+    base_model("albert").save_pretrained(tmp_path / "model")
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    metrics = search(tmp_path / "model", text, tmp_path / "out", patterns=False, train="norms")
+    assert "MLM loss" not in agreement_table(metrics).columns
+    assert load(tmp_path / "out").sparse_attention.mask.num_layers == 1
+    with pytest.raises(ValueError, match="share_layers must be true"):
+        search(tmp_path / "model", text, tmp_path / "new", share_layers=False)
+
+
+@pytest.mark.parametrize("name", ["dam_s", "vertical_slash"])
+def test_no_steps_keep_what_the_dense_model_attends_to(model_folder, text, tmp_path, name):
+    metrics = search(model_folder, text, tmp_path / "out", search=name, steps=0, patterns=False)
+    found = metrics["agreement"]
+    assert found["learned"]["layer_error"] == pytest.approx(found["dense model's attention"]["layer_error"])
+    assert metrics["search_outcome"]["warnings"] == [] and load(tmp_path / "out").sparse_attention.mask.num_layers == 3
+
+
+def test_the_search_keeps_the_weights(model_folder, text, tmp_path):
+    metrics = search(model_folder, text, tmp_path, patterns=False, overwrite=True)
+    read = transformers.RobertaForMaskedLM.from_pretrained
+    before, after = (read(folder).state_dict() for folder in (model_folder, tmp_path))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert set(metrics["agreement"]) == {"dense", "learned", "dense model's attention"}
+    assert "manual masks" not in agreement_table(metrics).markdown()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_sparsity": 0.99}, "target_sparsity must be at most .* got 0.99"),
+        ({"target_sparsity": 1.5}, "target_sparsity"),
+        ({"target_sparsity": None}, "--target_sparsity is needed"),
+        ({"search": "dam_x"}, "dam_x"),
+        ({"pattern": "window"}, "pattern has no meaning"),
+        ({"hidden_size": 8}, "hidden_size has no meaning here"),
+        ({"mask_length": 8}, "mask_length has no meaning here: .* set max_length"),
+        ({"initial_decay": 0}, "initial_decay has no meaning here: the search starts from what the dense model"),
+        ({"train": "bias"}, "train must be one of"),
+        ({"max_length": 40}, "at most the model's 39 positions, got 40"),
+        ({"batch_size": 100_000}, "too few for a batch of 100000"),
+        ({"data": "nowhere.txt"}, "data: no such file: 'nowhere.txt'"),
+        ({"validation": "text.pdf"}, "validation: .*'text.pdf'"),
+        ({"steps": -1}, "steps must be an integer of at least 0"),
+        ({"shortest": 64}, "shortest must be from 8 to max_length"),
+        ({"mask": "window"}, "recover must be at least 1 if mask is given"),
+        ({"mask": "window", "recover": 2, "search": "dam_s"}, "model.search has no meaning here: the mask is given"),
+        ({"mask": "window", "recover": 2, "recover_from": 0.5}, "recover_from has no meaning with mask"),
+        ({"objective": "answers"}, "objective 'answers' has no meaning here: RobertaForMaskedLM has no head"),
+        ({"objective": "cosine"}, "objective must be one of 'layers', .* got 'cosine'"),
+        ({"mask": "window", "recover": 2, "train": "norms"}, "train has no meaning with mask"),
+        ({"mask": "window", "recover": 2, "mask_revision": "v1"}, "no meaning for the pattern 'window'"),
+        ({"mask_subfolder": "dam_s-90"}, "mask_subfolder 'dam_s-90' has no meaning without mask"),
+        ({"mask": "no_diag", "recover": 2}, "target_sparsity has no meaning with mask 'no_diag'"),
+        ({"recover_from": 0.3}, "recover_from has no meaning without recover"),
+        ({"recover_learning_rate": 1e-3}, "recover_learning_rate has no meaning without recover"),
+        ({"recover_objective": "last"}, "recover_objective has no meaning without recover"),
+        ({"mask": "window", "recover": 2, "learning_rate": 0.1}, "learning_rate has no meaning with mask"),
+        ({"mask": "window", "recover": 2, "steps": 3}, "steps has no meaning with mask"),
+        ({"pack": False, "shortest": 16}, "shortest 16 has no meaning with task or pack false"),
+        (
+            {"recover": 2, "recover_from": 0.7},
+            "recover_from must be at least 0 and below target_sparsity .0.7., got 0.7",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_errors(model_folder, text, tmp_path, fields, message):
+    with pytest.raises((ValueError, OSError, StrictDataclassError), match=message):
+        search(model_folder, text, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_are_refused(model_folder, text, tmp_path, monkeypatch):
+    """Each would do all of the search, and write to the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a search runs in one process, got 2"):
+        search(model_folder, text, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_of_model_and_folder(checkpoints, model_folder, text, tmp_path, word_tokenizer):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/file").touch()
+    with pytest.raises(FileExistsError, match="not empty"):
+        search(model_folder, text, tmp_path / "out")
+    stock = transformers.BertForMaskedLM.from_pretrained(checkpoints["stock"])
+    attach(stock, "dense", mask_length=32).save_pretrained(tmp_path / "attached")
+    for name, advice in ((checkpoints["window"], "pretrain continue --base_model"), (tmp_path / "attached", "detach")):
+        with pytest.raises(ValueError, match=f"already has a mask.*{advice}"):
+            search(name, text, tmp_path / "new")
+    gpt2 = transformers.GPT2Config(vocab_size=100, n_embd=8, n_head=2, n_layer=1)
+    gpt2.save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(FileNotFoundError, match="model: there is no model.safetensors or .* in the folder '.*gpt2'"):
+        search(tmp_path / "gpt2", text, tmp_path / "new")
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="'gpt2' cannot carry a mask"):
+        search(tmp_path / "gpt2", text, tmp_path / "new")
+    with pytest.raises(FileNotFoundError, match="mask: there is no folder 'no/such/mask'"):
+        search(model_folder, text, tmp_path / "new", mask="no/such/mask", recover=2)
+    with pytest.raises(ValueError, match="--data is needed"):
+        search(model_folder, text, tmp_path / "new", data=None)
+    (tmp_path / "short.txt").write_text("w1 w2 w3")
+    with pytest.raises(ValueError, match="too few for one row"):
+        search(model_folder, tmp_path / "short.txt", tmp_path / "new")
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory):
+    """RTE: which of two words is in a pair of texts of different lengths."""
+    folder = tmp_path_factory.mktemp("rte")
+    draw = random.Random(0)
+    for split, count in (("train", 80), ("dev", 30)):
+        lines = ["index\tsentence1\tsentence2\tlabel"]
+        for row in range(count):
+            label = draw.choice(("entailment", "not_entailment"))
+            words = [f"w{draw.randrange(2, 90)}" for _ in range(draw.randrange(2, 8))]
+            words.insert(draw.randrange(len(words)), "w0" if label == "entailment" else "w1")
+            lines.append(f"{row}\t{' '.join(words)}\tw5 w6\t{label}")
+        (folder / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task_model(tmp_path_factory, model_folder, task_folder):
+    folder = tmp_path_factory.mktemp("fine-tuned")
+    training = {"output_dir": str(folder), "num_train_epochs": 4, "learning_rate": 3e-3, "disable_tqdm": True}
+    training |= {"report_to": "none", "per_device_train_batch_size": 8}
+    data = {"task": "rte", "model": str(model_folder), "data": str(task_folder), "max_length": 32, "overwrite": True}
+    finetune({"data": data, "model": {}, "training": training})
+    return folder
+
+
+def test_on_the_inputs_of_a_task(task_model, task_folder, tmp_path, capsys):
+    fields = {"task": "rte", "validation": None, "target_sparsity": 0.6, "steps": 6}
+    metrics = search(task_model, task_folder, tmp_path / "out", recover=3, **fields)
+    found, expected = metrics["agreement"], json.loads((task_model / "metrics.json").read_text())["score"]
+    assert found["dense"]["score"] == pytest.approx(expected) and found["dense"]["input_sparsity"] == 0
+    assert set(found) > {"learned", "dense model's attention", "window", "learned, recovered"}
+    assert all(0 <= numbers["score"] <= 1 for numbers in found.values())
+    assert 0 < found["learned"]["input_sparsity"] < 0.6  # short inputs keep more than the mask at its length
+    assert metrics["objectives"] == ["answers", "answers"] and metrics["inference_seconds"]["masked"] > 0
+    table = agreement_table(metrics)
+    assert {"score", "removed on inputs"} <= set(table.columns) and "task rte" in table.markdown()
+    model = load(tmp_path / "out")
+    assert type(model).__name__ == "RobertaForSequenceClassification" and model.sparse_attention.mask.length == 32
+    assert "text-classification" in (tmp_path / "out/README.md").read_text()
+    capsys.readouterr()
+    # The stock client scores the folder as the search did.
+    words = ["finetune", "--task", "rte", "--model", str(tmp_path / "out"), "--data", str(task_folder)]
+    words += ["--num_train_epochs", "0.01", "--learning_rate", "0", "--max_length", "32"]
+    assert main([*words, "--output_dir", str(tmp_path / "tuned")]) == 0
+    score = json.loads((tmp_path / "tuned/metrics.json").read_text())["score"]
+    assert score == pytest.approx(found["learned, recovered"]["score"])
+
+
+def test_the_seed_draws_the_inputs_of_a_task(task_model, task_folder):
+    fields = {"task": "rte", "data": str(task_folder), "model": str(task_model), "max_length": 32, "max_tokens": 100}
+    config = transformers.AutoConfig.from_pretrained(task_model)
+    first, again, other = (
+        [
+            batch["input_ids"].tolist()
+            for batch in read_inputs(PostHocArguments(**fields, seed=seed), config, "cpu").train.values()
+        ]
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_on_whole_documents(task_model, text, tmp_path):
+    fields = {"pack": False, "objective": "answers", "max_length": 16, "patterns": False, "batch_size": 4}
+    metrics = search(task_model, text, tmp_path / "out", **fields)
+    assert metrics["objectives"] == ["answers", "answers"] and "score" not in metrics["agreement"]["learned"]
+    assert load(tmp_path / "out").sparse_attention.mask.length == 16
+    again = search(task_model, text, tmp_path / "again", validation=None, recover=2, **fields)
+    assert again["agreement"]["learned, recovered"]["cosine"] > 0.5
+
+
+def test_documents_are_not_joined(text, word_tokenizer):
+    options = PostHocArguments(data=str(text), pack=False, max_length=16, max_tokens=100, max_validation_tokens=40)
+    inputs = read_text(options, word_tokenizer, "cpu")
+    (batch,) = inputs.train.values()
+    first = text.read_text().split("\n\n")[:8]
+    assert len(batch["input_ids"]) == 6 and len(inputs.held_out[0]["input_ids"]) == 2  # 100 and 40 tokens
+    assert batch["input_ids"].tolist()[0] in word_tokenizer(first, truncation=True, max_length=16)["input_ids"]
+    assert {row["input_ids"].shape for row in inputs.batches(4, 3, 0)} == {(4, 16)}
+
+
+def test_on_squad(word_tokenizer, squad_folder, tmp_path):
+    torch.manual_seed(0)
+    transformers.BertForQuestionAnswering(config_of("bert", max_position_embeddings=48)).save_pretrained(
+        tmp_path / "model"
+    )
+    word_tokenizer.save_pretrained(tmp_path / "model")
+    fields = {"task": "squad_v2", "validation": None, "max_length": 48, "mask": "window", "recover": 3}
+    metrics = search(tmp_path / "model", squad_folder, tmp_path / "out", patterns=False, **fields)
+    assert 0 <= metrics["agreement"]["given, recovered"]["score"] <= 1
+    fields |= {"mask": None, "recover": 0}
+    metrics = search(tmp_path / "model", squad_folder, tmp_path / "out2", search="vertical_slash", **fields)
+    assert metrics["agreement"]["learned"]["input_sparsity"] > 0.5
+    assert type(load(tmp_path / "out2")).__name__ == "BertForQuestionAnswering"
+
+
+def test_weights_and_scores_stay_without_recovery(task_model, task_folder, tmp_path):
+    fields = {"task": "rte", "validation": None, "patterns": False}
+    runs = [search(task_model, task_folder, tmp_path / name, **fields) for name in ("first", "second")]
+    assert runs[0]["agreement"] == runs[1]["agreement"]
+    read = transformers.RobertaForSequenceClassification.from_pretrained
+    before, after = (read(folder).state_dict() for folder in (task_model, tmp_path / "first"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": "rtx"}, "unknown task 'rtx'"),
+        ({"task": "swag"}, "task swag has several inputs per example: the search takes"),
+        ({"task": "squad"}, "task squad needs a model that was fine-tuned on it"),
+        ({"pack": False}, "pack has no meaning with task"),
+        ({"validation": "FILE"}, "validation has no meaning with task"),
+        ({"task": None, "skip_bad": True, "validation": "FILE"}, "skip_bad has no meaning without task"),
+        ({"objective": "tokens"}, "objective 'tokens' has no meaning here"),
+        ({"data": "no/such/folder"}, "no/such/folder"),
+        ({"task": "mnli", "data": "."}, "task mnli: data '.' must hold inputs to search on .* got"),
+        ({"output_dir": None}, "--output_dir is needed"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_errors_of_tasks(task_model, task_folder, tmp_path, fields, message):
+    given = {"task": "rte", "validation": None, "data": str(task_folder)} | fields
+    with pytest.raises((ValueError, OSError), match=message):
+        search(task_model, task_folder, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_answer_the_task(model_folder, task_model, task_folder, tmp_path):
+    fields = {"task": "rte", "validation": None}
+    with pytest.raises(ValueError, match="needs a model that was fine-tuned on it .*RobertaForMaskedLM"):
+        search(model_folder, task_folder, tmp_path / "out", **fields)
+    config = json.loads((task_model / "config.json").read_text())
+    for name, changed in (
+        ("more", {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}),
+        ("swapped", {"id2label": dict(enumerate(reversed(config["id2label"].values())))}),
+        ("several", {"problem_type": "multi_label_classification"}),
+        ("untyped", {"type_vocab_size": 1}),
+    ):
+        shutil.copytree(task_model, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match="has 3 labels, the task has 2"):
+        search(tmp_path / "more", task_folder, tmp_path / "out", **fields)
+    with pytest.raises(ValueError, match="labels in the order not_entailment, entailment"):
+        search(tmp_path / "swapped", task_folder, tmp_path / "out", **fields)
+    with pytest.raises(ValueError, match="problem_type multi_label_classification, .* is a single_label_classif"):
+        search(tmp_path / "several", task_folder, tmp_path / "out", **fields)
+    with pytest.raises(ValueError, match="tells 2 parts of an input apart, the model 1"):
+        search(tmp_path / "untyped", task_folder, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["packed", "documents", "task"])
+def test_tokenizers_that_do_not_fit_the_model(task_model, task_folder, text, tmp_path, word_tokenizer, source):
+    data = task_folder if source == "task" else text
+    fields = {"task": "rte", "validation": None} if source == "task" else {"pack": source == "packed"}
+    shutil.copytree(task_model, tmp_path / "none")
+    for path in (tmp_path / "none").glob("*token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="there is no tokenizer in"):
+        search(tmp_path / "none", data, tmp_path / "out", **fields)
+    small = transformers.RobertaConfig(
+        vocab_size=len(word_tokenizer) - 1, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=40,
+    )  # fmt: skip
+    transformers.RobertaForSequenceClassification(small).save_pretrained(tmp_path / "small")
+    word_tokenizer.save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=rf"has {len(word_tokenizer)} tokens, the model {small.vocab_size}"):
+        search(tmp_path / "small", data, tmp_path / "out", **fields)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_real_weights(tmp_path, real_bert):
+    """At 0.8 the mask of a real sentence encoder is nearer to it than a window."""
+    text = tmp_path / "text.txt"
+    licenses = [path.read_text() for d in importlib.metadata.distributions() for path in _licenses(d)]
+    text.write_text("\n\n".join(" ".join(license.split()) for license in licenses))
+    report = search(real_bert, text, tmp_path / "out", max_length=128, steps=5, target_sparsity=0.8)["agreement"]
+    assert report["learned"]["cosine"] > report["window"]["cosine"]
+
+
+def _licenses(distribution):
+    files = distribution.files or []
+    return [path for path in (Path(file.locate()) for file in files if file.name == "LICENSE") if path.is_file()]
