@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 import sparsebert
 from sparsebert import SparseMask, attach, extend_positions
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
-from studies.base_models import PACKAGE, located
+from studies.shared.base_models import PACKAGE, located
 
 from ._masks import HELP, build_mask
 from ._measure import WrongResult, cpu_seconds, interleaved, process_seconds, speed_up, summary

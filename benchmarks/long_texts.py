@@ -40,10 +40,10 @@ from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
-from studies.base_models import located
-from studies.long_reviews import named_models
-from studies.review_classifiers import long_rows
-from studies.sentence_similarity import embed
+from studies.long_texts.long_reviews import named_models
+from studies.shared.base_models import located
+from studies.shared.review_classifiers import long_rows
+from studies.shared.sentence_similarity import embed
 
 from ._report import RESULTS, STYLES, commit, explained, hardware, hardware_line
 from .encoders import PRECISIONS, in_precision

@@ -14,8 +14,8 @@ import re
 import sys
 
 from sparsebert.analysis.tables import Table
-from studies import EXPERIMENTS
-from studies.result_tables import experiment_tables
+from studies.experiments import EXPERIMENTS
+from studies.harness.result_tables import experiment_tables
 
 from . import (
     _cpu_tables,

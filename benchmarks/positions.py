@@ -26,8 +26,8 @@ from sparsebert.data.tasks import glue
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.lengthening import METHODS
-from studies.base_models import located
-from studies.sentence_similarity import embed, similarity
+from studies.shared.base_models import located
+from studies.shared.sentence_similarity import embed, similarity
 
 from ._report import RESULTS, commit, explained
 

@@ -22,7 +22,7 @@ from sparsebert.files import write_metrics
 from sparsebert.masks.matched import matched_patterns
 from sparsebert.models.attaching import read_mask
 from sparsebert.models.loading import find_file
-from studies.sentence_similarity import similarity
+from studies.shared.sentence_similarity import similarity
 
 from ._report import explained
 

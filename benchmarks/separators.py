@@ -26,7 +26,7 @@ from sparsebert.analysis.tables import Table
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.models.architectures import attention_modules
 from sparsebert.training.searching.matching import carrier, learn_mask, random_batches, start_from_attention
-from studies.base_models import located
+from studies.shared.base_models import located
 
 from ._report import RESULTS, commit, explained
 

@@ -34,7 +34,7 @@ from sparsebert.masks.patterns import PATTERNS, build_pattern
 from sparsebert.models.architectures import ARCHITECTURES
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.token_mixers import MIXERS
-from studies import EXPERIMENTS
+from studies.experiments import EXPERIMENTS
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,8 +329,8 @@ def full_name(name):
 
 def api(folder):
     """The modules of a folder, each a section, for autodoc."""
-    package = f"sparsebert.{folder}"
-    found = pkgutil.walk_packages([str(PACKAGE / folder)], f"{package}.")
+    place, package = (ROOT / folder, folder) if folder == "studies" else (PACKAGE / folder, f"sparsebert.{folder}")
+    found = pkgutil.walk_packages([str(place)], f"{package}.")
     # Compiled kernels look like modules, too.
     names = [info.name for info in found if not info.name.endswith(tuple(p.stem for p in PACKAGE.rglob("*.so")))]
     directive = "```{{eval-rst}}\n.. automodule:: {}\n   :members:\n```\n"

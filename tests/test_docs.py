@@ -24,8 +24,8 @@ import pytest
 import sparsebert
 from sparsebert.commands import VERBS, main, parse
 from sparsebert.data.tasks.glue import GLUE
-from studies import EXPERIMENTS
-from studies.reproduction import ReproductionArguments, plan_cells, plan_text
+from studies.experiments import EXPERIMENTS
+from studies.harness.reproduction import ReproductionArguments, plan_cells, plan_text
 
 
 ROOT = Path(__file__).parents[1]
@@ -231,9 +231,10 @@ EXAMPLES = re.findall(
 def extended(tmp_path_factory):
     """A copy of the package with all examples added."""
     root = tmp_path_factory.mktemp("extended")
-    shutil.copytree(ROOT / "sparsebert", root / "sparsebert", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("sparsebert", "studies"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for _, text, addition, _ in EXAMPLES:
-        file, registry = re.search(r"`(sparsebert/[\w/]+\.py)`,\s+below\s+`(\w+)`", text).groups()
+        file, registry = re.search(r"`(s[\w/]+\.py)`,\s+below\s+`(\w+)`", text).groups()
         source = (root / file).read_text(encoding="utf-8")
         ends = [node.end_lineno for node in ast.parse(source).body if registry in assigned(node)]
         assert len(ends) == 1, f"{file} has {len(ends)} assignments to {registry}"

@@ -7,21 +7,14 @@ After each cell, results are written to `output`: EXPERIMENT_SCALE.json (all num
 numbers) and, with the extra `viz`, .png (a plot).
 Experiments with more pictures keep what they show, such as masks, in the folder EXPERIMENT_SCALE; `--redraw` writes
 tables and pictures again from these files alone.
+
+The experiments are in `studies/`, which a checkout of the repository has and the installed package has not.
 """
 
 from transformers.utils import logging
 
-from studies import EXPERIMENTS
-from studies.reproduction import (
-    CellsFailed,
-    ReproductionArguments,
-    plan_cells,
-    plan_text,
-    result_files,
-    run_experiment,
-)
-
 from ..checks import nearest
+from ._checkout import study
 from ._command import Command, Printing, Results, advising
 
 
@@ -29,37 +22,39 @@ logger = logging.get_logger(__name__)
 
 
 def command(words):
+    experiments = study("experiments").EXPERIMENTS
     name = words[0] if words and not words[0].startswith("-") else None
-    if name is not None and name not in EXPERIMENTS:
-        raise nearest("experiment", name, list(EXPERIMENTS))
-    sections = {"run": ReproductionArguments}
+    if name is not None and name not in experiments:
+        raise nearest("experiment", name, list(experiments))
+    sections = {"run": study("harness.reproduction").ReproductionArguments}
     if name is not None:
-        sections["settings"] = EXPERIMENTS[name].arguments
+        sections["settings"] = experiments[name].arguments
     return Command(
         run,
         sections | {"print": Printing},
         examples=("copying --scale tiny --output DIR", "language_modelling --text FILE --output DIR --list_cells"),
         words=name or "EXPERIMENT",
-        choices=() if name else tuple(EXPERIMENTS),
+        choices=() if name else tuple(experiments),
         positional="run.experiment",
     )
 
 
 def run(values):
-    options = ReproductionArguments(**values["run"])
-    if options.experiment is None:
-        raise ValueError(f"give the name of an experiment: {', '.join(EXPERIMENTS)}")
-    experiment = EXPERIMENTS[options.experiment]
+    experiments, reproduction = study("experiments").EXPERIMENTS, study("harness.reproduction")
+    options = reproduction.ReproductionArguments(**values["run"])
+    name = options.experiment
+    if name is None:
+        raise ValueError(f"give the name of an experiment: {', '.join(experiments)}")
     if options.list_cells and not options.redraw:
-        cells = plan_cells(experiment, options, values["settings"])
-        logger.warning(plan_text(options.experiment, options, cells))
+        cells = reproduction.plan_cells(experiments[name], options, values["settings"])
+        logger.warning(reproduction.plan_text(name, options, cells))
         return Results(cells, notes=list(cells))
     failed = []
     again = "run the others with --only" if options.overwrite else "the same command runs the others"
     try:
         with advising(f"finished cells are kept, {again}"):
-            tables = run_experiment(options.experiment, options, values["settings"])
-    except CellsFailed as error:
+            tables = reproduction.run_experiment(name, options, values["settings"])
+    except reproduction.CellsFailed as error:
         tables, failed = error.tables, [str(error)]
-    notes = [f"written: {path}" for path in result_files(options.experiment, options)] + failed
+    notes = [f"written: {path}" for path in reproduction.result_files(name, options)] + failed
     return Results([table.as_json() for table in tables], tables, notes, exit_code=len(failed))

@@ -3,13 +3,10 @@ Check which assumptions of the universality theorems a pattern, a cycle of patte
 
 With `--mappings`, check the contextual mappings of the proofs instead, exactly and on every input (`--figure FILE`
 draws the selective shifts). With `--maps`, show how much scores must be scaled until each probability map is nearly a
-hardmax.
+hardmax. These two are in `studies/`, which a checkout of the repository has and the installed package has not.
 """
 
 from dataclasses import dataclass
-
-from studies.contextual_mappings import mappings_table, plot_shifts, standard_checks
-from studies.hardmax_scales import scales_table, standard_scales
 
 from ..analysis.pictures.figures import check_picture
 from ..analysis.saved_runs import is_pattern, read_saved_mask
@@ -25,6 +22,7 @@ from ..theory.verdicts import (
     saved_case,
     verdict_table,
 )
+from ._checkout import study
 from ._command import Command, Printing, Results
 
 
@@ -75,14 +73,16 @@ def run(values):
     options = TheoryArguments(**values["theory"])
     _check(options, values["theory"].keys())
     if options.mappings:
-        checks = standard_checks()
+        proofs = study("proofs.contextual_mappings")
+        checks = proofs.standard_checks()
         if options.figure:
-            plot_shifts(options.figure)
+            proofs.plot_shifts(options.figure)
         written = [f"written: {options.figure}"] if options.figure else []
-        return Results([check.as_json() for check in checks], [mappings_table(checks)], written)
+        return Results([check.as_json() for check in checks], [proofs.mappings_table(checks)], written)
     if options.maps:
-        scales = standard_scales()
-        return Results([scale.as_json() for scale in scales], [scales_table(scales)])
+        proofs = study("proofs.hardmax_scales")
+        scales = proofs.standard_scales()
+        return Results([scale.as_json() for scale in scales], [proofs.scales_table(scales)])
     cases = _cases(options)
     pairs = list(zip(cases, check_cases(cases), strict=True))
     table = verdict_table(cases, [found for _, found in pairs])

@@ -2,23 +2,22 @@
 Train an encoder-decoder with sparse attention on pairs of sentences, and score its translations.
 
 Writes to `output_dir` the model, `translations.txt` and `metrics.json` (cased BLEU from sacreBLEU). Needs the extra
-`translation`.
+`translation`, and a checkout of the repository: the training is in `studies/`.
 """
 
 from pathlib import Path
 
 from transformers import Seq2SeqTrainingArguments
 
-from studies.translating import SECTIONS, train_translation
-
 from ..analysis.reporting.reports import report_tables
+from ._checkout import study
 from ._command import Command, Printing, Results
 
 
 def command(words):
     return Command(
         run,
-        {**SECTIONS, "print": Printing},
+        {**study("other_papers.translating").SECTIONS, "print": Printing},
         examples=(
             "translation --train PAIRS.tsv --test PAIRS2.tsv --output_dir DIR",
             "translation --train a.en a.cs --test b.en b.cs --output_dir DIR",
@@ -27,6 +26,6 @@ def command(words):
 
 
 def run(values):
-    metrics = train_translation(values)
+    metrics = study("other_papers.translating").train_translation(values)
     output = Path(str(Seq2SeqTrainingArguments(**values["training"]).output_dir))
     return Results(metrics, report_tables({output: metrics}), [f"written to {output}"])

@@ -12,8 +12,8 @@ from benchmarks._report import REPRODUCED, RESULTS, ROOT
 from benchmarks.attention import auto_slower, goals
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
 from sparsebert.analysis.statistics import holm, paired_difference
-from studies import EXPERIMENTS
-from studies.result_tables import experiment_tables
+from studies.experiments import EXPERIMENTS
+from studies.harness.result_tables import experiment_tables
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")

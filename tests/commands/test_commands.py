@@ -16,7 +16,7 @@ from sparsebert.commands import VERBS, main, parse
 from sparsebert.commands._help import CHOICES, WIDTH, explanations
 from sparsebert.theory.verdicts import as_json, pattern_case
 from sparsebert.training.recipes import read_recipe, recipe_names, recipes_folder
-from studies import EXPERIMENTS
+from studies.experiments import EXPERIMENTS
 
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.claims import _AS_SPARSE, CLAIMS, Comparison, _as_sparse, status, table, weakest
 from sparsebert.masks.patterns import build_pattern
-from studies import EXPERIMENTS
-from studies.sparsebert_table3 import MasksStudy, window_losses
+from studies.experiments import EXPERIMENTS
+from studies.sparsebert_paper.sparsebert_table3 import MasksStudy, window_losses
 
 
 class Numbers(dict):

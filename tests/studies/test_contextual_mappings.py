@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from sparsebert.theory.verdicts import check_cases, details, pattern_case, verdict_table
-from studies.contextual_layers import (
+from studies.proofs.contextual_layers import (
     Head,
     Layer,
     dense_mapping,
@@ -25,7 +25,7 @@ from studies.contextual_layers import (
     selective_shift,
     sparse_mapping,
 )
-from studies.contextual_mappings import (
+from studies.proofs.contextual_mappings import (
     COUNTER_EXAMPLES,
     as_fractions,
     check_dense,

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from sparsebert import SparseMask
 from sparsebert.masks.patterns import build_pattern
-from studies.copying_task import (
+from studies.other_papers.copying_task import (
     CopyingArguments,
     CopyingModel,
     copying_metrics,
@@ -144,7 +144,7 @@ def test_no_sequence_is_trained_on_and_tested(tmp_path, monkeypatch):
         drawn.append(copying_sequences(*sizes))
         return drawn[-1]
 
-    monkeypatch.setattr("studies.copying_task.copying_sequences", draw)
+    monkeypatch.setattr("studies.other_papers.copying_task.copying_sequences", draw)
     for seed in (0, 1, 2):
         run_copying(CopyingArguments(**SMALL | {"num_symbols": 64, "max_steps": 1}, seed=seed), tmp_path / str(seed))
     assert [len(sequences) for sequences in drawn] == [4000, 200] * 3

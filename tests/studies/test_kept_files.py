@@ -13,9 +13,9 @@ from sparsebert.analysis.pictures.importance_pictures import plot_importance
 from sparsebert.commands import parse
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
-from studies import EXPERIMENTS, Experiment
-from studies.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
-from studies.sparsebert_table3 import SHOWN
+from studies.experiments import EXPERIMENTS, Experiment
+from studies.harness.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
+from studies.sparsebert_paper.sparsebert_table3 import SHOWN
 
 
 @dataclass
@@ -231,7 +231,7 @@ def test_redrawing_of_a_damaged_cell_is_refused(ran, reproduce, tmp_path):
 
 def test_redrawing_without_matplotlib_is_refused(ran, reproduce, monkeypatch):
     reproduce()
-    monkeypatch.setattr("studies.reproduction.find_spec", lambda name: None)
+    monkeypatch.setattr("studies.harness.reproduction.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--redraw needs matplotlib: pip install"):
         reproduce("--redraw")
 
@@ -337,7 +337,9 @@ def test_the_figures_show_the_first_seed_at_the_papers_sparsities(tmp_path, monk
             masks[figure, seed].save_pretrained(tmp_path / f"{search}_target_{target:g}_seed_{seed}")
     finished = {name: {"settings": cell, "metrics": {}} for name, cell in cells.items()}
     drawings = []
-    monkeypatch.setattr("studies.sparsebert_table3.plot_heads", lambda *arguments: drawings.append(arguments))
+    monkeypatch.setattr(
+        "studies.sparsebert_paper.sparsebert_table3.plot_heads", lambda *arguments: drawings.append(arguments)
+    )
     for figure in SHOWN:
         experiment.pictures[figure](finished, tmp_path, tmp_path / f"{figure}.png")
         mask, path, title = drawings[-1]

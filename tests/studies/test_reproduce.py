@@ -33,13 +33,16 @@ from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.pruning.pruned_masks import prune_by_probs, random_control
 from sparsebert.training.searching.search_arguments import PostHocArguments
 from sparsebert.training.trainer import SparseBertTrainer
-from studies import EXPERIMENTS, Experiment, minilm_mixers, reproduction, sparsebert_figure7
-from studies.experiment import shared_settings, unseeded
-from studies.reproduction import CellsFailed, ReproductionArguments, plan_cells, result_files, run_experiment
-from studies.result_tables import experiment_tables, plot_cells
-from studies.review_classifiers import classify
-from studies.sentence_similarity import similarity
-from studies.time_estimates import duration, estimate_seconds
+from studies.experiments import EXPERIMENTS, Experiment
+from studies.harness import reproduction
+from studies.harness.experiment import shared_settings, unseeded
+from studies.harness.reproduction import CellsFailed, ReproductionArguments, plan_cells, result_files, run_experiment
+from studies.harness.result_tables import experiment_tables, plot_cells
+from studies.harness.time_estimates import duration, estimate_seconds
+from studies.shared.review_classifiers import classify
+from studies.shared.sentence_similarity import similarity
+from studies.sparsebert_paper import sparsebert_figure7
+from studies.trained_models import minilm_mixers
 
 
 pytestmark = pytest.mark.usefixtures("without_matplotlib")
@@ -142,7 +145,7 @@ def test_results_and_table(experiment, run, tmp_path):
 
 def test_a_plot_has_the_mean_over_seeds_beside_the_papers_point(experiment, monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr("studies.result_tables.plot_lines", lambda *arguments: drawn.append(arguments))
+    monkeypatch.setattr("studies.harness.result_tables.plot_lines", lambda *arguments: drawn.append(arguments))
     cells = {
         f"{name}_seed_{seed}": {"settings": {"name": name, "factor": 3, "seed": seed}, "metrics": {"product": product}}
         for name, products in {"a": (4.0, 6.0), "b": (1.0,)}.items()
@@ -851,7 +854,7 @@ def split_is_one(monkeypatch):
     def classify(model, tokenizer, texts, max_length, split=False):
         return [int(split)] * len(texts)
 
-    monkeypatch.setattr("studies.review_classifiers.classify", classify)
+    monkeypatch.setattr("studies.shared.review_classifiers.classify", classify)
 
 
 def test_only_long_texts_are_used(inputs, split_is_one, tmp_path):
@@ -987,9 +990,9 @@ def test_scores_through_adapted_weights_are_those_after_the_recovery(inputs, tmp
         scores = {name: {"score": i + 10 * bool(mask), "input_sparsity": i / 10} for i, name in enumerate(names)}
         return {"seconds": {"search": 1.0}, "agreement": scores}
 
-    monkeypatch.setattr("studies.minilm_task_masks.search_post_hoc", search)
+    monkeypatch.setattr("studies.trained_models.minilm_task_masks.search_post_hoc", search)
     trained = {"train_examples": 8, "train_seconds": 1.0, "main_metric": "accuracy"}
-    monkeypatch.setattr("studies.minilm_task_masks.finetuned_cell", lambda *_: dict(trained))
+    monkeypatch.setattr("studies.trained_models.minilm_task_masks.finetuned_cell", lambda *_: dict(trained))
     cell = next(iter(cells_of("minilm_task_masks", **inputs("minilm_task_masks")).values()))
     metrics = EXPERIMENTS["minilm_task_masks"].run(cell, tmp_path)
     expected = {"dense": (0, 0.0), "learned": (1, 0.1), "learned_recovered": (2, 0.2), "window_recovered": (12, 0.2)}
@@ -1047,7 +1050,7 @@ def test_draws_of_a_seed_are_one_system():
 
 def test_losses_are_drawn_above_those_of_dense_attention(monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr("studies.sparsebert_table1.plot_values", lambda *all: drawn.append(all))
+    monkeypatch.setattr("studies.sparsebert_paper.sparsebert_table1.plot_values", lambda *all: drawn.append(all))
     losses = {"dense": [2.0, 2.5], "random_drop, draw 0": [2.25, 2.75], "random_drop, draw 1": [2.75, 2.75]}
     cells = [
         ({"system": name, "seed": seed}, {"mlm_loss": loss, "sparsity": 0.0})
@@ -1151,7 +1154,7 @@ def test_searches_have_the_settings_of_their_cells(name, inputs, tmp_path, monke
     if name == "minilm":
         settings |= {"masks": ["dam_s", "attention", "window", "dense"], "recover_from": 0.25, "shortest": 12}
     else:
-        monkeypatch.setattr("studies.minilm_task_masks.finetuned_cell", lambda *_: {})
+        monkeypatch.setattr("studies.trained_models.minilm_task_masks.finetuned_cell", lambda *_: {})
     shared = {item.name for kind in (PostHocArguments, SparseBertConfig) for item in fields(kind)} - {"model", "mask"}
     shared -= {"learning_rate"} if name == "minilm_task_masks" else set()  # that of its fine-tuning
     for cell in cells_of(name, **settings).values():
@@ -1234,8 +1237,8 @@ def test_cells_go_on_from_the_checkpoint_with_their_settings(name, cell, own, in
         recipes.append(recipe)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("studies.continued_pretraining.pretrain", pretrain)
-    monkeypatch.setattr("studies.continued_pretraining.shared_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr("studies.shared.continued_pretraining.pretrain", pretrain)
+    monkeypatch.setattr("studies.shared.continued_pretraining.shared_checkpoint", lambda *_: tmp_path)
     given = {"search_end": 0.3, "mask_logit_scale": 7.0, "target_logit_scale": 9.0, "search_steps": 5}
     settings = known_fields(name, SMALLEST | given) | inputs(name) | {"seeds": [3], "learning_rate": 1e-5}
     with pytest.raises(KeyboardInterrupt):

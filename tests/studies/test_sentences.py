@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer, BertForMaskedLM
 
 from benchmarks.sentences import main
 from sparsebert import attach, build_pattern
-from studies.sentence_similarity import embed, similarity
+from studies.shared.sentence_similarity import embed, similarity
 
 
 def test_embeddings_do_not_depend_on_the_batch(checkpoints):

@@ -8,9 +8,9 @@ import pytest
 
 from sparsebert.analysis.statistics import paired_difference
 from sparsebert.data.tasks import TASKS
-from studies import EXPERIMENTS
-from studies.reproduction import CellsFailed, ReproductionArguments, plan_cells, run_experiment
-from studies.task_parts import find_splits, write_parts
+from studies.experiments import EXPERIMENTS
+from studies.harness.reproduction import CellsFailed, ReproductionArguments, plan_cells, run_experiment
+from studies.shared.task_parts import find_splits, write_parts
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_answerable_questions_are_scored_alone(settings, folders, tmp_path):
 
 
 def test_models_of_table_1_serve(settings, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr("studies.sparsebert_table2.continue_training", lambda *_: 1 / 0)
+    monkeypatch.setattr("studies.sparsebert_paper.sparsebert_table2.continue_training", lambda *_: 1 / 0)
     experiment = EXPERIMENTS["sparsebert_table1"]
     names = {item.name for item in fields(experiment.arguments)}
     own = experiment.cells(experiment.arguments(**{name: settings[name] for name in settings.keys() & names}))
@@ -155,8 +155,8 @@ def test_the_papers_settings_are_those_of_the_tasks(settings, monkeypatch, tmp_p
         recipes.append(recipe)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("studies.recipe_sections.finetune", finetune)
-    monkeypatch.setattr("studies.sparsebert_table2._continued", lambda *_: tmp_path)
+    monkeypatch.setattr("studies.shared.recipe_sections.finetune", finetune)
+    monkeypatch.setattr("studies.sparsebert_paper.sparsebert_table2._continued", lambda *_: tmp_path)
     experiment = EXPERIMENTS["sparsebert_table2"]
     cell = experiment.cells(experiment.arguments(**experiment.scales["paper"], swag=settings["swag"]))
     with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, EncoderDecoderModel, GenerationConfig
 from sparsebert import SparseBertLMHeadModel, SparseBertModel
 from sparsebert.data.tokenization import train_tokenizer
 from sparsebert.training.recipes import load_recipe
-from studies.translating import SECTIONS, bleu, build_model, decode, encode, read_pairs, train_translation
+from studies.other_papers.translating import SECTIONS, bleu, build_model, decode, encode, read_pairs, train_translation
 
 
 WORDS = {"one": "jedna", "two": "dvě", "three": "tři", "red": "červená", "blue": "modrá", "house": "dům"}

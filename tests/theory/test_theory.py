@@ -26,7 +26,7 @@ from sparsebert.theory.verdicts import (
     saved_case,
     verdict_table,
 )
-from studies.hardmax_scales import (
+from studies.proofs.hardmax_scales import (
     SCALE_FORMULAS,
     check_scale,
     hardmax_scale,

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..harness.experiment import Experiment, seeded
+from ..shared.pattern_levels import pattern_cells
 from .copying_task import CopyingArguments, CopyingSizes, run_copying
-from .experiment import Experiment, seeded
-from .pattern_levels import pattern_cells
 
 
 @dataclass

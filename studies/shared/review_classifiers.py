@@ -128,7 +128,7 @@ def long_rows(
     Draw long texts with a fixed seed.
 
     Args:
-        reviews (`str`): Folder of the texts, see [`~studies.long_reviews.LongReviews`].
+        reviews (`str`): Folder of the texts, see [`~studies.long_texts.long_reviews.LongReviews`].
         tokenizer (`PreTrainedTokenizerBase`): Tokenizer that counts their tokens.
         longer_than (`int`): Only texts with more tokens are drawn.
         numbers (`dict[str, int]`): Number of texts to draw by split, at most.

@@ -11,9 +11,9 @@ from typing import Any
 
 from sparsebert.models.described_masks import pattern_mask
 
-from .experiment import Experiment, seeded
-from .pattern_levels import PatternLevels, pattern_cells
-from .recipe_sections import check_steps, model_section, training_section
+from ..harness.experiment import Experiment, seeded
+from ..shared.pattern_levels import PatternLevels, pattern_cells
+from ..shared.recipe_sections import check_steps, model_section, training_section
 from .translating import TranslationArguments, check_data, check_model, read_pairs, train_translation
 
 

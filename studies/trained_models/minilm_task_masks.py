@@ -22,10 +22,10 @@ from sparsebert.training.searching.objectives import ANSWERING
 from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
 from sparsebert.training.searching.search_run import STARTED_FROM, search_post_hoc
 
-from .base_models import PACKAGE, located
-from .experiment import Experiment
+from ..harness.experiment import Experiment
+from ..shared.base_models import PACKAGE, located
+from ..shared.recipe_sections import check_task
 from .minilm_tasks import TRAINED_FIELDS, finetuned_cell, with_task_mean
-from .recipe_sections import check_task
 
 
 # What the metrics call the masks that a search reports; manual ones keep their names.

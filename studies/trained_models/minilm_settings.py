@@ -13,8 +13,8 @@ from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import nearest
 
+from ..harness.experiment import Experiment, unseeded
 from . import minilm
-from .experiment import Experiment, unseeded
 from .minilm import SEARCHED_MASKS, MiniLMStudy
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from sparsebert.data.tasks import TASKS
 
-from .experiment import Experiment, seeded
-from .recipe_sections import check_task, finetuned
-from .text_pretraining import SHARED, TextSettings, check_text, run_text, text_fields
+from ..harness.experiment import Experiment, seeded
+from ..shared.recipe_sections import check_task, finetuned
+from ..shared.text_pretraining import SHARED, TextSettings, check_text, run_text, text_fields
 
 
 @dataclass

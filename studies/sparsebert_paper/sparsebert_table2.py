@@ -21,18 +21,18 @@ from sparsebert.checks import check_range
 from sparsebert.files import METRICS_NAME
 from sparsebert.training.runs.run_checks import check_training
 
-from .continued_pretraining import (
+from ..harness.experiment import Experiment
+from ..harness.kept_files import FINISHED_NAME
+from ..shared.continued_pretraining import (
     ContinuedSettings,
     check_continued,
     continue_training,
     continued_fields,
     mean_of_draws,
 )
-from .experiment import Experiment
-from .kept_files import FINISHED_NAME
-from .recipe_sections import finetuned
+from ..shared.recipe_sections import finetuned
+from ..shared.task_parts import find_splits, write_parts
 from .sparsebert_table1 import without_positions
-from .task_parts import find_splits, write_parts
 
 
 # Tasks by the setting that names their folder, with the names of the paper's columns.

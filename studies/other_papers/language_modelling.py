@@ -9,9 +9,9 @@ from typing import Any
 
 from sparsebert.masks.sparse_mask import SparseMask
 
-from .experiment import Experiment, seeded
-from .pattern_levels import PatternLevels, pattern_cells
-from .text_pretraining import SHARED, TextSettings, check_text, fixed_mask, run_text, text_fields
+from ..harness.experiment import Experiment, seeded
+from ..shared.pattern_levels import PatternLevels, pattern_cells
+from ..shared.text_pretraining import SHARED, TextSettings, check_text, fixed_mask, run_text, text_fields
 
 
 @dataclass

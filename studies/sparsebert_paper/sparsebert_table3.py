@@ -21,7 +21,8 @@ from sparsebert.masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
 from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 
-from .continued_pretraining import (
+from ..harness.experiment import Experiment
+from ..shared.continued_pretraining import (
     SEARCH_VARIANTS,
     ContinuedSettings,
     check_continued,
@@ -29,7 +30,6 @@ from .continued_pretraining import (
     continued_fields,
     loss_table,
 )
-from .experiment import Experiment
 
 
 # The manual masks of the paper, with the parameters that give its sparsities at 128 tokens.

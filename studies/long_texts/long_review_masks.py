@@ -16,10 +16,10 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.training.searching.search_run import search_post_hoc
 
-from .base_models import PACKAGE, long_enough
-from .experiment import Experiment
-from .minilm_task_masks import check_masks
-from .review_classifiers import check_reviews, classifier, score, trained, write_rows
+from ..harness.experiment import Experiment
+from ..shared.base_models import PACKAGE, long_enough
+from ..shared.review_classifiers import check_reviews, classifier, score, trained, write_rows
+from ..trained_models.minilm_task_masks import check_masks
 
 
 # How texts are read.

@@ -29,7 +29,7 @@ from sparsebert.masks.patterns import build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.training.runs.run_checks import warn_of_slow_bfloat16
 
-from .recipe_sections import precision
+from ..shared.recipe_sections import precision
 
 
 @dataclass

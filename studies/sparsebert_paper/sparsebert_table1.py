@@ -20,7 +20,8 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
 
-from .continued_pretraining import (
+from ..harness.experiment import Experiment
+from ..shared.continued_pretraining import (
     ContinuedSettings,
     check_continued,
     continue_training,
@@ -28,7 +29,6 @@ from .continued_pretraining import (
     loss_table,
     mean_of_draws,
 )
-from .experiment import Experiment
 
 
 # P averaged over heads and layers, `(n, n)` float16 under the key "probs", which is kept of a search.

@@ -27,10 +27,10 @@ from sparsebert.training.searching.objectives import OBJECTIVES
 from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
 from sparsebert.training.searching.search_run import search_post_hoc
 
-from .base_models import PACKAGE, located, long_enough
-from .experiment import Experiment, seeded
-from .recipe_sections import check_texts
-from .sentence_similarity import similarity
+from ..harness.experiment import Experiment, seeded
+from ..shared.base_models import PACKAGE, located, long_enough
+from ..shared.recipe_sections import check_texts
+from ..shared.sentence_similarity import similarity
 
 
 SEARCHED_MASKS = ("dam_s", "dam_u", "dam_b", "vertical_slash")

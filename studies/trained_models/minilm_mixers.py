@@ -15,16 +15,16 @@ from sparsebert.checks import check_range
 from sparsebert.hub import read_config
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
 
-from .base_models import located
-from .continued_pretraining import (
+from ..harness.experiment import Experiment, seeded
+from ..shared.base_models import located
+from ..shared.continued_pretraining import (
     ContinuedSettings,
     check_continued,
     continue_training,
     continued_fields,
     shared_checkpoint,
 )
-from .experiment import Experiment, seeded
-from .recipe_sections import check_task, finetuned
+from ..shared.recipe_sections import check_task, finetuned
 
 
 @dataclass

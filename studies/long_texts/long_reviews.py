@@ -18,9 +18,9 @@ from sparsebert.checks import check_range
 from sparsebert.hub import read_config
 from sparsebert.models.loading import check_folder
 
-from .base_models import PACKAGE, located, long_enough
-from .experiment import Experiment
-from .review_classifiers import check_reviews, classifier, score, trained, write_rows
+from ..harness.experiment import Experiment
+from ..shared.base_models import PACKAGE, located, long_enough
+from ..shared.review_classifiers import check_reviews, classifier, score, trained, write_rows
 
 
 # What the name of a system ends with if it reads the beginning of a text alone.

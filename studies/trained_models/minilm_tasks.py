@@ -12,9 +12,9 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.models.loading import check_folder
 
-from .base_models import PACKAGE, located
-from .experiment import Experiment
-from .recipe_sections import check_task, finetuned
+from ..harness.experiment import Experiment
+from ..shared.base_models import PACKAGE, located
+from ..shared.recipe_sections import check_task, finetuned
 
 
 # The system that is no cell: the model as it was, without a mask and without recovery.

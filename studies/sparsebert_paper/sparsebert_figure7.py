@@ -19,7 +19,8 @@ from sparsebert.checks import check_choice, check_range
 from sparsebert.files import METRICS_NAME
 from sparsebert.training.pruning.pruned_masks import prune_by_probs, random_control
 
-from .continued_pretraining import (
+from ..harness.experiment import Experiment
+from ..shared.continued_pretraining import (
     SEARCH_VARIANTS,
     ContinuedSettings,
     check_continued,
@@ -27,7 +28,6 @@ from .continued_pretraining import (
     continued_fields,
     loss_table,
 )
-from .experiment import Experiment
 
 
 STAGES = ("two_stage", "random", "one_stage")

@@ -31,7 +31,7 @@ from sparsebert.training.runs.run_cards import hardware
 from sparsebert.training.runs.run_checks import check_training
 from sparsebert.version import __version__
 
-from . import EXPERIMENTS
+from ..experiments import EXPERIMENTS
 from .experiment import Experiment, shared_settings, unseeded
 from .kept_files import FINISHED_NAME, keep_files, kept_folder, picture_path
 from .result_tables import experiment_tables, plot_cells

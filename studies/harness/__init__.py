@@ -1,0 +1,1 @@
+"""The runner of experiments: cells, results, tables and pictures."""

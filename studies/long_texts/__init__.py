@@ -1,0 +1,1 @@
+"""Texts that are longer than an encoder reads."""

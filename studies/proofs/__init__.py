@@ -1,0 +1,1 @@
+"""The proofs of the universality theorems as programs."""

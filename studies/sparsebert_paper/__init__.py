@@ -1,0 +1,1 @@
+"""The tables and figures of SparseBERT (arXiv 2102.12871)."""

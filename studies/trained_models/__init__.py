@@ -1,0 +1,1 @@
+"""Masks and mixers for a trained encoder."""
