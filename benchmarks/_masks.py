@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent / "masks"
 TILE_SIZE = 64
 HELP = (
     "dam_s[:DENSITY], random offsets; dam_u[:DENSITY], random entries; toeplitz64[:LIVE], random tile diagonals; "
-    "window[:SIZE], a band and a global first token; learned:FOLDER, of benchmarks/masks/ or any other"
+    "window[:SIZE], a band and a global first token; learned:FOLDER[@LAYER], of benchmarks/masks/ or any other"
 )
 
 
@@ -70,11 +70,15 @@ GENERATED = {"dam_s": dam_s, "dam_u": dam_u, "toeplitz64": toeplitz64, "window":
 
 
 def _learned(folder, num_heads):
+    folder, _, layer = folder.partition("@")
     path = FOLDER / folder
     mask = SparseMask.from_pretrained(path if path.is_dir() else folder)
     if num_heads % mask.num_heads:
         raise ValueError(f"mask {folder!r} has {mask.num_heads} heads, which do not divide {num_heads}")
-    keep = mask.keep[:1].repeat_interleave(num_heads // mask.num_heads, dim=1)
+    layer = int(layer or 0)
+    if not layer < mask.num_layers:
+        raise ValueError(f"mask {folder!r} has {mask.num_layers} layers, got layer {layer}")
+    keep = mask.keep[layer : layer + 1].repeat_interleave(num_heads // mask.num_heads, dim=1)
     return mask.replace(keep=keep)
 
 
@@ -83,8 +87,8 @@ def build_mask(name, length, num_heads, seed=0):
     A mask of one layer.
 
     Args:
-        name (`str`): Name of the mask, see `HELP`. A learned mask gives its first layer, with its heads
-            repeated to `num_heads`.
+        name (`str`): Name of the mask, see `HELP`. A learned mask gives one layer, by default its first, with
+            its heads repeated to `num_heads`.
         length (`int`): n.
         num_heads (`int`): H.
         seed (`int`, *optional*, defaults to 0): Seed of random masks.

@@ -5,6 +5,7 @@ Run the queue of GPU measurements (see README.md beside this file).
     python benchmarks/gpu/run.py 1 4          # these
     python benchmarks/gpu/run.py --prepare    # run entries 2 to 5 and 13 once, at the same time, to fill caches
     python benchmarks/gpu/run.py --list
+    python benchmarks/gpu/run.py --lease      # what matters most in 9 minutes; writes lease.json and lease.log
 
 Each entry runs in processes of its own under a time limit; a failure does not stop the next one. Writes N.json (what
 ran where, how it ended, and the reports of the benchmarks), N.log and plots.
@@ -49,28 +50,12 @@ class Entry:
 
 def _gpu_tests():
     """The test files that have GPU tests: others may need packages that a bare machine lacks."""
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
-    return " ".join(f"tests/{path.name}" for path in paths if "mark.gpu" in path.read_text())
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return " ".join(str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text())
 
 
 ATTENTION = "-m benchmarks.attention --device cuda --output {output} --no_auto --seconds 3"
 ONCE = "--rounds 1 --seconds 0"
-# The model stays in runs/; the mask goes to the results, with its live tiles, and is timed.
-SEARCH = (
-    "pretrain.py recipes/tiles.yaml --hidden_size 768 --num_hidden_layers 12 --num_attention_heads 12 "
-    "--intermediate_size 3072 --learning_rate 1e-4 --bf16 true --max_tokens 20000000 --overwrite true "
-    "--output_dir runs/gpu_{length} --mask_length {length} --max_length {length} --max_position_embeddings {length} "
-)
-KEEP = (
-    "-c \"from sparsebert import SparseMask, plan; mask = SparseMask.from_pretrained('runs/gpu_{length}'); "
-    "mask.save_pretrained('{output}_mask'); plan(mask, device='cuda')\""
-)
-
-
-def _search(length, arguments):
-    timed = f"{ATTENTION} --masks learned:runs/gpu_{length} --lengths {length}"
-    search = (SEARCH + arguments).replace("{length}", str(length))
-    return search, KEEP.replace("{length}", str(length)), timed
 
 
 ENTRIES = {
@@ -114,11 +99,6 @@ ENTRIES = {
             for dtype in ("bfloat16", "float16", "float32")
         ),
         {"TRITON_PRINT_AUTOTUNING": "1"},
-    ),
-    8: Entry("search on tiles at 512 tokens", _search(512, "--max_steps 2000 --per_device_train_batch_size 32")),
-    9: Entry(
-        "search on tiles at 1024 tokens",
-        _search(1024, "--max_steps 1000 --per_device_train_batch_size 16 --freeze_sparsity 0.81"),
     ),
     10: Entry(
         "a step of pre-training: stock, dense, searches, frozen",
@@ -248,9 +228,137 @@ def run_entry(number, entry, folder, limit=LIMIT):
     return result
 
 
+_LEASE = "-m benchmarks.gpu.lease"
+
+
+def _layers(mask, *layers):
+    masks = " ".join(f"learned:{mask}@{layer}" for layer in layers)
+    systems = "sdpa_unmasked flash cudnn sdpa_float sparse_triton"
+    return f"{ATTENTION} --seconds 0.2 --masks {masks} --lengths 512 1024 2048 4096 --systems {systems}"
+
+
+_WARM = {
+    f"caches {size}, {phase}": f"{_LEASE} models --once --lengths 512 --sizes {size} --phases '{phase}'"
+    for size in ("BERT-base", "MiniLM")
+    for phase in ("inference", "padded inference", "fine-tuning with dropout", "fine-tuning")
+}
+# What is thrown away but for the caches of the compilers: times of the self-check, taken while others run.
+_CHECKS = {f"caches self-check {index}": f"{_LEASE} auto --questions {index}" for index in (1, 3, 5, 7, 9)}
+# The lease: stages one after the other, each with its seconds and parts (name and command) that run at the same time.
+LEASE = (
+    (
+        100,
+        {
+            "finite": f"{_LEASE} finite --backends sparse_sdpa --output {{output}}",
+            "finite_triton": f"{_LEASE} finite --backends sparse_triton --output {{output}}",
+            **_WARM,
+            **_CHECKS,
+        },
+    ),
+    (165, {"models": f"{_LEASE} models --output {{output}}"}),
+    (70, {"auto": f"{_LEASE} auto --output {{output}} --measured {{folder}}/lease.json"}),
+    (50, {"layers_dam_b": _layers("minilm_dam_b64_512", 0, 5, 4)}),
+    (50, {"layers_dam_s": _layers("minilm_dam_s_512", 0, 5, 3)}),
+    (
+        130,
+        {
+            "tests": f"-m pytest -q -n 8 --continue-on-collection-errors -m 'gpu and not slow' "
+            "-p benchmarks.gpu.outcomes --outcomes {output}.json "
+            f"--deselect 'tests/attention/test_attention.py::test_grid_on_cuda[sparse_flex]' {_gpu_tests()}"
+        },
+    ),
+    (
+        LIMIT,
+        {
+            "toeplitz64": f"{ATTENTION} --seconds 0.3 --phases training 'training with dropout' --masks toeplitz64 "
+            "--lengths 512 1024 2048 4096 --systems sdpa_unmasked flash cudnn sparse_triton"
+        },
+    ),
+)
+LEASE_LIMIT = 520
+# Less than this is not enough to start anything.
+LEASE_LEAST = 15
+
+
+def _tiny(command):
+    """The command of a part at tiny size on the CPU."""
+    if _LEASE in command:
+        return f"{command} --tiny --device cpu".replace("sparse_triton", "sparse_cpu")
+    if ATTENTION in command:
+        rest = "--device cpu --lengths 64 --tokens 128 --seconds 0 --rounds 2 --systems sdpa_unmasked sdpa_float"
+        return f"{command} {rest}"
+    return command
+
+
+def run_lease(folder, limit=LEASE_LIMIT, tiny=False):
+    """
+    Run the stages of `LEASE`, and write lease.json after each. Before, what a part writes is in lease_PART.json.
+
+    Args:
+        folder (`Path`): Folder of the results.
+        limit (`float`): Seconds for all.
+        tiny (`bool`, *optional*, defaults to `False`): At tiny size on the CPU.
+
+    Returns:
+        `dict`: Content of lease.json.
+    """
+    begin, folder = time.monotonic(), folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "parts": {}}
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        open(folder / "lease.log", "w") as whole,
+        ThreadPoolExecutor(1) as reader,
+    ):
+        where = reader.submit(machine)  # beside the first stage
+
+        def run(name, command, seconds):
+            output, start = folder / f"lease_{name}", time.monotonic()
+            command = (
+                (_tiny(command) if tiny else command).replace("{output}", str(output)).replace("{folder}", str(folder))
+            )
+            environment = _environment(ENTRIES[1]) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            if name.startswith("caches"):
+                environment["HF_ASSETS_CACHE"] = logs
+            with open(Path(logs) / f"{name}.log", "w+") as log:
+                status = _run(command, log, seconds, environment)
+                log.seek(0)
+                text = log.read()
+            part = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+            path = output.with_name(output.name + ".json")
+            if path.exists():
+                part["report"] = json.loads(path.read_text())
+            if status:
+                part["log"] = text[-1500:]
+            return name, part, text
+
+        for seconds, parts in LEASE:
+            left = min(seconds, limit - (time.monotonic() - begin))
+            if left < LEASE_LEAST:
+                result["parts"] |= dict.fromkeys(parts, {"status": "not started"})
+            else:
+                with ThreadPoolExecutor(len(parts)) as pool:
+                    for name, part, text in pool.map(lambda item, left=left: run(*item, left), parts.items()):
+                        result["parts"][name] = part
+                        whole.write(f"## {name}: {part['status']}, {part['seconds']} s\n{text}\n")
+                        print(f"{name}: {part['status']}, {part['seconds']} s", flush=True)
+                        print(part.get("log", ""), end="", flush=True)
+            whole.flush()
+            result["machine"] = where.result()
+            result["seconds"] = round(time.monotonic() - begin, 1)
+            (folder / "lease.json").write_text(json.dumps(result, indent=1) + "\n")
+            for path in folder.glob("lease_*"):
+                path.unlink()
+    return result
+
+
 def machine():
     """GPU, driver, versions and git commit, read in a new process; `{"error": ...}` if that fails."""
-    run = subprocess.run([sys.executable, "-m", "benchmarks._report"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks._report"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as error:
+        return {"error": str(error)}
     return json.loads(run.stdout) if run.returncode == 0 else {"error": run.stderr.strip()[-500:]}
 
 
@@ -266,14 +374,20 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Run the queue of GPU measurements.")
     parser.add_argument("entries", nargs="*", type=int, metavar="N", help="default: all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for an entry")
+    parser.add_argument("--limit", type=float, help=f"seconds for an entry ({LIMIT}) or the lease ({LEASE_LIMIT})")
     parser.add_argument(
         "--prepare", action="store_true", help="run the entries once, at the same time, and keep nothing"
     )
+    parser.add_argument("--lease", action="store_true", help="run what matters most, and no entries")
+    parser.add_argument("--tiny", action="store_true", help="with --lease: at tiny size on the CPU, to try it out")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args(arguments)
+    if options.lease:
+        parts = run_lease(options.output, options.limit or LEASE_LIMIT, options.tiny)["parts"]
+        return int(any(part["status"] for part in parts.values()))
+    options.limit = options.limit or LIMIT
     if unknown := set(options.entries) - set(ENTRIES):
-        parser.error(f"entries must be from 1 to {max(ENTRIES)}, got {min(unknown)}")
+        parser.error(f"there is no entry {min(unknown)}, only {', '.join(map(str, ENTRIES))}")
     if not options.list and not (where := machine()).get("gpu"):
         parser.error(f"there is no GPU that PyTorch can use here. {where.get('error', '')}")
     if options.prepare:
