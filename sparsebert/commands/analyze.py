@@ -39,12 +39,12 @@ def command(words):
         {"analysis": AnalysisArguments, "print": Printing},
         examples=("runs/demo/dam_s --output_dir DIR", "RUN_SEED_0 RUN_SEED_1 RUN_SEED_2 --output_dir DIR"),
         words="RUN_OR_MASK ...",
-        positional="analysis.saved_runs",
+        positional="analysis.runs",
     )
 
 
 def run(values):
-    needed(values, "analysis.saved_runs", "analysis.output_dir")
+    needed(values, "analysis.runs", "analysis.output_dir")
     options = AnalysisArguments(**values["analysis"])
     check_output_dir(options.output_dir, options.overwrite)
     hub_arguments = options.hub_arguments(*options.runs)
