@@ -1,25 +1,12 @@
 """SparseBERT: a BERT that learns which attention positions it needs."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
-    AutoModelForNextSentencePrediction,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-
+from . import plugin
 from .analysis.plans import Plan, plan
 from .attention.dot_product import sparse_dot_product_attention
 from .attention.probability_maps import PROBABILITY_MAPS
-from .learning.progressive_pruning import ProgressivePruning
-from .learning.search_schedule import SearchSchedule
 from .learning.searches import SEARCHES
 from .masks.mask_files import MaskFileError
 from .masks.patterns import PATTERNS, build_pattern
@@ -44,37 +31,28 @@ from .models.lengthening import extend_positions
 from .models.loading import load
 from .models.quantization import quantize
 from .models.sparse_attention import SparseAttention
-from .plugin.adapters import extend_adapters
-from .plugin.stock_loading import extend_stock_loading
 from .version import __version__
 
 
 if TYPE_CHECKING:
+    from .learning.progressive_pruning import ProgressivePruning
+    from .learning.search_schedule import SearchSchedule
     from .training.trainer import SparseBertTrainer
 
-AutoConfig.register("sparsebert", SparseBertConfig)
-for _auto, _model in (
-    (AutoModel, SparseBertModel),
-    (AutoModelForPreTraining, SparseBertForPreTraining),
-    (AutoModelForMaskedLM, SparseBertForMaskedLM),
-    (AutoModelForCausalLM, SparseBertLMHeadModel),
-    (AutoModelForNextSentencePrediction, SparseBertForNextSentencePrediction),
-    (AutoModelForSequenceClassification, SparseBertForSequenceClassification),
-    (AutoModelForTokenClassification, SparseBertForTokenClassification),
-    (AutoModelForQuestionAnswering, SparseBertForQuestionAnswering),
-    (AutoModelForMultipleChoice, SparseBertForMultipleChoice),
-):
-    _auto.register(SparseBertConfig, _model)
-extend_stock_loading()
-extend_adapters()
+# The Trainer of transformers and its callbacks bring in PEFT, datasets and accelerate.
+_FOR_TRAINING = {
+    "ProgressivePruning": ".learning.progressive_pruning",
+    "SearchSchedule": ".learning.search_schedule",
+    "SparseBertTrainer": ".training.trainer",
+}
+
+if plugin.wanted():
+    plugin.enable()
 
 
 def __getattr__(name: str) -> Any:
-    # The Trainer of transformers brings in datasets and accelerate.
-    if name == "SparseBertTrainer":
-        from .training.trainer import SparseBertTrainer
-
-        return SparseBertTrainer
+    if name in _FOR_TRAINING:
+        return getattr(importlib.import_module(_FOR_TRAINING[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

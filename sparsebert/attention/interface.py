@@ -1,5 +1,5 @@
 """
-The link to transformers: every name of `ATTENTION_NAMES` is registered in its tables of attention and mask functions.
+The link to transformers: the functions that its tables of attention and of masks have under all our names.
 
 Letters: B batch, H heads, n queries, m keys, d head size.
 """
@@ -127,7 +127,17 @@ def sparse_attention_mask(
     )
 
 
-# A name that is missing in the mask table would make the host drop padding silently.
-for _name in ATTENTION_NAMES:
-    AttentionInterface.register(_name, sparse_attention_forward)
-    AttentionMaskInterface.register(_name, sparse_attention_mask)
+def register_names() -> None:
+    """Enter our names in both tables. One that is missing in that of masks would make transformers drop padding."""
+    if ATTENTION_NAMES[-1] in AttentionMaskInterface._global_mapping:
+        return
+    for name in ATTENTION_NAMES:
+        AttentionInterface.register(name, sparse_attention_forward)
+        AttentionMaskInterface.register(name, sparse_attention_mask)
+
+
+def unregister_names() -> None:
+    """Remove our names from both tables, for which transformers has no function."""
+    for name in ATTENTION_NAMES:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)

@@ -19,6 +19,7 @@ from typing import Any
 from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError
 
+from .. import plugin
 from ..checks import nearest, shortened
 from ..files import is_unicode
 from ..hub import explained
@@ -193,6 +194,7 @@ def _run(verb, arguments):
         print(explain(verb, _command_of(verb, arguments[1:])))
     else:
         command, values = parse(arguments)
+        plugin.enable()  # whatever the environment says of an import
         as_json = values.get("print", {}).get("json", False)
         # What a run logs on the way must not get between the lines of the JSON.
         with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():

@@ -7,6 +7,8 @@ import inspect
 import operator
 from collections.abc import Callable
 from functools import update_wrapper
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name
+from ..attention.interface import register_names
 from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
 from .architectures import cached_length, input_shape
@@ -46,14 +49,31 @@ class MaskedForward(_ModelBase):
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         # Before transformers looks for a kernel of a name that is refused.
+        register_names()
         return super()._check_and_adjust_attn_implementation(sparse_name(attn_implementation), *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        register_names()
         return super().get_correct_attn_implementation(sparse_name(requested_attention), *args, **kwargs)
 
 
 class MaskedBase(Derived, MaskedForward):
     """The stock base model inside a head, once the head carries a mask."""
+
+    def save_pretrained(
+        self, save_directory: str | PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save this model alone, without its head, and its frozen mask beside it."""
+        sparse_attention: Any = self.sparse_attention
+        sparse_attention.record_progress()
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if sparse_attention.mask is not None and is_main_process:
+            sparse_attention.mask.write_beside_model(Path(save_directory))
+        elif sparse_attention.searching and isinstance(self.config, Derived):
+            logger.warning(
+                f"{type(self).__name__} is saved without its search: save the model that it is part of, from which "
+                "load(folder, AutoModel) reads the encoder"
+            )
 
 
 def _masked_forward(cls: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,6 +109,8 @@ def _with_mask_inputs(model, names, args, kwargs):
     sparse_attention = model.sparse_attention
     given = dict(zip(names, args, strict=False)) | kwargs
     config = model.config
+    if not torch.compiler.is_compiling():
+        register_names()  # that of a model from a pickle, for example
     shape = input_shape(config, given)
     if shape is None:
         return args, kwargs, None  # the model itself says what is missing

@@ -7,13 +7,16 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from ..hub import check_available, check_path, read_config
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
+from . import stock_loading
 from .architectures import check_architecture
 from .bert import modeling_sparsebert
+from .bert.auto_classes import register_auto_classes
 from .bert.configuration_sparsebert import SparseBertConfig
 
 
@@ -34,6 +37,7 @@ def find_file(source: str | PathLike, name: str, **hub_arguments: Any) -> str | 
 def carries_mask(source: str | PathLike, **hub_arguments: Any) -> bool:
     """Whether a folder or Hub repository holds a model with a mask, frozen or still being searched."""
     check_available(source, CONFIG_NAME, **hub_arguments)
+    register_auto_classes()
     if read_config(source, **hub_arguments).model_type == SparseBertConfig.model_type:
         return True
     names = (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME)
@@ -115,6 +119,7 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
         for name, kind in _OTHERS.items():
             if find_file(source, name, **hub_arguments):
                 raise MaskFileError(f"{source} holds {kind}")
+    register_auto_classes()
     config = read_config(source, **hub_arguments)
     model_class = model_class or model_class_of(config)
     if isinstance(config, SparseBertConfig):
@@ -128,7 +133,15 @@ def load(pretrained_model_name_or_path: str | PathLike, model_class: Any = None,
     check_architecture(config.model_type)
     if find_descriptions(source, **hub_arguments) == (None, None):
         raise MaskFileError(f"{source}: there is no {MASK_CONFIG_NAME} and no {SEARCH_CONFIG_NAME} beside the model")
-    return model_class.from_pretrained(source, **kwargs)
+    if stock_loading.finds_masks:
+        return model_class.from_pretrained(source, **kwargs)
+    if hasattr(model_class, "_model_mapping"):
+        model_class = _get_model_class(config, model_class._model_mapping)
+    return stock_loading.from_pretrained_with_mask(_read, model_class, source, **kwargs)
+
+
+def _read(cls, source, *args, **kwargs):
+    return cls.from_pretrained(source, *args, **kwargs)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -1,1 +1,68 @@
-"""What `import sparsebert` adds to transformers and PEFT."""
+"""
+What `import sparsebert` adds to transformers and PEFT, and how it is taken back.
+
+`register_patch_mapping` of transformers replaces modules of a model by the names of their classes. What is needed here
+is where a model comes from and goes to, and stock classes, so methods of their base classes are replaced.
+"""
+
+import os
+
+from transformers import PreTrainedModel
+from transformers.integrations import PeftAdapterMixin
+
+from ..attention.interface import register_names, unregister_names
+from ..models import stock_loading
+from ..models.bert.auto_classes import register_auto_classes, unregister_auto_classes
+from .adapters import load_adapter, save_adapters
+from .replacements import AfterImport, Replacement
+from .stock_models import from_pretrained, save_pretrained
+
+
+SWITCH = "SPARSEBERT_PLUGIN"
+
+_replaced: list[AfterImport | Replacement] = []
+
+
+def wanted() -> bool:
+    """Whether the import is to call [`enable`]: unless the environment variable `SPARSEBERT_PLUGIN` is `0`."""
+    return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "no", "off")
+
+
+def enable() -> None:
+    """
+    Extend transformers and PEFT in this process. Importing sparsebert calls this, unless the environment variable
+    `SPARSEBERT_PLUGIN` is `0`; a second call changes nothing.
+
+    - `from_pretrained` of stock models attaches the mask beside the weights, and loads other models as before;
+      `save_pretrained` of a model made of several warns of masks that it does not save.
+    - PEFT saves the mask of a model with its adapters, and attaches it with them. PEFT itself is not imported.
+    - `Auto*` classes know the model type `sparsebert`, and `attn_implementation` the names of the backends.
+    """
+    if _replaced:
+        return
+    register_auto_classes()
+    register_names()
+    _replaced.append(Replacement(PreTrainedModel, "from_pretrained", from_pretrained))
+    _replaced.append(Replacement(PreTrainedModel, "save_pretrained", save_pretrained))
+    _replaced.append(Replacement(PeftAdapterMixin, "load_adapter", load_adapter))
+    _replaced.append(AfterImport("peft", _extend_peft))
+    stock_loading.finds_masks = True
+
+
+def _extend_peft(peft):
+    _replaced.append(Replacement(peft.PeftModel, "load_adapter", load_adapter))
+    _replaced.append(Replacement(peft.PeftModel, "save_pretrained", save_adapters))
+
+
+def disable() -> None:
+    """
+    Take back what [`enable`] did: other libraries have their own functions again, and their tables no entry of ours.
+
+    [`load`], [`attach`] and `save_pretrained` of models with a mask still work. A model with a mask enters the names
+    of its backends in the table again when it is made or run, and [`load`] the model type `sparsebert`.
+    """
+    stock_loading.finds_masks = False
+    while _replaced:
+        _replaced.pop().undo()
+    unregister_names()
+    unregister_auto_classes()

@@ -1,10 +1,7 @@
-"""
-What `import sparsebert` adds to PEFT: a mask travels in the folder of an adapter that was trained with it, and is
-attached when the adapter is loaded.
-"""
+"""A mask travels in the folder of an adapter that was trained with it, and is attached when PEFT loads the adapter."""
 
 import inspect
-from functools import wraps
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available, logging
+from transformers.utils import logging
 
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
@@ -23,7 +20,7 @@ from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
 from ..models.bert.configuration_sparsebert import STATE_FIELDS, read_search
 from ..models.saving import save_with_adapter
-from .stock_loading import attach_from
+from ..models.stock_loading import attach_from
 
 
 logger = logging.get_logger(__name__)
@@ -41,20 +38,7 @@ def load_mask_of_adapter(
     adapter: str = DEFAULT,
     **hub_arguments: Any,
 ) -> None:
-    """
-    Give a model the mask that was saved with an adapter, if there is one.
-
-    Args:
-        model (`torch.nn.Module`): The model that the adapter was loaded into, changed in place.
-        source (`str` or `os.PathLike`): Folder or Hub id of the adapter.
-        is_trainable (`bool`, *optional*, defaults to `False`): Whether the logits of a search are trained.
-        adapter (`str`, *optional*, defaults to `"default"`): Name of the adapter in the model.
-        hub_arguments: Any of `HUB_ARGUMENTS`.
-
-    Raises:
-        MaskFileError: If a file is damaged, or does not fit the model.
-        ValueError: If the model is of an architecture that cannot carry a mask.
-    """
+    """Give a model the mask that was saved with an adapter in `source`, if there is one. `adapter`: its name here."""
     inner: Any = without_adapters(model)
     found = find_descriptions(source, **hub_arguments)
     if found == (None, None) or not isinstance(inner, PreTrainedModel):
@@ -129,52 +113,28 @@ def _read_logits(source, hub_arguments):
         raise MaskFileError(f"{path}: not the logits of a search ({error!r})") from error
 
 
-def _hub_arguments(arguments):
-    return hub_arguments_in({**(arguments.get("adapter_kwargs") or {}), **arguments})
+def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `load_adapter` of a model of PEFT or transformers does while the plugin is enabled."""
+    result = stock(model, *args, **kwargs)
+    arguments = _by_name(stock, model, *args, **kwargs)
+    source = arguments.get("model_id", arguments.get("peft_model_id"))
+    if source is not None:
+        trained, adapter = arguments.get("is_trainable", False), arguments.get("adapter_name") or DEFAULT
+        hub_arguments = hub_arguments_in({**(arguments.get("adapter_kwargs") or {}), **arguments})
+        load_mask_of_adapter(model, source, trained, adapter, **hub_arguments)
+    return result
 
 
-def _extended_load_adapter(stock):
-    signature = inspect.signature(stock)
-
-    @wraps(stock)
-    def load_adapter(self, *args, **kwargs):
-        result = stock(self, *args, **kwargs)
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        arguments |= arguments.pop("kwargs", {})
-        source = arguments.get("model_id", arguments.get("peft_model_id"))
-        if source is not None:
-            trained, adapter = arguments.get("is_trainable", False), arguments.get("adapter_name") or DEFAULT
-            load_mask_of_adapter(self, source, trained, adapter, **_hub_arguments(arguments))
-        return result
-
-    return load_adapter
+def save_adapters(stock: Callable[..., Any], model: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
+    """What `save_pretrained` of a model of PEFT does while the plugin is enabled."""
+    result = stock(model, save_directory, *args, **kwargs)
+    arguments = _by_name(stock, model, save_directory, *args, **kwargs)
+    if arguments.get("is_main_process", True) and sparse_attention_of(model) is not None:
+        for name in arguments.get("selected_adapters") or model.peft_config:
+            save_with_adapter(sparse_attention_of(model, name), Path(save_directory, "" if name == DEFAULT else name))
+    return result
 
 
-def _extended_save_pretrained(stock):
-    signature = inspect.signature(stock)
-
-    @wraps(stock)
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        result = stock(self, save_directory, *args, **kwargs)
-        arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
-        if arguments.get("is_main_process", True) and sparse_attention_of(self) is not None:
-            for name in arguments.get("selected_adapters") or self.peft_config:
-                save_with_adapter(
-                    sparse_attention_of(self, name), Path(save_directory, "" if name == DEFAULT else name)
-                )
-        return result
-
-    return save_pretrained
-
-
-def extend_adapters() -> None:
-    """Have PEFT save the mask of a model with its adapters, and attach it with them."""
-    if not is_peft_available():
-        return
-    from peft import PeftModel
-
-    holder: Any
-    for holder in (PeftModel, PreTrainedModel):
-        holder.load_adapter = _extended_load_adapter(holder.load_adapter)
-    holder = PeftModel
-    holder.save_pretrained = _extended_save_pretrained(PeftModel.save_pretrained)
+def _by_name(function, *args, **kwargs):
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    return arguments | arguments.pop("kwargs", {})

@@ -1,12 +1,7 @@
-"""
-What `import sparsebert` adds to `from_pretrained` of stock models: a mask saved next to the weights is attached.
-
-The files of an attached model are stock, so nothing in them can lead transformers to the mask. `from_pretrained` of
-the class, which all others end in (`Auto*`, `pipeline`, sentence-transformers), is where the mask has to enter.
-"""
+"""Loading a stock model with the mask that was saved beside its weights, to which nothing in its stock files leads."""
 
 import copy
-from functools import wraps
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,8 +15,8 @@ from ..attention.model_masks import sparse_attention_of
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
-from ..models.architectures import ARCHITECTURES, describe
-from ..models.attaching import (
+from .architectures import ARCHITECTURES, describe
+from .attaching import (
     MASK_FIELDS,
     become_attached,
     make_sparse_attention,
@@ -29,18 +24,17 @@ from ..models.attaching import (
     register,
     warn_of_changed_weights,
 )
-from ..models.bert.configuration_sparsebert import SparseBertConfig, read_search
-from ..models.bert.remote_code import NOTE_FIELD, forget_saved_fields, warn_of_missing_mask
-from ..models.derived import Derived
-from ..models.saving import SparseModelMixin
+from .bert.configuration_sparsebert import SparseBertConfig, read_search
+from .bert.remote_code import NOTE_FIELD, forget_saved_fields, warn_of_missing_mask
+from .derived import Derived
 
 
 logger = logging.get_logger(__name__)
 
+# Whether `from_pretrained` of transformers goes through [`from_pretrained_with_mask`], which the plugin says.
+finds_masks = False
 # The commit that a revision is now, so that the cache can answer. Older transformers ask the Hub for every file.
 _resolve_revision: Any = getattr(hub, "resolve_revision", None)
-_stock_from_pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
-_stock_save_pretrained: Any = PreTrainedModel.save_pretrained
 
 
 def _searching_class(model_class: Any, source: Any, fields: dict[str, Any]) -> Any:
@@ -65,10 +59,10 @@ def _searching_class(model_class: Any, source: Any, fields: dict[str, Any]) -> A
     return SearchingModel
 
 
-def _load_searching(cls, source, path, args, kwargs, attn_implementation, fields):
+def _load_searching(read, cls, source, path, args, kwargs, attn_implementation, fields):
     """The model and its loading information."""
     made = _searching_class(cls, source, read_search(path) | fields)
-    model, info = _stock_from_pretrained(made, source, *args, **kwargs | {"output_loading_info": True})
+    model, info = read(made, source, *args, **kwargs | {"output_loading_info": True})
     if missing := [name for name in info["missing_keys"] if name.endswith("mask_logits")]:
         raise MaskFileError(
             f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched"
@@ -85,19 +79,7 @@ def attach_from(
     attn_implementation: str | None = None,
     **fields: Any,
 ) -> None:
-    """
-    Attach a mask or search that was read from a file.
-
-    Args:
-        source (`str` or `os.PathLike`): Where from, for the message.
-        model (`PreTrainedModel`): The stock model, changed in place.
-        mask ([`SparseMask`], *optional*): `None` if `fields` name a search.
-        attn_implementation (`str`, *optional*): Backend, or a stock name that means one.
-        fields: How the mask is used, see [`attach`].
-
-    Raises:
-        MaskFileError: If it does not fit the model.
-    """
+    """Attach a mask, or the search that `fields` name, which was read from `source`; if unfit, a `MaskFileError`."""
     try:
         # Empty rows were accepted when the mask was frozen.
         put_on(model, mask, sparse_name(attn_implementation), **{"allow_empty_rows": True} | fields)
@@ -124,12 +106,21 @@ def _may_carry(cls):
     return model_type in ARCHITECTURES and model_type != SparseBertConfig.model_type and not remote
 
 
-@wraps(_stock_from_pretrained)
-def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+def from_pretrained_with_mask(
+    read: Callable[..., Any], cls: Any, source: str | PathLike | None, *args: Any, **kwargs: Any
+) -> Any:
+    """
+    What `from_pretrained` of a class returns, with the mask that is beside the weights, if there is one.
+
+    Args:
+        read (`Callable`): Loads the weights: `read(cls, source, *args, **kwargs)`.
+        cls (`type`): The class of the model.
+        source (`str` or `os.PathLike`, *optional*): Folder or Hub id.
+        args, kwargs: Those of `PreTrainedModel.from_pretrained`, and how the mask is used, see [`load`].
+    """
     cls = cls.stock_class if issubclass(cls, Derived) else cls
-    source = pretrained_model_name_or_path
     if source is None or not _may_carry(cls):
-        return _stock_from_pretrained(cls, source, *args, **kwargs)
+        return read(cls, source, *args, **kwargs)
     hub_arguments = hub_arguments_in(kwargs)
     if _resolve_revision is not None and not Path(source).exists():
         pinning = ("revision", "token", "local_files_only", "cache_dir")
@@ -139,7 +130,7 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
             kwargs["revision"] = hub_arguments["revision"] = revision
     found = find_descriptions(source, **hub_arguments)
     if found == (None, None):
-        loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
+        loaded = read(cls, source, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _attach_of_base(model, source)
         if sparse_attention_of(model) is None and hasattr(model.config, NOTE_FIELD):
@@ -156,10 +147,10 @@ def _from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
     if given is not None and given not in ATTENTION_NAMES:
         kwargs["attn_implementation"] = given
     if found.mask is None:
-        model, info = _load_searching(cls, source, found.search, args, kwargs, attn_implementation, fields)
+        model, info = _load_searching(read, cls, source, found.search, args, kwargs, attn_implementation, fields)
         return (model, info) if kwargs.get("output_loading_info") else model
     mask = SparseMask.from_pretrained(source, **hub_arguments)
-    loaded = _stock_from_pretrained(cls, source, *args, **kwargs)
+    loaded = read(cls, source, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     if sparse_attention_of(model) is None:  # an adapter brings a mask of its own
         over = f"If a model without a mask was saved over one that had it, delete {MASK_CONFIG_NAME}."
@@ -181,44 +172,3 @@ def _attach_of_base(model, source):
             f"{source}: the base model {base} has a mask that is being searched, and was loaded without it: load the "
             "base model first, then the adapter into it"
         )
-
-
-def _save_mask_of_encoder(encoder, save_directory, is_main_process=True, *args, **kwargs):
-    """The encoder in a model with a mask was saved alone."""
-    sparse_attention = encoder.sparse_attention
-    if sparse_attention.mask is not None and is_main_process:
-        sparse_attention.mask.write_beside_model(Path(save_directory))
-    elif sparse_attention.searching and isinstance(encoder.config, Derived):
-        logger.warning(
-            f"{type(encoder).__name__} is saved without its search: save the model that it is part of, from which "
-            "load(folder, AutoModel) reads the encoder"
-        )
-
-
-@wraps(_stock_save_pretrained)
-def _save_pretrained(self, *args, **kwargs):
-    own = "sparse_attention" in self._modules and not isinstance(self, SparseModelMixin)
-    if own:
-        self.sparse_attention.record_progress()
-    result = _stock_save_pretrained(self, *args, **kwargs)
-    if own:
-        _save_mask_of_encoder(self, *args, **kwargs)
-        return result
-    parts = [name for name, part in self.named_modules() if "sparse_attention" in part._modules]
-    # Models with a mask of their own save it, and a SparseBERT has it in its configuration.
-    if parts and not isinstance(self, SparseModelMixin) and isinstance(self.get_submodule(parts[0]).config, Derived):
-        logger.warning(
-            f"{type(self).__name__} is saved without the mask of its part {', '.join(parts)}: save that part in a "
-            "folder of its own, too, and attach the mask again after loading."
-        )
-    return result
-
-
-def extend_stock_loading() -> None:
-    """
-    Have `from_pretrained` of stock models attach the mask beside the weights; others load as before. `save_pretrained`
-    of a model made of several warns of masks that it does not save.
-    """
-    stock: Any = PreTrainedModel
-    stock.save_pretrained = _save_pretrained
-    stock.from_pretrained = classmethod(_from_pretrained)

@@ -1,0 +1,180 @@
+"""Other libraries before, while and after the plugin extends them."""
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TINY
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    EncoderDecoderModel,
+    PreTrainedModel,
+)
+
+import sparsebert
+from sparsebert import SparseBertConfig, SparseBertForMaskedLM, attach, load, plugin
+
+
+IDS = torch.arange(5, 17)[None]
+
+STATES = """
+import copy, sys, transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    methods = [vars(PreTrainedModel)[name] for name in ("from_pretrained", "save_pretrained")]
+    methods.append(PreTrainedModel.load_adapter)
+    if "peft" in sys.modules:
+        from peft import PeftModel
+        methods += [vars(PeftModel)[name] for name in ("from_pretrained", "load_adapter", "save_pretrained")]
+    tables = [dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS), sorted(CONFIG_MAPPING)]
+    for name in dir(transformers):
+        if name.startswith("AutoModel") and hasattr(getattr(transformers, name), "_model_mapping"):
+            tables.append(dict(getattr(transformers, name)._model_mapping._extra_content))
+    return list(map(id, methods)), tables, [id(finder) for finder in sys.meta_path]
+
+before = state()
+import sparsebert
+assert state() == before, "the import changes what it should leave"
+for imported in (False, True):
+    if imported:
+        import peft
+        before = state()
+    sparsebert.plugin.enable()
+    sparsebert.plugin.enable()
+    (methods, tables, _), (old_methods, old_tables, _) = state(), before
+    changed = [new != old for new, old in zip(methods, old_methods)]
+    assert changed == [True, True, True] + [False, True, True] * imported, changed
+    assert "sparsebert" in tables[2] and all("sparse_auto" in table for table in tables[:2])
+    assert imported or "peft" not in sys.modules
+    sparsebert.plugin.disable()
+    sparsebert.plugin.disable()
+    assert state() == before, "not all is restored"
+"""
+
+
+def run_python(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_enabling_can_be_switched_off_and_undone():
+    run_python(STATES, SPARSEBERT_PLUGIN="0")
+
+
+@pytest.fixture
+def disabled():
+    plugin.disable()
+    yield
+    plugin.enable()
+
+
+@pytest.mark.parametrize("state", ["frozen", "searching"])
+def test_explicit_functions_work_while_it_is_disabled(disabled, state, tmp_path):
+    model = BertForMaskedLM(BertConfig(**TINY)).eval()
+    attach(model, "window" if state == "frozen" else "dam_s", mask_length=12)
+    model.save_pretrained(tmp_path / "attached")
+    model.bert.save_pretrained(tmp_path / "encoder")
+    fields = {"pattern": "window"} if state == "frozen" else {"search": "dam_s"}
+    own = SparseBertForMaskedLM(SparseBertConfig(**TINY, mask_length=12, **fields)).eval()
+    own.save_pretrained(tmp_path / "own")
+    plugin.disable()  # what these have entered in tables
+    for saved, folder in ((model, "attached"), (own, "own")):
+        loaded = load(tmp_path / folder)
+        assert type(loaded) is type(saved) and loaded.sparse_attention.searching == (state == "searching")
+        torch.testing.assert_close(loaded(IDS).logits, saved(IDS).logits)
+        encoder = load(tmp_path / folder, AutoModel, last_token="position")
+        assert (encoder.sparse_attention.mask or encoder.sparse_attention.config).last_token == "position"
+    if state == "frozen":
+        assert load(tmp_path / "encoder").sparse_attention.mask == model.sparse_attention.mask
+    stock = BertForMaskedLM.from_pretrained(tmp_path / "attached")
+    assert type(stock) is BertForMaskedLM is type(AutoModelForMaskedLM.from_pretrained(tmp_path / "attached"))
+
+
+def test_models_with_a_mask_still_run_once_it_is_disabled(tmp_path):
+    model = attach(BertForMaskedLM(BertConfig(**TINY)).eval(), "window", mask_length=12)
+    expected, content = model(IDS).logits, pickle.dumps(model)
+    plugin.disable()
+    try:
+        for each in (model, pickle.loads(content)):
+            torch.testing.assert_close(each(IDS).logits, expected)
+            plugin.disable()
+    finally:
+        plugin.enable()
+
+
+def test_classes_with_a_from_pretrained_of_their_own(tmp_path):
+    class Own(BertForMaskedLM):
+        @classmethod
+        def from_pretrained(cls, *args, **kwargs):
+            model = super().from_pretrained(*args, **kwargs)
+            model.note = "own"
+            return model
+
+    attach(Own(BertConfig(**TINY)), "window", mask_length=12).save_pretrained(tmp_path)
+    try:
+        for enabled in (True, False):
+            (plugin.enable if enabled else plugin.disable)()
+            model = load(tmp_path, Own)
+            assert isinstance(model, Own) and model.note == "own" and model.sparse_attention.mask.length == 12
+    finally:
+        plugin.enable()
+    assert hasattr(Own.from_pretrained(pretrained_model_name_or_path=tmp_path), "sparse_attention")
+
+
+def test_methods_that_others_replaced_since(monkeypatch, tmp_path):
+    """Theirs stay, and call the stock ones."""
+    attach(BertForMaskedLM(BertConfig(**TINY)), "window", mask_length=12).save_pretrained(tmp_path)
+    ours = vars(PreTrainedModel)["from_pretrained"].__func__
+    monkeypatch.setattr(
+        PreTrainedModel, "from_pretrained", classmethod(lambda cls, *args, **kw: ours(cls, *args, **kw))
+    )
+    assert hasattr(BertForMaskedLM.from_pretrained(tmp_path), "sparse_attention")
+    plugin.disable()
+    try:
+        assert type(BertForMaskedLM.from_pretrained(tmp_path)) is BertForMaskedLM
+        assert load(tmp_path).sparse_attention.mask.length == 12
+    finally:
+        monkeypatch.undo()
+        plugin.enable()
+
+
+def test_a_second_import_changes_nothing():
+    method = PreTrainedModel.from_pretrained.__func__
+    importlib.reload(sparsebert)
+    assert PreTrainedModel.from_pretrained.__func__ is method
+
+
+def test_stock_models_and_pickles_stay_as_they_are(tmp_path):
+    model = BertForMaskedLM(BertConfig(**TINY))
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is BertForMaskedLM and isinstance(again, PreTrainedModel)
+    for function in (PreTrainedModel.save_pretrained, PreTrainedModel.from_pretrained, BertForMaskedLM.load_adapter):
+        assert pickle.loads(pickle.dumps(function)) == function
+    assert BertForMaskedLM.from_pretrained.__doc__ and "from_pretrained" in vars(PreTrainedModel)
+    both = EncoderDecoderModel(encoder=model.bert, decoder=BertForMaskedLM(BertConfig(**TINY, is_decoder=True)))
+    assert type(both) is EncoderDecoderModel
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_forked_processes_are_extended(tmp_path):
+    SparseBertConfig(**TINY).save_pretrained(tmp_path)
+    method = PreTrainedModel.from_pretrained.__func__
+    if (process := os.fork()) == 0:
+        found = type(AutoConfig.from_pretrained(tmp_path)) is SparseBertConfig
+        plugin.disable()
+        os._exit(0 if found and PreTrainedModel.from_pretrained.__func__ is not method else 1)
+    assert os.waitpid(process, 0)[1] == 0
+    assert PreTrainedModel.from_pretrained.__func__ is method
