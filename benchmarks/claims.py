@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebert.analysis.importance import OFFSET_GROUPS
-from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
+from studies.harness.seed_comparisons import holm, paired_difference
 from studies.shared.continued_pretraining import mean_of_draws
 from studies.sparsebert_paper.sparsebert_table2 import NAMES
 from studies.sparsebert_paper.sparsebert_table3 import MANUAL, window_losses

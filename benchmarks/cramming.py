@@ -21,12 +21,12 @@ import torch
 from transformers import AutoTokenizer
 
 from sparsebert import SparseBertForMaskedLM
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.files import replace_files
 from sparsebert.masks.mask_files import sample_weights
+from studies.harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 
 from ._pretraining import add_options, run
 from ._report import RESULTS, commit, hardware, hardware_line

@@ -35,11 +35,11 @@ from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import extend_positions, load
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
-from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
+from studies.harness.seed_comparisons import holm, paired_difference
 from studies.long_texts.long_reviews import named_models
 from studies.shared.base_models import located
 from studies.shared.review_classifiers import long_rows

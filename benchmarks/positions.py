@@ -19,13 +19,13 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from sparsebert import extend_positions
-from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.analysis.tables import Table
 from sparsebert.data.documents import load_documents
 from sparsebert.data.tasks import glue
 from sparsebert.hub import read_config
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.lengthening import METHODS
+from studies.harness.seed_comparisons import holm, paired_difference
 from studies.shared.base_models import located
 from studies.shared.sentence_similarity import embed, similarity
 

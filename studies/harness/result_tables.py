@@ -7,11 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sparsebert.analysis.pictures.charts import plot_lines
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, summarize
+from sparsebert.analysis.statistics import summarize
 from sparsebert.analysis.tables import Table
 
 from .experiment import Experiment, unseeded
+from .result_charts import plot_lines
+from .seed_comparisons import COMPARED, compare_seeds
 
 
 def experiment_tables(experiment: Experiment, scale: str, finished: Mapping[str, dict[str, Any]]) -> list[Table]:

@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sparsebert.analysis.pictures.charts import plot_lines
 from sparsebert.analysis.reporting.reports import LEARNED
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.training.searching.search_run import search_post_hoc
 
 from ..harness.experiment import Experiment
+from ..harness.result_charts import plot_lines
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, long_enough
 from ..shared.review_classifiers import check_reviews, classifier, score, trained, write_rows
 from ..trained_models.minilm_task_masks import check_masks

@@ -11,14 +11,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sparsebert.analysis.pictures.charts import plot_lines
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.hub import read_config
 from sparsebert.models.loading import check_folder
 
 from ..harness.experiment import Experiment
+from ..harness.result_charts import plot_lines
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, located, long_enough
 from ..shared.review_classifiers import check_reviews, classifier, score, trained, write_rows
 

@@ -16,7 +16,6 @@ import torch
 from filelock import FileLock
 from transformers import AutoTokenizer
 
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.data.documents import load_documents
@@ -30,6 +29,7 @@ from sparsebert.models.described_masks import described_search, pattern_mask
 from sparsebert.training.pretraining.pretraining_run import pretrain
 from sparsebert.training.pretraining.search_start import check_no_decay
 
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from .base_models import PACKAGE, located
 from .recipe_sections import check_texts, precision
 

@@ -14,13 +14,12 @@ import torch
 from safetensors.torch import load_file, save
 
 from sparsebert.analysis.importance import OFFSET_GROUPS, estimate, head_groups
-from sparsebert.analysis.pictures.charts import plot_values
-from sparsebert.analysis.pictures.importance_pictures import plot_importance
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.masks.mask_files import MASK_PROBS_NAME
 
 from ..harness.experiment import Experiment
+from ..harness.result_charts import plot_importance, plot_values
 from ..shared.continued_pretraining import (
     ContinuedSettings,
     check_continued,

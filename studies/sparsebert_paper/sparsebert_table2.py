@@ -14,8 +14,6 @@ from typing import Any
 
 from filelock import FileLock
 
-from sparsebert.analysis.pictures.charts import plot_values
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.files import METRICS_NAME
@@ -23,6 +21,8 @@ from sparsebert.training.runs.run_checks import check_training
 
 from ..harness.experiment import Experiment
 from ..harness.kept_files import FINISHED_NAME
+from ..harness.result_charts import plot_values
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.continued_pretraining import (
     ContinuedSettings,
     check_continued,

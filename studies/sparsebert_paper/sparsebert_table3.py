@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from sparsebert.analysis.pictures.mask_pictures import plot_heads
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice
 from sparsebert.masks.mask_files import MASK_CONFIG_NAME, MASK_WEIGHTS_NAME
@@ -22,6 +21,7 @@ from sparsebert.masks.matched import matched_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 
 from ..harness.experiment import Experiment
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.continued_pretraining import (
     SEARCH_VARIANTS,
     ContinuedSettings,

@@ -11,9 +11,7 @@ from typing import Any
 
 from transformers import AutoModel, AutoTokenizer
 
-from sparsebert.analysis.pictures.charts import plot_lines
 from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.data.tasks import glue
@@ -28,6 +26,8 @@ from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FI
 from sparsebert.training.searching.search_run import search_post_hoc
 
 from ..harness.experiment import Experiment, seeded
+from ..harness.result_charts import plot_lines
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, located, long_enough
 from ..shared.recipe_sections import check_texts
 from ..shared.sentence_similarity import similarity

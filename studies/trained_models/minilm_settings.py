@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebert.analysis.pictures.charts import plot_values
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import nearest
 
 from ..harness.experiment import Experiment, unseeded
+from ..harness.result_charts import plot_values
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from . import minilm
 from .minilm import SEARCHED_MASKS, MiniLMStudy
 

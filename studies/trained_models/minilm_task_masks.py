@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebert.analysis.pictures.charts import plot_values
 from sparsebert.analysis.reporting.reports import GIVEN, LEARNED, RECOVERED
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.data.tasks import TASKS
@@ -23,6 +21,8 @@ from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FI
 from sparsebert.training.searching.search_run import STARTED_FROM, search_post_hoc
 
 from ..harness.experiment import Experiment
+from ..harness.result_charts import plot_values
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, located
 from ..shared.recipe_sections import check_task
 from .minilm_tasks import TRAINED_FIELDS, finetuned_cell, with_task_mean

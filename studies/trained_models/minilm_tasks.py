@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebert.analysis.pictures.charts import plot_values
-from sparsebert.analysis.statistics import COMPARED, compare_seeds, mean_text
 from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_range
 from sparsebert.models.loading import check_folder
 
 from ..harness.experiment import Experiment
+from ..harness.result_charts import plot_values
+from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from ..shared.base_models import PACKAGE, located
 from ..shared.recipe_sections import check_task, finetuned
 

@@ -11,9 +11,9 @@ from benchmarks import _cpu_tables, pretrain
 from benchmarks._report import REPRODUCED, RESULTS, ROOT
 from benchmarks.attention import auto_slower, goals
 from benchmarks.measured import BLOCK, NOT_RUN, TABLES, main, pages, reproduced, written
-from sparsebert.analysis.statistics import holm, paired_difference
 from studies.experiments import EXPERIMENTS
 from studies.harness.result_tables import experiment_tables
+from studies.harness.seed_comparisons import holm, paired_difference
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: f"{page.parent.name}/{page.name}")

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsebert.analysis.importance import sketch
-from sparsebert.analysis.pictures.importance_pictures import plot_importance
 from sparsebert.commands import parse
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.masks.sparse_mask import SparseMask
 from studies.experiments import EXPERIMENTS, Experiment
 from studies.harness.reproduction import ReproductionArguments, plan_cells, result_files, run_experiment
+from studies.harness.result_charts import plot_importance
 from studies.sparsebert_paper.sparsebert_table3 import SHOWN
 
 
@@ -292,7 +292,7 @@ def test_seeds_of_other_lengths_are_not_averaged(tmp_path):
 def drawn(figure, monkeypatch):
     """The arrays of the heat maps of a figure that a function draws."""
     images = []
-    monkeypatch.setattr("sparsebert.analysis.pictures.importance_pictures.save_figure", lambda f, path: images.extend(
+    monkeypatch.setattr("studies.harness.result_charts.save_figure", lambda f, path: images.extend(
         image.get_array() for axis in f.axes[:2] for image in axis.get_images()
     ))  # fmt: skip
     figure()

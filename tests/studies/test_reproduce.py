@@ -23,7 +23,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseMask
 from sparsebert.analysis.reporting.reports import RECOVERED, own_mask
 from sparsebert.analysis.saved_runs import read_run
-from sparsebert.analysis.statistics import holm, paired_difference
 from sparsebert.commands import main, parse
 from sparsebert.commands._help import explanations
 from sparsebert.data.documents import in_split
@@ -38,6 +37,7 @@ from studies.harness import reproduction
 from studies.harness.experiment import shared_settings, unseeded
 from studies.harness.reproduction import CellsFailed, ReproductionArguments, plan_cells, result_files, run_experiment
 from studies.harness.result_tables import experiment_tables, plot_cells
+from studies.harness.seed_comparisons import holm, paired_difference
 from studies.harness.time_estimates import duration, estimate_seconds
 from studies.shared.review_classifiers import classify
 from studies.shared.sentence_similarity import similarity

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 
-from sparsebert.analysis.statistics import paired_difference
 from sparsebert.data.tasks import TASKS
 from studies.experiments import EXPERIMENTS
 from studies.harness.reproduction import CellsFailed, ReproductionArguments, plan_cells, run_experiment
+from studies.harness.seed_comparisons import paired_difference
 from studies.shared.task_parts import find_splits, write_parts
 
 

@@ -26,8 +26,8 @@ from .figures import (
 )
 
 
-_SKETCHED = f"{SKETCH_LENGTH} x {SKETCH_LENGTH}"
-_CELLS = "k = 0 to 3 cells off the diagonal: offset |i - j| = k alone\nbeyond: the longer offsets, in equal parts"
+SKETCHED = f"{SKETCH_LENGTH} x {SKETCH_LENGTH}"
+CELLS_NOTE = "k = 0 to 3 cells off the diagonal: offset |i - j| = k alone\nbeyond: the longer offsets, in equal parts"
 _LEFT_OUT = {"none": "", "first": "first token left out", "first_last": "first and last token left out"}
 # Markers tell the groups apart in print.
 _GROUP_STYLES = {
@@ -130,11 +130,13 @@ def plot_sketch(
     probs = as_runs(probs)
     # Pooling is linear: the mean of the sketches is the sketch of the mean, one per layer.
     pooled = sketch(probs.mean((0, 2)), special_tokens)[None, :, None]
-    title = f"What is kept by position, pooled onto {_SKETCHED}\n({average_text(probs)}; yellow: kept most)\n{_CELLS}"
-    _draw_heat_maps(pooled, path, title, quantity, _sketch_ticks(special_tokens))
+    title = (
+        f"What is kept by position, pooled onto {SKETCHED}\n({average_text(probs)}; yellow: kept most)\n{CELLS_NOTE}"
+    )
+    _draw_heat_maps(pooled, path, title, quantity, sketch_ticks(special_tokens))
 
 
-def _sketch_ticks(special_tokens):
+def sketch_ticks(special_tokens):
     """Places and names of the tokens of a sketch, of which only the special ones have a name."""
     names = [""] * SKETCH_LENGTH
     if special_tokens != "none":
@@ -142,41 +144,6 @@ def _sketch_ticks(special_tokens):
     if special_tokens == "first_last":
         names[-1] = "last"
     return range(SKETCH_LENGTH), names
-
-
-def plot_importance(probs: torch.Tensor, path: str | os.PathLike) -> None:
-    """
-    Draw P that was averaged over heads, as a heat map and pooled onto 16 tokens by [`sketch`], each on a color scale
-    of its own. With fewer tokens there is only the heat map.
-
-    Args:
-        probs (`torch.Tensor`): Mean P over the heads of each seed, `(S, n, n)`.
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-    Raises:
-        ValueError: If `probs` has another shape.
-    Source: SparseBERT (arXiv 2102.12871), Figure 2.
-    """
-    if probs.dim() != 3:
-        raise ValueError(f"probs must have shape (S, n, n), got {tuple(probs.shape)}")
-    mean = as_runs(probs).mean((0, 1, 2))
-    length = len(mean)
-    panels = [(mean, f"{length} tokens", None)]
-    if length >= SKETCH_LENGTH:
-        panels.append((sketch(mean), f"pooled onto {_SKETCHED}\n{_CELLS}", _sketch_ticks("first_last")))
-    figure = new_figure(5.6 * len(panels), 5.2)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (panel, title, ticks) in zip(axes, panels, strict=True):
-        image = draw_table(axis, panel, 4.3, cmap="cividis")
-        axis.set_title(title, fontsize=10)
-        if ticks is not None:
-            axis.set_xticks(*ticks)
-            axis.set_yticks(*ticks)
-        figure.colorbar(image, ax=axis, label=f"mean of {KEPT}", fraction=0.046)
-    _label_panels(axes, "key position j", "query position i")
-    seeds = f" and {len(probs)} seeds" * (len(probs) > 1)
-    scales = "; each panel has its own scale" * (len(panels) > 1)
-    figure.suptitle(f"What is kept by position\n(mean over the heads{seeds}; yellow: kept most{scales})", fontsize=11)
-    save_figure(figure, path)
 
 
 def plot_groups(
