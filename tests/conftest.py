@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 
@@ -32,6 +33,8 @@ from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast  # noqa:
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM  # noqa: E402
 from sparsebert.commands import main  # noqa: E402
+from sparsebert.data.tasks import TASKS  # noqa: E402
+from sparsebert.data.tasks.glue import GLUE  # noqa: E402
 
 
 # A loader that is collected waits this long (seconds) for each of its workers before it ends them.
@@ -247,30 +250,20 @@ def swag_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def task_data(glue_folder, squad_folder, swag_folder, tmp_path_factory):
-    """`task_data(task)`: a folder with small files of the task."""
-    root = tmp_path_factory.mktemp("rest")
-    headers = {
-        "SST-2": "sentence\tlabel",
-        "MRPC": "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
-        "QQP": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
-        "QNLI": "index\tquestion\tsentence\tlabel",
-        "WNLI": "index\tsentence1\tsentence2\tlabel",
-    }
-    rows = {
-        "SST-2": "w{0} w1\t{1}",
-        "MRPC": "{1}\t{0}\t{0}\tw{0}\tw1",
-        "QQP": "{0}\t1\t2\tw{0}\tw1\t{1}",
-        "QNLI": "{0}\tw{0}\tw1\t{2}",
-        "WNLI": "{0}\tw{0}\tw1\t{1}",
-    }
-    for name, header in headers.items():
-        (root / name).mkdir()
-        lines = [rows[name].format(i, i % 2, ("entailment", "not_entailment")[i % 2]) for i in range(12)]
-        for split in ("train", "dev"):
-            (root / name / f"{split}.tsv").write_text("\n".join([header, *lines]) + "\n")
-    folders = {"squad": squad_folder, "squad_v2": squad_folder, "swag": swag_folder}
-    return lambda task: folders.get(task, glue_folder if task in ("cola", "stsb", "mnli", "rte", None) else root)
+def task_data(tmp_path_factory):
+    """`task_data(name)`: a folder with the example of a task, or of all of GLUE; `None` if the task has no files."""
+
+    @cache
+    def make(name=None):
+        tasks = [TASKS[each] for each in ([*GLUE] if name is None else [name])]
+        files = {path: text for task in tasks if task.example for path, text in task.example().items()}
+        folder = tmp_path_factory.mktemp(name or "glue")
+        for path, text in files.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text)
+        return str(folder) if files else None
+
+    return make
 
 
 @pytest.fixture(scope="session")

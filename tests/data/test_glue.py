@@ -5,8 +5,8 @@ import datasets
 import pytest
 from conftest import write_compressed
 
-from sparsebert.data.tasks import glue
-from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages, normalize, write_submission
+from sparsebert.data.tasks import glue, task_files
+from sparsebert.data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages, write_submission
 from sparsebert.files import TASK_FILES
 
 
@@ -260,43 +260,40 @@ class TestBadRows:
             glue.load("sst2", data, skip_bad=True)
 
 
-class TestNormalize:
-    def test_pairs(self):
-        rows = {"premise": ["A", "B"], "hypothesis": ["C", "D"], "label": [2, 0], "idx": [10, 7]}
-        features = datasets.Features(
-            premise=datasets.Value("string"),
-            hypothesis=datasets.Value("string"),
-            label=datasets.ClassLabel(names=["entailment", "neutral", "contradiction"]),
-            idx=datasets.Value("int32"),
-        )
-        result = normalize("mnli", datasets.Dataset.from_dict(rows, features=features))
+@pytest.fixture
+def on_the_hub(monkeypatch):
+    """`on_the_hub(name, split, **columns)`: a split as it is loaded when the Hub has these columns."""
+
+    def make(name, split, skip_bad=False, **columns):
+        monkeypatch.setattr(task_files, "load_hub", lambda source: datasets.Dataset.from_dict(columns))
+        return glue.load(name, None, [split], skip_bad)[split]
+
+    return make
+
+
+class TestHub:
+    def test_pairs(self, on_the_hub):
+        columns = {"premise": ["A", "B"], "hypothesis": ["C", "D"], "label": [2, 0], "idx": [10, 7]}
+        result = on_the_hub("mnli", "train", **columns)
         assert result[:] == {"id": ["10", "7"], "text": ["A", "B"], "text_pair": ["C", "D"], "label": [2, 0]}
         assert result.features["label"].names == list(GLUE["mnli"].names)
 
-    @pytest.mark.parametrize(("name", "label"), [("sst2", -1), ("stsb", -1.0)])
-    def test_unlabeled(self, name, label):
-        texts = {"sentence": ["A"]} if name == "sst2" else {"sentence1": ["A"], "sentence2": ["B"]}
-        result = normalize(name, datasets.Dataset.from_dict(texts | {"label": [label], "idx": [0]}))
-        assert "label" not in result.column_names
+    @pytest.mark.parametrize(("name", "label"), [("wnli", -1), ("stsb", -1.0)])
+    def test_unlabeled(self, on_the_hub, name, label):
+        assert "label" not in on_the_hub(name, "test", sentence1=["A"], sentence2=["B"], label=[label]).column_names
 
     @pytest.mark.parametrize(
         ("name", "label", "message"),
-        [
-            ("rte", -1, "-1 is not one of 0, 1"),
-            ("stsb", 7.5, "'7.5' is not a number"),
-            ("stsb", float("nan"), "'nan'"),
-        ],
+        [("rte", -1, "-1 is not one of 0, 1"), ("stsb", 7.5, "'7.5' is not a number"), ("stsb", float("nan"), "'nan'")],
     )
-    def test_bad_labels(self, name, label, message):
-        rows = {"sentence1": ["A", "B"], "sentence2": ["C", "D"], "label": [1, label], "idx": [0, 1]}
-        dataset = datasets.Dataset.from_dict(rows)
-        with pytest.raises(ValueError, match=f"nyu-mll/glue {name}: row 2, field 'label': {message}"):
-            normalize(name, dataset)
-        assert normalize(name, dataset, skip_bad=True)["id"][:] == ["0"]
+    def test_bad_labels(self, on_the_hub, name, label, message):
+        columns = {"sentence1": ["A", "B"], "sentence2": ["C", "D"], "label": [1, label]}
+        with pytest.raises(ValueError, match=f"nyu-mll/glue {name} train: row 2, field 'label': {message}"):
+            on_the_hub(name, "train", **columns)
+        assert len(on_the_hub(name, "train", skip_bad=True, **columns)) == 1
 
-    def test_regression(self):
-        rows = {"sentence1": ["A"], "sentence2": ["B"], "label": [2.5], "idx": [0]}
-        result = normalize("stsb", datasets.Dataset.from_dict(rows))
+    def test_regression(self, on_the_hub):
+        result = on_the_hub("stsb", "train", sentence1=["A"], sentence2=["B"], label=[2.5])
         assert result["label"][:] == [2.5] and result.features["label"] == datasets.Value("float32")
 
 

@@ -5,7 +5,8 @@ import datasets
 import pytest
 from conftest import write_compressed
 
-from sparsebert.data.tasks.squad import from_hub, load, splits, write_submission
+from sparsebert.data.tasks import squad
+from sparsebert.data.tasks.squad import load, splits, write_submission
 
 
 CONTEXT = "The red fox ran. Then a blue cat, which was old, slept near the warm river; nobody saw the old dog."
@@ -57,7 +58,7 @@ def test_only_the_splits_asked_for_are_opened(tmp_path):
 
 def test_folder_with_parts_only_needs_the_names(tmp_path):
     write(tmp_path / "part.json", squad_file(qa("1", answers=[answer("fox")])))
-    with pytest.raises(ValueError, match="none of train, validation, test is in .*; available: part"):
+    with pytest.raises(ValueError, match="none of train, validation, test is there; available splits: part"):
         load("squad", str(tmp_path))
 
 
@@ -166,7 +167,7 @@ def test_files_in_another_layout(tmp_path, content, message):
             load("squad", str(tmp_path), skip_bad=skip_bad)
 
 
-def test_layout_of_the_hub():
+def test_layout_of_the_hub(monkeypatch):
     text, integer = datasets.Value("string"), datasets.Value("int32")
     rows = [
         qa("1", title="Foxes", context=CONTEXT, answers={"text": ["red fox", "fox"], "answer_start": [4, 8]}),
@@ -175,12 +176,13 @@ def test_layout_of_the_hub():
     columns = dict.fromkeys(("id", "title", "context", "question"), text)
     columns["answers"] = {"text": [text], "answer_start": [integer]}
     dataset = datasets.Dataset.from_list(rows, features=datasets.Features(columns))
-    normalized = from_hub("squad_v2", dataset)
-    assert normalized["answers"][:] == [[answer("red fox"), answer("fox")], []]
-    assert normalized["context"][0] == CONTEXT
-    with pytest.raises(ValueError, match="rajpurkar/squad: row 2, field 'answers': question '2' has no answer"):
-        from_hub("squad", dataset)
-    assert from_hub("squad", dataset, skip_bad=True)["id"][:] == ["1"]
+    monkeypatch.setattr(squad, "load_hub", lambda source: dataset)
+    loaded = load("squad_v2", None, ["train"])["train"]
+    assert loaded["answers"][:] == [[answer("red fox"), answer("fox")], []]
+    assert loaded["context"][0] == CONTEXT
+    with pytest.raises(ValueError, match="rajpurkar/squad train: row 2, field 'answers': question '2' has no answer"):
+        load("squad", None, ["train"])
+    assert load("squad", None, ["train"], skip_bad=True)["train"]["id"][:] == ["1"]
 
 
 def test_submission(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tokenizer_of, write_compressed
 
-from sparsebert.data.tasks import swag
+from sparsebert.data.tasks import swag, task_files
 
 
 COLUMNS = "video-id fold-ind startphrase sent1 sent2 gold-source ending0 ending1 ending2 ending3 label".split()
@@ -121,7 +121,7 @@ class TestSplits:
 
     def test_missing(self, write_table):
         data = write_table("odd.csv", COLUMNS, ROWS)
-        with pytest.raises(ValueError, match="no file named train, val, .*; available splits: odd"):
+        with pytest.raises(ValueError, match="no file named train, dev, val, .*; available splits: odd"):
             swag.load(data)
         with pytest.raises(ValueError, match="split 'train' is missing in .*; available: odd"):
             swag.load(data, ["train"])
@@ -201,23 +201,18 @@ class TestBadRows:
             swag.load(data)
 
 
-class TestNormalize:
-    @staticmethod
-    def hub(labels):
-        rows = {name: [row[index] for row in ROWS] for index, name in enumerate(COLUMNS)}
-        features = datasets.Features({name: datasets.Value("string") for name in COLUMNS})
-        features["label"] = datasets.ClassLabel(names=["0", "1", "2", "3"])
-        return datasets.Dataset.from_dict(rows | {"label": labels}, features=features)
+def test_the_hub(monkeypatch):
+    def load(labels, split):
+        rows = {name: [row[index] for row in ROWS] for index, name in enumerate(COLUMNS)} | {"label": labels}
+        monkeypatch.setattr(task_files, "load_hub", lambda source: datasets.Dataset.from_dict(rows))
+        return swag.load(None, [split])[split]
 
-    def test_labeled(self):
-        result = swag.normalize(self.hub([3, 0]), "train")
-        assert result["id"][:] == ["17", "18"] and result["label"][:] == [3, 0]
-        assert result[1]["start"] == "It" and result[1]["endings"] == ["barks.", "sings.", "sits.", "reads."]
-
-    def test_unlabeled(self):
-        assert "label" not in swag.normalize(self.hub([-1, -1]), "test").column_names
-        with pytest.raises(ValueError, match="allenai/swag train: row 2, field 'label': -1 is not one of 0 to 3"):
-            swag.normalize(self.hub([1, -1]), "train")
+    result = load([3, 0], "train")
+    assert result["id"][:] == ["17", "18"] and result["label"][:] == [3, 0]
+    assert result[1]["start"] == "It" and result[1]["endings"] == ["barks.", "sings.", "sits.", "reads."]
+    assert "label" not in load([-1, -1], "test").column_names
+    with pytest.raises(ValueError, match="swag regular train: row 2, field 'label': -1 is not one of 0 to 3"):
+        load([1, -1], "train")
 
 
 def examples(**columns):

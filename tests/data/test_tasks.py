@@ -24,11 +24,11 @@ def loaded(documents):
     return load(labels=LABELS, documents=documents)
 
 
-def test_registry_rows_can_be_used():
+def test_registry_rows_can_be_used(task_data):
     for name, task in TASKS.items():
         assert task.name == name
         assert hasattr(transformers, task.head)
-        assert {"train", "validation"} <= {split.split("_")[0] for split in task.splits(None)}
+        assert {"train", "validation"} <= {split.split("_")[0] for split in task.splits(task_data(name))}
         assert TrainingArguments(**task.settings, report_to="none").learning_rate > 0
 
 

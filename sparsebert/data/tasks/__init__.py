@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import builtin, classification, glue, question_answering, squad, squad_metrics, swag
+from . import builtin, classification, glue, own_texts, question_answering, squad, squad_metrics, swag
 
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class Task:
         write_submission (`Callable`, *optional*):
             `write_submission(split, rows, folder)`: writes the predictions in the format of the task's official
             server or script; for GLUE, those of test splits only.
+        example (`Callable[[], dict[str, str]]`, *optional*):
+            Small files in the task's format with splits to train and to evaluate on, by their path in the folder
+            `data`: the tests use them. By default the task needs no files.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Task:
     more_metrics: "Callable[[list[dict], list], dict[str, float]] | None" = None
     baseline: "Callable[[datasets.DatasetDict], dict[str, float]] | None" = None
     write_submission: Callable | None = None
+    example: "Callable[[], dict[str, str]] | None" = None
 
     def metric_names(self) -> tuple[str, ...]:
         """Names of the values that the task may be evaluated by."""
@@ -126,6 +130,24 @@ def _glue(name: str, metric: str, main_metric: str) -> Task:
         settings=_paper_settings(32, 3),
         paper_settings=True,
         write_submission=partial(glue.write_submission, name),
+        example=partial(glue.example, name),
+    )
+
+
+def _own_texts(name: str, metric: str, main_metric: str) -> Task:
+    return Task(
+        name=name,
+        head=CLASSIFICATION,
+        splits=own_texts.splits,
+        load=partial(own_texts.load, name),
+        encode=classification.encode,
+        collator=classification.collator,
+        decode=classification.decode,
+        metric=metric,
+        main_metric=main_metric,
+        classifies=name == "text_classification",
+        settings=_paper_settings(32, 3),
+        example=partial(own_texts.example, name),
     )
 
 
@@ -148,6 +170,7 @@ def _squad(name: str, batch_size: int, epochs: int) -> Task:
         scores=partial(squad_metrics.scores, name=name),
         more_metrics=squad_metrics.best_threshold if name == "squad_v2" else None,
         write_submission=partial(squad.write_submission, name),
+        example=squad.example,
     )
 
 
@@ -189,6 +212,9 @@ TASKS: dict[str, Task] = {
             main_metric="accuracy",
             settings=_paper_settings(16, 3),
             paper_settings=True,
+            example=swag.example,
         ),
+        _own_texts("text_classification", "accuracy_and_macro_f1", "accuracy"),
+        _own_texts("text_regression", "correlations", "spearman"),
     )
 }

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..builtin_corpus import Document, builtin_documents
 from .classification import accuracy_and_macro_f1
-from .task_files import check_splits
+from .task_files import choose_sources
 
 
 if TYPE_CHECKING:
@@ -42,12 +42,7 @@ _TOKEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
 
 def splits(data: str | None = None) -> list[str]:
-    """
-    List the splits.
-
-    Raises:
-        ValueError: If a folder is given: the task has no files.
-    """
+    """Names of the splits."""
     if data is not None:
         raise ValueError(f"task builtin is made from the installed packages and takes no --data, got {data!r}")
     return ["train", "validation"]
@@ -86,14 +81,11 @@ def load(
     Returns:
         `datasets.DatasetDict`: Splits `train` and `validation` with the columns `id`, `text`, `label` (a `ClassLabel`)
         and `module`.
-
-    Raises:
-        ValueError: If there is no such split, there are fewer than two different labels, a split is too small for one
-            example of each, or a package has too little text.
     """
     import datasets
 
-    check_splits(splits or (), ("train", "validation"), "builtin")
+    rows: dict[str, list[dict]] = {"train": [], "validation": []}
+    splits = list(choose_sources(rows, splits, rows, "builtin", ""))
     labels = tuple(labels)
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f"labels must be at least two different packages, got {labels}")
@@ -112,7 +104,6 @@ def load(
                 pieces[document.package][document.module] = texts
 
     rng = random.Random(seed)
-    rows: dict[str, list[dict]] = {"train": [], "validation": []}
     for index, label in enumerate(labels):
         modules = sorted(pieces[label])
         rng.shuffle(modules)
@@ -145,7 +136,7 @@ def load(
         rng.shuffle(examples)
         result[split] = datasets.Dataset.from_list(examples, features=features)
         logger.info(f"builtin {split}: {len(examples)} examples, majority class {majority_share(result[split]):.1%}.")
-    return datasets.DatasetDict({split: result[split] for split in splits or result})
+    return datasets.DatasetDict({split: result[split] for split in splits})
 
 
 def _name_masker(labels: Sequence[str]) -> Callable[[str], str]:
@@ -181,31 +172,15 @@ def _pieces(paragraphs: Iterable[str]) -> list[str]:
 
 
 def majority_share(dataset: "datasets.Dataset") -> float:
-    """
-    Accuracy of always answering the most frequent class.
-
-    Args:
-        dataset (`datasets.Dataset`): A split of the task.
-
-    Returns:
-        `float`: Share of the largest class, between 0 and 1.
-    """
+    """Accuracy of always answering the most frequent class of a split, between 0 and 1."""
     labels = dataset["label"][:]
     return max(map(labels.count, set(labels))) / len(labels)
 
 
 def bag_of_words_baseline(splits: "datasets.DatasetDict") -> dict[str, float]:
     """
-    Metrics of a logistic regression on TF-IDF word counts.
-
-    Packages have different topics, so words alone say a lot about the package: judge the result of a model by how
-    much better it is than this.
-
-    Args:
-        splits (`datasets.DatasetDict`): The splits of [`load`].
-
-    Returns:
-        `dict[str, float]`: `accuracy` and `macro_f1` on the validation split, and its `majority_share`.
+    Metrics of a logistic regression on TF-IDF word counts, and the share of the largest class. Packages have different
+    topics, so words alone say a lot about the package: judge a model by how much better it is than this.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression

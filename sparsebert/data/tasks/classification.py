@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 
+def text_types(label: Any) -> dict[str, Any]:
+    """Types of the columns of texts with labels of a type, as in `datasets.Features`."""
+    import datasets
+
+    return {"text": datasets.Value("string"), "text_pair": datasets.Value("string"), "label": label}
+
+
 def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", options: Any) -> "datasets.Dataset":
     """
     Tokenize the examples. A pair that is too long loses tokens at the end of its longer text.
@@ -36,16 +43,7 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", o
 
 
 def collator(tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None) -> "DataCollatorWithPadding":
-    """
-    Make a collator that pads a batch to its longest input.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        pad_to_multiple_of (`int`, *optional*): Pad to a multiple of this length.
-
-    Returns:
-        [`~transformers.DataCollatorWithPadding`]: The collator.
-    """
+    """A collator that pads a batch to its longest input, or a multiple of a length."""
     from transformers import DataCollatorWithPadding
 
     return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=pad_to_multiple_of)
@@ -75,62 +73,26 @@ def decode(
 
 
 def accuracy(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-    """
-    Share of correct predictions.
-
-    Args:
-        predictions (`Sequence[int]`): Predicted classes.
-        references (`Sequence[int]`): The labels.
-
-    Returns:
-        `dict[str, float]`: `accuracy`, between 0 and 1.
-    """
+    """Share of correct predictions, between 0 and 1."""
     return {"accuracy": float(np.mean(np.asarray(predictions) == np.asarray(references)))}
 
 
 def accuracy_and_f1(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-    """
-    Accuracy and the F1 of class 1, for a binary classification.
-
-    Args:
-        predictions (`Sequence[int]`): Predicted classes, 0 or 1.
-        references (`Sequence[int]`): The labels, 0 or 1.
-
-    Returns:
-        `dict[str, float]`: `accuracy` and `f1`, between 0 and 1. The F1 is 0 if class 1 never occurs.
-    """
+    """Accuracy, and the F1 of class 1 in a binary classification, which is 0 if the class never occurs."""
     from sklearn.metrics import f1_score
 
     return accuracy(predictions, references) | {"f1": float(f1_score(references, predictions, zero_division=0.0))}
 
 
 def accuracy_and_macro_f1(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-    """
-    Accuracy, and the mean of the F1 of all classes.
-
-    Args:
-        predictions (`Sequence[int]`): Predicted classes.
-        references (`Sequence[int]`): The labels.
-
-    Returns:
-        `dict[str, float]`: `accuracy` and `macro_f1`, between 0 and 1.
-    """
+    """Accuracy, and the mean of the F1 of all classes."""
     from sklearn.metrics import f1_score
 
     return accuracy(predictions, references) | {"macro_f1": float(f1_score(references, predictions, average="macro"))}
 
 
 def matthews(predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
-    """
-    Matthews correlation coefficient, and accuracy.
-
-    Args:
-        predictions (`Sequence[int]`): Predicted classes, 0 or 1.
-        references (`Sequence[int]`): The labels, 0 or 1.
-
-    Returns:
-        `dict[str, float]`: `matthews`, between -1 and 1 (0 if either side has only one class), and `accuracy`.
-    """
+    """Matthews correlation coefficient, between -1 and 1 (0 if either side has only one class), and accuracy."""
     coefficient = 0.0
     if len(set(predictions)) > 1 and len(set(references)) > 1:
         from sklearn.metrics import matthews_corrcoef
@@ -140,16 +102,7 @@ def matthews(predictions: Sequence[int], references: Sequence[int]) -> dict[str,
 
 
 def correlations(predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
-    """
-    Rank correlation and linear correlation of a regression with its labels.
-
-    Args:
-        predictions (`Sequence[float]`): Predicted numbers.
-        references (`Sequence[float]`): The labels.
-
-    Returns:
-        `dict[str, float]`: `spearman` and `pearson`, between -1 and 1; 0 if either side is constant.
-    """
+    """Spearman and Pearson correlation of a regression with its labels, between -1 and 1; 0 if a side is constant."""
     if len(set(predictions)) < 2 or len(set(references)) < 2:
         return {"spearman": 0.0, "pearson": 0.0}
     from scipy.stats import pearsonr, spearmanr

@@ -1,21 +1,23 @@
 """The tasks of GLUE: their files, their datasets on the Hub, submissions and averages."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .classification import text_types
 from .task_files import (
+    STEMS,
     BadRow,
-    check_splits,
-    find_columns,
+    HubSplit,
+    Source,
+    choose_sources,
     find_files,
-    load_hub,
     make_dataset,
+    number_field,
+    open_table,
     parse_rows,
-    read_header,
-    read_rows,
     text_field,
 )
 
@@ -26,25 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GlueTask:
-    """
-    The data format of a task. Its key in [`GLUE`] is the name of its configuration on the Hub.
+    """The data format of a task. Its key in [`GLUE`] is the name of its configuration on the Hub."""
 
-    Attributes:
-        folder (`str`): Name of its folder in GLUE's download, and of its submission.
-        texts (`tuple[tuple[str, ...], ...]`): For the text, and for the second text of a pair, the possible names of
-            the column, in order of preference.
-        label (`tuple[str, ...]`): The possible names of the label's column.
-        names (`tuple[str, ...]`): Names of the classes in the order of the labels; empty for a regression.
-        named (`bool`, *optional*, defaults to `False`): Whether files have the names of the classes, not the numbers.
-        may_be_empty (`bool`, *optional*, defaults to `False`): Whether one text of a pair may be empty.
-    """
-
-    folder: str
-    texts: tuple[tuple[str, ...], ...]
-    label: tuple[str, ...]
-    names: tuple[str, ...]
-    named: bool = False
-    may_be_empty: bool = False
+    folder: str  # in GLUE's download, and the name of the submission
+    texts: tuple[tuple[str, ...], ...]  # for each text the possible names of its column, in order of preference
+    label: tuple[str, ...]  # the possible names of the label's column
+    names: tuple[str, ...]  # of the classes in the order of the labels; empty for a regression
+    named: bool = False  # whether files have the names of the classes, not the numbers
+    may_be_empty: bool = False  # whether one text of a pair may be empty
 
 
 _SINGLE = (("sentence", "text"),)
@@ -103,7 +94,6 @@ SUBMISSIONS: dict[tuple[str, str], str] = {
 } | {(name, "test"): task.folder for name, task in GLUE.items() if name != "mnli"}
 
 HUB = "nyu-mll/glue"
-_STEMS = {"train": "train", "dev": "validation", "val": "validation", "validation": "validation", "test": "test"}
 _MNLI_STEMS = {
     "train": "train",
     "dev_matched": "validation_matched",
@@ -116,38 +106,27 @@ _MNLI_STEMS = {
 }
 _COLA_COLUMNS = ("source", "label", "mark", "sentence")
 _IDS = ("index", "idx", "id", "pairID")
-_UNLABELED = ("", "-1", "None")
 
 
 def splits(name: str, data: str | None = None) -> list[str]:
     """
-    List the splits of a task.
-
-    Args:
-        name (`str`): Name of the task, a key of [`GLUE`].
-        data (`str`, *optional*): Folder of GLUE or of the task. By default the splits on the Hub, which is not
-            contacted.
-
-    Returns:
-        `list[str]`: Those of `train`, `validation` and `test` (for MNLI `validation_matched` etc.) that exist, then
-        the names of all other data files.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist.
-        ValueError: If two files are for the same split.
+    Names of the splits of a task, in a folder or on the Hub, which is not contacted: first those of `train`,
+    `validation` and `test` (for MNLI `validation_matched` etc.) that exist, then the other data files.
     """
-    return _canonical(name) if data is None else list(_find(name, data))
-
-
-def _canonical(name: str) -> list[str]:
-    return list(dict.fromkeys(_stems(name).values()))
+    return list(_sources(name, data))
 
 
 def _stems(name: str) -> dict[str, str]:
-    return _MNLI_STEMS if name == "mnli" else _STEMS
+    return _MNLI_STEMS if name == "mnli" else STEMS
 
 
-def _find(name: str, data: str) -> dict[str, Path]:
+def _sources(name: str, data: str | None) -> dict[str, Source]:
+    if data is None:
+        splits = dict.fromkeys(_stems(name).values())
+        return {
+            split: HubSplit(HUB, "ax", "test") if split == "test_ax" else HubSplit(HUB, name, split)
+            for split in splits
+        }
     root = folder = Path(data)
     if root.is_dir():
         accepted = (GLUE[name].folder.lower(), name)
@@ -159,7 +138,7 @@ def _find(name: str, data: str) -> dict[str, Path]:
             found = find_files(diagnostic, {"diagnostic": "test_ax", "AX": "test_ax"})
             for path in islice(found.values(), 1):
                 files.setdefault("test_ax", path)
-    return files
+    return {**files}
 
 
 def load(
@@ -179,67 +158,26 @@ def load(
     Returns:
         `datasets.DatasetDict`: Splits with the columns `id`, `text`, `text_pair` (for pairs) and `label`: a
         `ClassLabel`, or for STS-B a number from 0 to 5. Splits without labels lack this column.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist.
-        OSError: If the Hub cannot be reached.
-        ValueError: If a split is missing or a row is malformed. The message says where.
     """
     import datasets
 
-    canonical = _canonical(name)
-    files = None if data is None else _find(name, data)
-    available = canonical if files is None else list(files)
-    where = HUB if data is None else data
-    if splits is None:
-        splits = [split for split in canonical if split in available]
-        if not splits:
-            raise ValueError(
-                f"{where}: no files of {name}, here or in a folder {GLUE[name].folder}; expected names: "
-                f"{', '.join(_stems(name))}; available splits: {', '.join(available) or 'none'}"
-            )
-    check_splits(splits, available, where)
-    loaded = datasets.DatasetDict()
-    for split in splits:
-        if files is not None:
-            loaded[split] = _read(name, split, files[split], skip_bad)
-        else:
-            config, hub_split = ("ax", "test") if split == "test_ax" else (name, split)
-            loaded[split] = normalize(name, load_hub(HUB, config, hub_split), skip_bad)
-    return loaded
+    expected = (
+        f"no files of {name}, here or in a folder {GLUE[name].folder}; expected names: {', '.join(_stems(name))}"
+    )
+    sources = choose_sources(_sources(name, data), splits, _stems(name).values(), data or HUB, expected)
+    return datasets.DatasetDict({split: _read(name, split, source, skip_bad) for split, source in sources.items()})
 
 
-def _accepted(task: GlueTask) -> dict[str, tuple[str, ...]]:
-    return dict(zip(("text", "text_pair"), task.texts, strict=False)) | {"label": task.label}
-
-
-def _features(task: GlueTask, fields: Iterable[str]) -> "datasets.Features":
+def _read(name: str, split: str, source: Source, skip_bad: bool) -> "datasets.Dataset":
     import datasets
 
-    label = datasets.ClassLabel(names=list(task.names)) if task.names else datasets.Value("float32")
-    types = {"id": datasets.Value("string"), "text": datasets.Value("string"), "text_pair": datasets.Value("string")}
-    types["label"] = label
-    return datasets.Features({field: types[field] for field in ("id", *fields)})
-
-
-def _read(name: str, split: str, path: Path, skip_bad: bool) -> "datasets.Dataset":
     task = GLUE[name]
-    header, names = read_header(path), None
-    if name == "cola" and not set(header) & set(task.texts[0]):
-        header = names = list(_COLA_COLUMNS)
-    may_lack_label = split.startswith("test")
-    columns = find_columns(path, header, _accepted(task), optional=("label",) if may_lack_label else ())
-    if may_lack_label and "label" in columns:
-        first = next((row for _, row in read_rows(path, names) if not isinstance(row, BadRow)), {})
-        if str(first.get(columns["label"], "")).strip() in _UNLABELED:
-            del columns["label"]
-    # The server expects a line for every row of a test set.
-    skip_bad = skip_bad and (name, split) not in SUBMISSIONS
-    examples, skipped = parse_rows(path, read_rows(path, names), _parser(task, columns, task.named), skip_bad)
-    return make_dataset(examples, _features(task, columns), skipped)
-
-
-def _parser(task: GlueTask, columns: Mapping[str, str], named: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    table = open_table(source)
+    if name == "cola" and not set(table.header) & set(task.texts[0]):
+        table = open_table(source, _COLA_COLUMNS)
+    accepted = dict(zip(("text", "text_pair"), task.texts, strict=False)) | {"label": task.label}
+    columns = table.find_columns(accepted, split)
+    named = task.named and isinstance(source, Path)
     numbers = {(label if named else str(index)): index for index, label in enumerate(task.names)}
 
     def parse(row: dict[str, Any]) -> dict[str, Any]:
@@ -247,67 +185,40 @@ def _parser(task: GlueTask, columns: Mapping[str, str], named: bool) -> Callable
         for field, column in columns.items():
             if field != "label":
                 other = row.get(columns["text"] if field == "text_pair" else columns.get("text_pair", ""))
-                may_be_empty = task.may_be_empty and bool(str(other or "").strip())
-                example[field] = text_field(row, column, may_be_empty)
-                continue
-            value = row.get(column)
-            text = str(value).strip()
-            if task.names and text not in numbers:
-                raise BadRow(column, f"{value!r} is not one of {', '.join(numbers)}")
-            example[field] = numbers[text] if task.names else _score(column, text)
+                example[field] = text_field(row, column, task.may_be_empty and bool(str(other or "").strip()))
+            elif task.names:
+                if str(row.get(column)).strip() not in numbers:
+                    raise BadRow(column, f"{row.get(column)!r} is not one of {', '.join(numbers)}")
+                example[field] = numbers[str(row[column]).strip()]
+            else:
+                example[field] = number_field(row, column, 0, 5, "a number from 0 to 5")
         return example
 
-    return parse
+    # The server expects a line for every row of a test set.
+    skip_bad = skip_bad and (name, split) not in SUBMISSIONS
+    examples, skipped = parse_rows(source, table.rows, parse, skip_bad)
+    label = datasets.ClassLabel(names=list(task.names)) if task.names else datasets.Value("float32")
+    return make_dataset(examples, text_types(label), skipped)
 
 
-def _score(column: str, text: str) -> float:
-    try:
-        score = float(text)
-    except ValueError:
-        score = float("nan")
-    if not 0 <= score <= 5:
-        raise BadRow(column, f"{text!r} is not a number from 0 to 5")
-    return score
-
-
-def normalize(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> "datasets.Dataset":
-    """
-    Convert a split of the Hub to the columns of [`load`].
-
-    Args:
-        name (`str`): Name of the task, a key of [`GLUE`].
-        dataset (`datasets.Dataset`): Split with the columns `idx`, the texts, and `label` (-1 if there are no labels).
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
-
-    Returns:
-        `datasets.Dataset`: The same rows with the columns of [`load`].
-
-    Raises:
-        ValueError: If a row is malformed.
-    """
+def example(name: str) -> dict[str, str]:
+    """Small files of the task."""
     task = GLUE[name]
-    columns = find_columns(HUB, dataset.column_names, _accepted(task), optional=("label",))
-    if "label" in columns and set(dataset[columns["label"]][:]) <= {-1}:
-        del columns["label"]
-        skip_bad = False
-    rows = enumerate(dataset, start=1)
-    examples, skipped = parse_rows(f"{HUB} {name}", rows, _parser(task, columns, named=False), skip_bad)
-    return make_dataset(examples, _features(task, columns), skipped)
+    labels = task.names if task.named else range(len(task.names)) if task.names else ("0.5", "4.25")
+    columns = ["index", *(columns[0] for columns in task.texts), task.label[0]]
+    rows = [
+        [str(number), *(f"text {number} of {column}" for column in columns[1:-1]), str(labels[number % len(labels)])]
+        for number in range(12)
+    ]
+    content = "".join("\t".join(row) + "\n" for row in (columns, *rows))
+    development = [stem for stem in _stems(name) if stem.startswith("dev")]
+    return {f"{task.folder}/{stem}.tsv": content for stem in ("train", *development)}
 
 
 def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
     """
-    Write the predictions of a test split in the format of GLUE's server. Nothing is written for other splits.
-
-    Args:
-        name (`str`): Name of the task, a key of [`GLUE`].
-        split (`str`): Name of the split. The server accepts `test`, and `test_matched`, `test_mismatched` and
-            `test_ax` of MNLI.
-        rows (`Sequence[Mapping]`): The predictions of [`decode`] for all examples, in the order of the file.
-        path (`str` or `Path`): Folder to write to, created if missing.
-
-    Returns:
-        `Path`: The file, e.g. `MNLI-m.tsv`, or `None` if nothing was written.
+    Write the predictions of a test split, in the order of the file, in the format of GLUE's server: e.g. `MNLI-m.tsv`
+    in the folder `path`, which is created if missing. Nothing is written for other splits.
     """
     if (name, split) not in SUBMISSIONS:
         return None
@@ -328,15 +239,9 @@ def write_submission(name: str, split: str, rows: Sequence[Mapping[str, Any]], p
 
 def averages(scores: Mapping[str, float | None]) -> dict[str, float | int | None]:
     """
-    Average the scores over the columns of [`GLUE_COLUMNS`].
-
-    Args:
-        scores (`Mapping[str, float | None]`): Scores by the title of their column; columns may be missing or `None`.
-
-    Returns:
-        `dict[str, float | int | None]`: `average_9`, the mean of the columns that are there, and `average_8`, where
-        the two of MNLI are first averaged into one (and left out if one is missing); `None` without any column.
-        `num_columns_9` and `num_columns_8` are the numbers of columns averaged.
+    Averages of scores by the title of their column in [`GLUE_COLUMNS`], of which some may be missing or `None`:
+    `average_9` is the mean of all, `average_8` that with the two of MNLI averaged into one (and left out if one is
+    missing); `num_columns_9` and `num_columns_8` are the numbers of columns averaged.
     """
     values = {title: score for title, *_ in GLUE_COLUMNS if (score := scores.get(title)) is not None}
     mnli = [value for title, value in values.items() if title.startswith("MNLI")]

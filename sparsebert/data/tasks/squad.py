@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from ...files import is_unicode, open_text
-from .task_files import BadRow, check_splits, find_files, load_hub, parse_rows
+from ...files import is_unicode
+from .task_files import BadRow, HubSplit, Source, choose_sources, find_files, load_hub, parse_rows, read_json
 
 
 if TYPE_CHECKING:
@@ -17,24 +17,22 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 HUB = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
-HUB_SPLITS = ("train", "validation")
 CANONICAL = ("train", "validation", "test")
 
 _VERSIONS = {"squad": "v1.1", "squad_v2": "v2.0"}
+_STEMS = {"train": "train", "dev": "validation", "test": "test"}
 
 
 def splits(name: str, data: str | None = None) -> list[str]:
-    """
-    List the splits.
+    """Names of the splits of `"squad"` (v1.1) or `"squad_v2"` in a folder, or on the Hub: first the canonical ones."""
+    return list(_sources(name, data))
 
-    Args:
-        name (`str`): `"squad"` (v1.1) or `"squad_v2"`.
-        data (`str`, *optional*): Folder with SQuAD files; by default the splits on the Hub.
 
-    Returns:
-        `list[str]`: Those of `train`, `validation` and `test` that exist, then the names of all other files.
-    """
-    return list(HUB_SPLITS if data is None else _files(name, data))
+def _sources(name: str, data: str | None) -> dict[str, Source]:
+    if data is None:
+        return {split: HubSplit(HUB[name], None, split) for split in ("train", "validation")}
+    versions = {f"{stem}-{_VERSIONS[name]}": split for stem, split in _STEMS.items()}
+    return {**find_files(data, _STEMS | versions)}
 
 
 def load(
@@ -55,62 +53,24 @@ def load(
         `datasets.DatasetDict`: Splits with the columns `id`, `title`, `question`, `context` and `answers`: a list of
         `{"text", "answer_start"}` without surrounding whitespace, with `answer_start` in characters; empty if the
         question has no answer. Splits without answers, or with empty ones only, lack this column.
-
-    Raises:
-        ValueError: If a split is unknown, a file is not in the format of SQuAD, or a question is malformed: a
-            text is not Unicode, the question, context or an answer is empty, an answer is not at its place in the
-            context, `is_impossible` contradicts the answers, or a question of v1.1 has no answer.
-        FileNotFoundError: If the folder does not exist.
-        OSError: If the Hub cannot be reached.
     """
     import datasets
 
-    files = {} if data is None else _files(name, data)
-    available = HUB_SPLITS if data is None else tuple(files)
-    where = HUB[name] if data is None else data
-    if splits is None:
-        splits = [split for split in CANONICAL if split in available]
-        if not splits:
-            raise ValueError(
-                f"none of {', '.join(CANONICAL)} is in {where}; available: {', '.join(available) or 'none'}"
-            )
-    check_splits(splits, available, where)
+    expected = f"none of {', '.join(CANONICAL)} is there"
+    sources = choose_sources(_sources(name, data), splits, CANONICAL, data or HUB[name], expected)
     loaded = datasets.DatasetDict()
-    for split in splits:
-        if data is None:
-            loaded[split] = from_hub(name, load_hub(HUB[name], None, split), skip_bad)
-        else:
-            loaded[split] = _parse(name, files[split], list(_questions(files[split])), skip_bad)
+    for split, source in sources.items():
+        questions = _hub_questions(source) if isinstance(source, HubSplit) else _questions(source)
+        loaded[split] = _parse(name, source, list(questions), skip_bad)
     return loaded
 
 
-def from_hub(name: str, dataset: "datasets.Dataset", skip_bad: bool = False) -> "datasets.Dataset":
-    """
-    Convert a split of the Hub, where answers are a list of texts and a list of offsets, to the columns of [`load`].
-
-    Args:
-        name (`str`): `"squad"` or `"squad_v2"`.
-        dataset (`datasets.Dataset`): Split with the columns `id`, `title`, `question`, `context` and `answers`.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed questions with a warning.
-
-    Returns:
-        `datasets.Dataset`: The split with the columns of [`load`].
-
-    Raises:
-        ValueError: If a question is malformed, see [`load`].
-    """
-    questions = []
-    for row in dataset:
+def _hub_questions(source: HubSplit) -> Iterator[dict]:
+    """Yield the questions of the Hub, where answers are a list of texts and a list of offsets."""
+    for row in load_hub(source):
         texts, starts = row["answers"]["text"], row["answers"]["answer_start"]
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
-        questions.append(row | {"answers": answers})
-    return _parse(name, HUB[name], questions, skip_bad)
-
-
-def _files(name: str, data: str) -> dict[str, Path]:
-    """The file of each split."""
-    stems = {"train": "train", "dev": "validation", "test": "test"}
-    return find_files(data, stems | {f"{stem}-{_VERSIONS[name]}": split for stem, split in stems.items()})
+        yield row | {"answers": answers}
 
 
 def _questions(path: Path) -> Iterator[dict]:
@@ -121,12 +81,7 @@ def _questions(path: Path) -> Iterator[dict]:
             raise ValueError(f"{path}: not in the format of SQuAD: {place} has no {kind.__name__} {key!r}")
         return parent[key]
 
-    with open_text(path) as file:
-        try:
-            content = json.load(file)
-        except (ValueError, RecursionError) as error:  # a number may have too many digits
-            raise ValueError(f"{path}: not valid JSON: {error}") from error
-    for i, article in enumerate(member(content, "data", list, "the file")):
+    for i, article in enumerate(member(read_json(path), "data", list, "the file")):
         for j, paragraph in enumerate(member(article, "paragraphs", list, f"data[{i}]")):
             place = f"data[{i}].paragraphs[{j}]"
             context = member(paragraph, "context", str, place)
@@ -136,7 +91,7 @@ def _questions(path: Path) -> Iterator[dict]:
                 yield question | {"title": str(article.get("title") or ""), "context": context}
 
 
-def _parse(name: str, source: "Path | str", questions: list[dict], skip_bad: bool) -> "datasets.Dataset":
+def _parse(name: str, source: Source, questions: list[dict], skip_bad: bool) -> "datasets.Dataset":
     """Check the questions and turn them into a dataset."""
     import datasets
 
@@ -202,19 +157,23 @@ def _check_answer(question: str, answer: dict, context: str) -> dict:
     return {"text": found.strip(), "answer_start": start + len(found) - len(found.lstrip())}
 
 
+def example() -> dict[str, str]:
+    """Small files of both tasks: every question has an answer."""
+    paragraphs = []
+    for number in range(12):
+        context = f"text {number} has a long beginning and a short end"
+        answers = [{"text": "short", "answer_start": context.index("short")}]
+        questions = [{"id": str(number), "question": "which end", "answers": answers}]
+        paragraphs.append({"context": context, "qas": questions})
+    content = json.dumps({"data": [{"title": "texts", "paragraphs": paragraphs}]})
+    return {f"{stem}.json": content for stem in ("train", "dev")}
+
+
 def write_submission(name: str, split: str, rows: Sequence[dict], path: str | Path) -> Path:
     """
-    Write the predictions in the format of the official evaluation script.
-
-    Args:
-        name (`str`): `"squad"` or `"squad_v2"`.
-        split (`str`): Name of the split.
-        rows (`Sequence[dict]`): The predictions of [`~sparsebert.data.tasks.question_answering.decode`].
-        path (`str` or `Path`): Folder to write to, created if missing.
-
-    Returns:
-        `Path`: The file, e.g. `predictions_validation.json`. Next to it are `nbest_predictions_validation.json` and,
-        for v2.0, `null_odds_validation.json` for the option `--na-prob-file` of the script.
+    Write the predictions in the format of the official evaluation script: e.g. `predictions_validation.json` and
+    `nbest_predictions_validation.json` in the folder `path`, which is created if missing, and for v2.0
+    `null_odds_validation.json` for the option `--na-prob-file` of the script. Returns the first of them.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

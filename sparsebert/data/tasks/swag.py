@@ -1,20 +1,21 @@
 """Multiple choice: choose the ending of a text among any number of endings, as in SWAG and HellaSwag."""
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .task_files import (
+    STEMS,
     BadRow,
-    check_splits,
-    find_columns,
+    HubSplit,
+    Source,
+    choose_sources,
     find_files,
-    load_hub,
     make_dataset,
+    open_table,
     parse_rows,
-    read_header,
-    read_rows,
     text_field,
 )
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import DataCollatorForMultipleChoice, PreTrainedTokenizerBase
 
 HUB = "allenai/swag"
-_STEMS = {"train": "train", "val": "validation", "validation": "validation", "dev": "validation", "test": "test"}
 _CANONICAL = ("train", "validation", "test")
 _IDS = ("id", "ind", "fold-ind", "video-id")
 _TWO_PARTS = (("sent1", "sent2"), ("ctx_a", "ctx_b"))
@@ -33,24 +33,17 @@ _ONE_PART = ("startphrase", "context", "ctx")
 _ENDINGS = ("endings", "choices")
 _ENDING = re.compile(r"ending\d+")
 _LABEL = ("label", "answer")
-_UNLABELED = ("", "-1", "None")
 
 
 def splits(data: str | None = None) -> list[str]:
-    """
-    List the splits.
+    """Names of the splits in a folder, or on the Hub, which is not contacted: first the canonical ones."""
+    return list(_sources(data))
 
-    Args:
-        data (`str`, *optional*): Folder with the files. By default the splits on the Hub, which is not contacted.
 
-    Returns:
-        `list[str]`: Those of `train`, `validation` and `test` that exist, then the names of all other data files.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist.
-        ValueError: If two files are for the same split.
-    """
-    return list(_CANONICAL) if data is None else list(find_files(data, _STEMS))
+def _sources(data: str | None) -> dict[str, Source]:
+    if data is None:
+        return {split: HubSplit(HUB, "regular", split) for split in _CANONICAL}
+    return {**find_files(data, STEMS)}
 
 
 def load(
@@ -68,84 +61,23 @@ def load(
         `datasets.DatasetDict`: Splits with the columns `id`, `context`, `start` (the beginning of the sentence to
         complete; `""` if it is part of the context), `endings` (a list, of the same length in the whole split) and
         `label`, the index of the correct ending. Splits without labels lack the last column.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist.
-        OSError: If the Hub cannot be reached.
-        ValueError: If a split is missing or a row is malformed. The message says where.
     """
     import datasets
 
-    files = None if data is None else find_files(data, _STEMS)
-    available = list(_CANONICAL) if files is None else list(files)
-    where = HUB if data is None else data
-    if splits is None:
-        splits = [split for split in _CANONICAL if split in available]
-        if not splits:
-            raise ValueError(
-                f"{where}: no file named {', '.join(_STEMS)}; available splits: {', '.join(available) or 'none'}"
-            )
-    check_splits(splits, available, where)
-    loaded = datasets.DatasetDict()
-    for split in splits:
-        if files is None:
-            loaded[split] = normalize(load_hub(HUB, "regular", split), split, skip_bad)
-        else:
-            path = files[split]
-            first = next((row for _, row in read_rows(path) if not isinstance(row, BadRow)), {})
-            parse = _parser(path, split, read_header(path), first)
-            loaded[split] = _dataset(*parse_rows(path, read_rows(path), parse, skip_bad))
-    return loaded
+    expected = f"no file named {', '.join(STEMS)}"
+    sources = choose_sources(_sources(data), splits, _CANONICAL, data or HUB, expected)
+    return datasets.DatasetDict({split: _read(split, source, skip_bad) for split, source in sources.items()})
 
 
-def normalize(dataset: "datasets.Dataset", split: str, skip_bad: bool = False) -> "datasets.Dataset":
-    """
-    Convert a split of the Hub to the columns of [`load`].
-
-    Args:
-        dataset (`datasets.Dataset`): Split with the columns `sent1`, `sent2`, `ending0`, ... and `label` (-1 if there
-            are no labels).
-        split (`str`): Name of the split. If it begins with `test`, there may be no labels.
-        skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows with a warning.
-
-    Returns:
-        `datasets.Dataset`: The same rows with the columns of [`load`].
-
-    Raises:
-        ValueError: If a row is malformed.
-    """
-    where = f"{HUB} {split}"
-    parse = _parser(where, split, dataset.column_names, dataset[0])
-    return _dataset(*parse_rows(where, enumerate(dataset, start=1), parse, skip_bad))
-
-
-def _dataset(examples: list[dict[str, Any]], skipped: str) -> "datasets.Dataset":
+def _read(split: str, source: Source, skip_bad: bool) -> "datasets.Dataset":
     import datasets
 
-    types = {
-        "id": datasets.Value("string"),
-        "context": datasets.Value("string"),
-        "start": datasets.Value("string"),
-        "endings": datasets.List(datasets.Value("string")),
-        "label": datasets.Value("int64"),
-    }
-    features = datasets.Features({field: types[field] for field in types if field in examples[0]})
-    return make_dataset(examples, features, skipped)
-
-
-def _parser(
-    path: Any, split: str, header: Sequence[str], first: Mapping[str, Any]
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that makes an example of a row. The first row shows whether a test split has labels."""
-    context, start = next((pair for pair in _TWO_PARTS if set(pair) <= set(header)), (None, None))
+    table = open_table(source)
+    context, start = next((pair for pair in _TWO_PARTS if set(pair) <= set(table.header)), (None, None))
     accepted: dict[str, Sequence[str]] = {"context": _ONE_PART if context is None else (context,), "label": _LABEL}
-    if not any(map(_ENDING.fullmatch, header)):
+    if not any(map(_ENDING.fullmatch, table.header)):
         accepted["endings"] = _ENDINGS
-    optional = ("label",) if split.startswith("test") else ()
-    columns = find_columns(path, header, accepted, optional)
-    label = columns.get("label")
-    if optional and str(first.get(label or "", "")).strip() in _UNLABELED:
-        label = None
+    columns = table.find_columns(accepted, split)
     num_endings: int | None = None
 
     def parse(row: dict[str, Any]) -> dict[str, Any]:
@@ -160,15 +92,17 @@ def _parser(
         num_endings = num_endings or count
         if count != num_endings:
             raise BadRow(columns.get("endings", "ending0"), f"{count} endings, but the first row has {num_endings}")
-        if label is not None:
-            value = row.get(label)
-            index = str(value).strip()
-            if index not in map(str, range(count)):
-                raise BadRow(label, f"{value!r} is not one of 0 to {count - 1}")
-            example["label"] = int(index)
+        if "label" in columns:
+            value = row.get(columns["label"])
+            if str(value).strip() not in map(str, range(count)):
+                raise BadRow(columns["label"], f"{value!r} is not one of 0 to {count - 1}")
+            example["label"] = int(str(value))
         return example
 
-    return parse
+    text = datasets.Value("string")
+    types = {"context": text, "start": text, "endings": datasets.List(text), "label": datasets.Value("int64")}
+    examples, skipped = parse_rows(source, table.rows, parse, skip_bad)
+    return make_dataset(examples, types, skipped)
 
 
 def _endings(row: Mapping[str, Any], column: str | None) -> list[str]:
@@ -184,6 +118,15 @@ def _endings(row: Mapping[str, Any], column: str | None) -> list[str]:
     if len(names) < 2:
         raise BadRow(column, f"at least 2 endings are needed, got {len(names)}")
     return [text_field(fields, name) for name in names]
+
+
+def example() -> dict[str, str]:
+    """Small files of the task."""
+    rows = [
+        {"startphrase": f"text {number}", "choices": ["a good end", "a bad end", "no end"], "answer": number % 3}
+        for number in range(12)
+    ]
+    return {f"{stem}.jsonl": "".join(json.dumps(row) + "\n" for row in rows) for stem in ("train", "val")}
 
 
 def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", options: Any) -> "datasets.Dataset":
@@ -225,15 +168,8 @@ def collator(
     tokenizer: "PreTrainedTokenizerBase", pad_to_multiple_of: int | None = None
 ) -> "Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]":
     """
-    Make a collator that pads a batch to its longest input.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        pad_to_multiple_of (`int`, *optional*): Pad to a multiple of this length.
-
-    Returns:
-        `Callable`: A function of a list of rows that returns tensors of shape `(batch_size, num_endings, length)`,
-        and `labels` of shape `(batch_size,)` if the rows have them.
+    A collator that pads a batch to its longest input, or a multiple of a length, and returns tensors of shape
+    `(batch_size, num_endings, length)`, and `labels` of shape `(batch_size,)` if the rows have them.
     """
     from transformers import DataCollatorForMultipleChoice
 

@@ -1,11 +1,14 @@
-"""Data files of the tasks: tab- or comma-separated tables and JSON, plain or compressed, and malformed rows."""
+"""The rows of tasks: tables, JSON and Parquet files, plain or compressed, datasets of the Hub, and malformed rows."""
 
 import csv
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from transformers.utils import logging
 
@@ -18,19 +21,17 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-FORMATS = (".tsv", ".csv", ".json", ".jsonl")
+FORMATS = (".tsv", ".csv", ".json", ".jsonl", ".parquet")
+# Splits by the names of their files.
+STEMS = {"train": "train", "dev": "validation", "val": "validation", "validation": "validation", "test": "test"}
 # JSON files have no header, and the first object may lack an optional key: number of objects to look at.
 _HEADER_ROWS = 100
+# What stands in place of a label that is not public.
+_UNLABELED = ("", "-1", "-1.0", "None")
 
 
 class BadRow(ValueError):
-    """
-    A malformed row, for [`parse_rows`] to report or to skip.
-
-    Args:
-        field (`str`, *optional*): Name of the field that is wrong; `None` if it is the whole row.
-        message (`str`): What is wrong: the value, and what is allowed.
-    """
+    """A malformed row, for [`parse_rows`] to report or to skip; without a field, it is the whole row that is wrong."""
 
     def __init__(self, field: str | None, message: str):
         message = shortened(message)  # it may quote a value of any size
@@ -39,18 +40,89 @@ class BadRow(ValueError):
         self.message = message
 
 
+class HubSplit(NamedTuple):
+    """A split of a dataset of the Hub."""
+
+    dataset: str
+    config: str | None
+    split: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+
+Source = Path | HubSplit
+Place = TypeVar("Place")
+
+
+@dataclass
+class Table:
+    """
+    The rows of a split, to be read once.
+
+    Attributes:
+        source (`Path` or [`HubSplit`]): Where they come from.
+        header (`list[str]`): Names of the columns; those of a JSON file are the keys of its first 100 objects.
+        rows (`Iterator[tuple[int, dict | BadRow]]`): For each row its number (in a file of lines that of its first
+            line), counted from 1, and its fields, or what is wrong with it.
+        classes (`dict[str, list[str]]`): The names of the classes in the columns that have numbers for them.
+    """
+
+    source: Source
+    header: list[str]
+    rows: Iterator[tuple[int, Any]]
+    classes: dict[str, list[str]] = field(default_factory=dict)
+
+    def first(self) -> dict[str, Any]:
+        """The first row that is not malformed, which stays among the rows; empty if there is none."""
+        seen: list[tuple[int, Any]] = []
+        for item in self.rows:
+            seen.append(item)
+            if not isinstance(item[1], BadRow):
+                break
+        self.rows = chain(seen, self.rows)
+        return seen[-1][1] if seen and not isinstance(seen[-1][1], BadRow) else {}
+
+    def find_columns(self, accepted: Mapping[str, Sequence[str]], split: str) -> dict[str, str]:
+        """
+        The column of each field, of which `accepted` has the possible names in order of preference. The labels of a
+        test split are left out if their column is missing, or empty or -1 in the first row.
+        """
+        found = {
+            name: column for name, columns in accepted.items() for column in columns[::-1] if column in self.header
+        }
+        for column in found.values():
+            if self.header.count(column) > 1:
+                raise ValueError(
+                    f"{self.source}: row 1: the column {column!r} comes {self.header.count(column)} times"
+                )
+        is_test = split.startswith("test")
+        missing = [name for name in accepted if name not in found and not (is_test and name == "label")]
+        if missing:
+            wanted = [column for name in missing for column in accepted[name]]
+            lowered = {column.lower(): column for column in self.header}
+            near = [match for name in wanted for match in difflib.get_close_matches(name.lower(), lowered, n=1)]
+            raise ValueError(
+                f"{self.source}: row 1: no column {' and no '.join(' or '.join(accepted[name]) for name in missing)}; "
+                + (f"did you mean {lowered[near[0]]!r}? " if near else "")
+                + f"available: {', '.join(self.header)}"
+            )
+        if is_test and "label" in found and str(self.first().get(found["label"], "")).strip() in _UNLABELED:
+            del found["label"]
+        return found
+
+
 def find_files(folder: str | Path, names: Mapping[str, str]) -> dict[str, Path]:
     """
-    Find the data files in a folder, without opening them.
+    Find the data files in a folder, without opening them; its subfolders are not searched.
 
     Args:
-        folder (`str` or `Path`): The folder. Its subfolders are not searched.
+        folder (`str` or `Path`): The folder.
         names (`Mapping[str, str]`): Splits by the name of their file, without suffix. Every other data file is a split
             under its own name.
 
     Returns:
         `dict[str, Path]`: The file of each split; first the splits of `names`, in their order, then the others.
-
     Raises:
         FileNotFoundError: If the folder does not exist.
         ValueError: If two files are for the same split.
@@ -60,7 +132,7 @@ def find_files(folder: str | Path, names: Mapping[str, str]) -> dict[str, Path]:
         raise FileNotFoundError(f"data: there is no folder {str(folder)!r}")
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        stem, suffix = _split_name(path)
+        stem, suffix = split_name(path)
         if suffix not in FORMATS or stem.startswith(".") or not path.is_file():
             continue
         split = names.get(stem, stem)
@@ -71,185 +143,142 @@ def find_files(folder: str | Path, names: Mapping[str, str]) -> dict[str, Path]:
     return {split: found[split] for split in dict.fromkeys(order) if split in found}
 
 
-def _split_name(path: Path) -> tuple[str, str]:
+def split_name(path: Path) -> tuple[str, str]:
+    """Name and format of a data file, without the suffix of its compression."""
     name = Path(path.stem if path.suffix in COMPRESSIONS else path.name)
     return name.stem, name.suffix
 
 
-def check_splits(splits: Iterable[str], available: Iterable[str], where: str | Path) -> None:
+def choose_sources(
+    sources: Mapping[str, Place], splits: Sequence[str] | None, canonical: Iterable[str], where: str, expected: str
+) -> dict[str, Place]:
     """
-    Check that the requested splits exist.
-
-    Args:
-        splits (`Iterable[str]`): Names of the requested splits.
-        available (`Iterable[str]`): Names of the existing splits.
-        where (`str` or `Path`): The folder or the dataset, for the message.
-
-    Raises:
-        ValueError: If a split is missing.
+    The sources of the requested splits, by default of all canonical ones that exist; `where` they are and what files
+    are `expected` is for the messages.
     """
-    available = list(available)
+    available = ", ".join(sources) or "none"
+    if splits is None:
+        splits = [split for split in dict.fromkeys(canonical) if split in sources]
+        if not splits:
+            raise ValueError(f"{where}: {expected}; available splits: {available}")
     for split in splits:
-        if split not in available:
-            raise ValueError(f"split {split!r} is missing in {where}; available: {', '.join(available) or 'none'}")
+        if split not in sources:
+            raise ValueError(f"split {split!r} is missing in {where}; available: {available}")
+    return {split: sources[split] for split in splits}
 
 
-def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def open_table(source: Source, header: Sequence[str] | None = None) -> Table:
     """
-    Read the rows of a data file. Comma-separated files may quote fields; tab-separated files have no quoting.
+    Open a split. Comma-separated files may quote fields; tab-separated files have no quoting.
 
     Args:
-        path (`str` or `Path`): A `.tsv` or `.csv` file, a `.jsonl` file with one object per line, or a `.json` file
-            with a list of objects. It may be compressed.
-        columns (`Sequence[str]`, *optional*): Names of the columns, for a table without a header.
-
-    Returns:
-        `Iterator[tuple[int, dict]]`: For each row the number of its first line (in a `.json` file its place in the
-        list), counted from 1, and its fields, or a [`BadRow`] if it is malformed.
+        source (`Path` or [`HubSplit`]): A split of the Hub; or a `.tsv` or `.csv` file, a `.jsonl` file with one
+            object per line, a `.json` file with a list of objects, or a `.parquet` file. It may be compressed.
+        header (`Sequence[str]`, *optional*): Names of the columns, for a table whose first row is not its header.
 
     Raises:
-        ValueError: If the file is malformed as a whole.
+        ValueError: If the file is empty, or malformed as a whole; also raised while reading it.
     """
-    kind = _split_name(Path(path))[1]
-    if kind in (".json", ".jsonl"):
-        yield from _read_list(path) if kind == ".json" else _read_lines(path)
-        return
-    for number, fields in _read_table(path, kind):
-        if columns is None:
-            columns = fields
-        elif len(fields) != len(columns):
-            yield number, BadRow(None, f"{len(fields)} fields, expected {len(columns)}: {', '.join(columns)}")
-        else:
-            yield number, dict(zip(columns, fields, strict=True))
+    if isinstance(source, HubSplit):
+        dataset = load_hub(source)
+        classes = {name: list(kind.names) for name, kind in dataset.features.items() if hasattr(kind, "names")}
+        return Table(source, dataset.column_names, enumerate(dataset, start=1), classes)
+    kind = split_name(source)[1]
+    if kind in (".tsv", ".csv"):
+        lines = _tab_separated(source) if kind == ".tsv" else _comma_separated(source)
+        columns = list(next(lines, (0, []))[1] if header is None else header)
+        rows = ((number, _fields(columns, values)) for number, values in lines)
+    else:
+        rows = {".json": _json_list, ".jsonl": _json_lines, ".parquet": _parquet_rows}[kind](source)
+        found = list(islice(rows, _HEADER_ROWS))
+        columns = list(dict.fromkeys(key for _, row in found if not isinstance(row, BadRow) for key in row))
+        if found and all(isinstance(row, BadRow) for _, row in found):
+            raise ValueError(f"{source}: row {found[0][0]}: {found[0][1]}")
+        rows = chain(found, rows)
+    if not columns:
+        raise ValueError(f"{source}: no rows")
+    return Table(source, columns, rows)
 
 
-def _read_table(path: str | Path, kind: str) -> Iterator[tuple[int, list[str]]]:
-    if kind == ".tsv":
-        # The csv module would end a row at a carriage return inside a field.
-        with open_text(path) as file:
-            for number, line in enumerate(file, start=1):
-                line = line.removesuffix("\n").removesuffix("\r")
-                if line:
-                    yield number, line.split("\t")
-        return
+def _fields(columns: list[str], values: list[str]) -> dict[str, str] | BadRow:
+    if len(values) != len(columns):
+        return BadRow(None, f"{len(values)} fields, expected {len(columns)}: {', '.join(columns)}")
+    return dict(zip(columns, values, strict=True))
+
+
+def _tab_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
+    # The csv module would end a row at a carriage return inside a field.
+    with open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removesuffix("\n").removesuffix("\r")
+            if line:
+                yield number, line.split("\t")
+
+
+def _comma_separated(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(2**31 - 1)
     with open_text(path, newline="") as file:
         reader = csv.reader(file, strict=True)
         while True:
             number = reader.line_num + 1
             try:
-                fields = next(reader, None)
+                values = next(reader, None)
             except csv.Error as error:
                 raise ValueError(f"{path}: row {number}: {error}") from error
-            if fields is None:
+            if values is None:
                 return
-            if fields:
-                yield number, fields
+            if values:
+                yield number, values
 
 
-def _read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    yield number, _object(json.loads(line))
                 except ValueError as error:  # also a number with too many digits
-                    row = BadRow(None, f"not valid JSON: {error}")
+                    yield number, BadRow(None, f"not valid JSON: {error}")
                 except RecursionError:
-                    row = BadRow(None, "nested too deeply")
-                yield number, _object(row)
+                    yield number, BadRow(None, "nested too deeply")
 
 
-def _read_list(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    with open_text(path) as file:
-        try:
-            rows = json.load(file)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}: not valid JSON: {error} (a file with one object per line must be named .jsonl)"
-            ) from error
-        except RecursionError:
-            raise ValueError(f"{path}: nested too deeply") from None
+def _json_list(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    rows = read_json(path, " (a file with one object per line must be named .jsonl)")
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(rows).__name__}")
     yield from ((number, _object(row)) for number, row in enumerate(rows, start=1))
 
 
+def read_json(path: Path, advice: str = "") -> Any:
+    """The content of a JSON file."""
+    with open_text(path) as file:
+        try:
+            return json.load(file)
+        except ValueError as error:  # also a number with too many digits
+            raise ValueError(f"{path}: not valid JSON: {error}{advice}") from error
+        except RecursionError:
+            raise ValueError(f"{path}: not valid JSON: nested too deeply") from None
+
+
 def _object(row: Any) -> dict[str, Any] | BadRow:
-    return row if isinstance(row, (dict, BadRow)) else BadRow(None, f"not a JSON object but {type(row).__name__}")
+    return row if isinstance(row, dict) else BadRow(None, f"not a JSON object but {type(row).__name__}")
 
 
-def read_header(path: str | Path) -> list[str]:
-    """
-    Read the names of the columns of a data file.
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
-    Args:
-        path (`str` or `Path`): A data file, see [`read_rows`].
-
-    Returns:
-        `list[str]`: The fields of the first line of a table, or the keys of the first 100 objects of a JSON file.
-
-    Raises:
-        ValueError: If the file is empty.
-    """
-    kind = _split_name(Path(path))[1]
-    if kind in (".json", ".jsonl"):
-        found = list(islice(read_rows(path), _HEADER_ROWS))
-        rows = [row for _, row in found if not isinstance(row, BadRow)]
-        header = list(dict.fromkeys(key for row in rows for key in row))
-        if found and not rows:
-            raise ValueError(f"{path}: row {found[0][0]}: {found[0][1]}")
-    else:
-        _, header = next(_read_table(path, kind), (0, []))
-    if not header:
-        raise ValueError(f"{path}: no rows")
-    return header
-
-
-def find_columns(
-    path: str | Path, header: Sequence[str], accepted: Mapping[str, Sequence[str]], optional: Sequence[str] = ()
-) -> dict[str, str]:
-    """
-    Find the columns of a data file by their names.
-
-    Args:
-        path (`str` or `Path`): The file, for the message.
-        header (`Sequence[str]`): Names of its columns.
-        accepted (`Mapping[str, Sequence[str]]`): For each field the possible names of its column, in order of
-            preference.
-        optional (`Sequence[str]`, *optional*): Fields that may be missing.
-
-    Returns:
-        `dict[str, str]`: The column of each field that was found.
-
-    Raises:
-        ValueError: If a field that is not optional has no column, or several of one name.
-    """
-    found = {field: name for field, names in accepted.items() for name in reversed(names) if name in header}
-    for name in found.values():
-        if header.count(name) > 1:
-            raise ValueError(f"{path}: row 1: the column {name!r} comes {header.count(name)} times")
-    missing = [" or ".join(names) for field, names in accepted.items() if field not in (*found, *optional)]
-    if missing:
-        raise ValueError(f"{path}: row 1: no column {' and no '.join(missing)}; available: {', '.join(header)}")
-    return found
+    try:
+        with ParquetFile(path) as file:
+            batches = file.iter_batches()
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a Parquet file: {error}") from error
 
 
 def text_field(row: Mapping[str, Any], column: str, may_be_empty: bool = False) -> str:
-    """
-    Get a text field of a row.
-
-    Args:
-        row (`Mapping[str, Any]`): The row.
-        column (`str`): Name of the column.
-        may_be_empty (`bool`, *optional*, defaults to `False`): Whether to accept an empty text.
-
-    Returns:
-        `str`: The text, as it is in the file.
-
-    Raises:
-        BadRow: If it is missing, empty or not a text.
-    """
+    """A text of a row, as it is in the file; raises a [`BadRow`] if it is missing, empty or not a text."""
     value = row.get(column)
     if value is None:
         raise BadRow(column, "is missing")
@@ -262,27 +291,35 @@ def text_field(row: Mapping[str, Any], column: str, may_be_empty: bool = False) 
     return value
 
 
+def number_field(row: Mapping[str, Any], column: str, low: float, high: float, allowed: str) -> float:
+    """A number of a row; raises a [`BadRow`] that says what is `allowed` if it is none, or out of its range."""
+    text = str(row.get(column)).strip()
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not low <= number <= high:
+        raise BadRow(column, f"{text!r} is not {allowed}")
+    return number
+
+
 def parse_rows(
-    path: str | Path,
-    rows: Iterable[tuple[int, Any]],
-    parse: Callable[[Any], dict[str, Any]],
-    skip_bad: bool = False,
+    source: Any, rows: Iterable[tuple[int, Any]], parse: Callable[[Any], dict[str, Any]], skip_bad: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
     """
     Turn the rows of a file into examples.
 
     Args:
-        path (`str` or `Path`): The file, for the messages.
-        rows (`Iterable[tuple[int, Any]]`): Numbers and fields of the rows, e.g. from [`read_rows`].
-        parse (`Callable[[Any], dict]`): Turns a row into an example, or raises [`BadRow`].
+        source (`Any`): The file, for the messages.
+        rows (`Iterable[tuple[int, Any]]`): Numbers and fields of the rows, as in a [`Table`].
+        parse (`Callable[[Any], dict]`): Turns a row into an example, or raises a [`BadRow`].
         skip_bad (`bool`, *optional*, defaults to `False`): Skip malformed rows, with one warning for all of them.
 
     Returns:
         `tuple[list[dict], str]`: The examples in the order of the rows, and a text that says how many rows were
         skipped and why; `""` if none.
-
     Raises:
-        ValueError: At the first malformed row, or with `skip_bad` if all rows are malformed.
+        ValueError: At the first malformed row, or if no row is left.
     """
     examples, bad = [], []
     for number, row in rows:
@@ -291,33 +328,28 @@ def parse_rows(
                 raise row
             examples.append(parse(row))
         except BadRow as error:
-            field = "" if error.field is None else f", field {error.field!r}"
-            reason = f"row {number}{field}: {error.message}"
+            where = "" if error.field is None else f", field {error.field!r}"
+            reason = f"row {number}{where}: {error.message}"
             if not skip_bad:
-                raise ValueError(f"{path}: {reason}") from None
+                raise ValueError(f"{source}: {reason}") from None
             bad.append(reason)
     if not examples:
-        raise ValueError(f"{path}: no usable rows" + (f", {len(bad)} bad ones, the first: {bad[0]}" if bad else ""))
+        raise ValueError(f"{source}: no usable rows" + (f", {len(bad)} bad ones, the first: {bad[0]}" if bad else ""))
     skipped = f"skipped {len(bad)} of {len(examples) + len(bad)} rows, the first: {bad[0]}" if bad else ""
     if bad:
-        logger.warning(f"{path}: {skipped}")
+        logger.warning(f"{source}: {skipped}")
     return examples, skipped
 
 
-def make_dataset(
-    examples: list[dict[str, Any]], features: "datasets.Features", skipped: str = ""
-) -> "datasets.Dataset":
+def make_dataset(examples: list[dict[str, Any]], types: Mapping[str, Any], skipped: str = "") -> "datasets.Dataset":
     """
-    Turn examples into a dataset. Its column `"id"` is the first candidate that is different for all examples;
-    without one, the examples are numbered from 0.
+    Turn examples into a dataset of those columns that they have.
 
     Args:
-        examples (`list[dict]`): The examples. Their `"id"` is a tuple of candidates, `None` for missing ones.
-        features (`datasets.Features`): Types of the columns.
+        examples (`list[dict]`): The examples. Their `"id"` is a tuple of candidates, `None` for missing ones; the
+            first candidate that is different for all examples is taken, and otherwise they are numbered from 0.
+        types (`dict`): Types of the columns besides `"id"`, as in `datasets.Features`.
         skipped (`str`, *optional*): What [`parse_rows`] skipped; becomes the description of the dataset.
-
-    Returns:
-        `datasets.Dataset`: The dataset.
     """
     import datasets
 
@@ -328,33 +360,35 @@ def make_dataset(
             ids = [str(value).strip() for value in candidates]
             break
     rows = [example | {"id": identifier} for example, identifier in zip(examples, ids, strict=True)]
-    dataset = datasets.Dataset.from_list(rows, features=features)
+    types = {"id": datasets.Value("string")} | {name: types[name] for name in types if name in examples[0]}
+    dataset = datasets.Dataset.from_list(rows, features=datasets.Features(types))
     dataset.info.description = skipped
     return dataset
 
 
-def load_hub(path: str, config: str | None, split: str) -> "datasets.Dataset":
-    """
-    Load a split of a dataset from the Hugging Face Hub.
-
-    Args:
-        path (`str`): Name of the dataset.
-        config (`str`, *optional*): Name of the configuration.
-        split (`str`): Name of the split.
-
-    Returns:
-        `datasets.Dataset`: The split, unchanged.
-
-    Raises:
-        OSError: If it cannot be loaded for any reason.
-    """
-    import datasets
-
+@contextmanager
+def _reaching_the_hub(what: str) -> Iterator[None]:
     try:
-        return datasets.load_dataset(path, config, split=split)
+        yield
     except Exception as error:  # datasets, huggingface_hub and httpx share no base class of errors
         reason = str(error).strip().partition("\n")[0]
         raise OSError(
-            f"cannot load split {split!r} of {path} from the Hub ({type(error).__name__}: {reason}); "
-            "without a network, give a folder with its files: --data DIR"
+            f"cannot load {what} from the Hub ({type(error).__name__}: {reason}); without a network, give a folder "
+            "with its files: --data DIR"
         ) from error
+
+
+def load_hub(source: HubSplit) -> "datasets.Dataset":
+    """A split of the Hub, unchanged; raises an `OSError` if it cannot be loaded for any reason."""
+    import datasets
+
+    with _reaching_the_hub(f"split {source.split!r} of {source.dataset}"):
+        return datasets.load_dataset(source.dataset, source.config, split=source.split)
+
+
+def hub_splits(dataset: str, config: str | None) -> list[HubSplit]:
+    """The splits of a dataset of the Hub; raises an `OSError` if it cannot be reached."""
+    import datasets
+
+    with _reaching_the_hub(f"the names of the splits of {dataset}"):
+        return [HubSplit(dataset, config, split) for split in datasets.get_dataset_split_names(dataset, config)]

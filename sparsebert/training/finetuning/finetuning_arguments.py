@@ -20,7 +20,13 @@ class FinetuningArguments(HubArguments):
         mask_subfolder (`str`, *optional*): Folder of the mask within its repository or folder.
         pruning (`dict`, *optional*): Arguments of [`ProgressivePruning`] with the score `"attention"`, to prune the
             mask `"dense"` during training.
-        data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub.
+        data (`str`, *optional*): Folder with the task's files in their original formats; by default the Hub. For
+            `text_classification` and `text_regression` your own texts: a file (csv, tsv, jsonl, json or parquet), a
+            folder with files such as `train.csv` and `dev.csv`, or `"hub:owner/name"` or `"hub:owner/name:config"`.
+        text_column (`str`, *optional*): Column of your own texts, by default `"text"`.
+        text_pair_column (`str`, *optional*): Column of the second text of pairs, by default `"text_pair"` if there is
+            one.
+        label_column (`str`, *optional*): Column of their labels, by default `"label"`.
         train_split (`str`, *optional*): Split to train on; by default `"train"`, or the only one whose name starts
             with it.
         validation_split (`str` or `list`, *optional*): Splits to evaluate on; by default all named `"validation..."`.
@@ -60,6 +66,9 @@ class FinetuningArguments(HubArguments):
     mask_subfolder: str | None = None
     pruning: dict | None = None
     data: str | None = None
+    text_column: str | None = None
+    text_pair_column: str | None = None
+    label_column: str | None = None
     train_split: str | None = None
     validation_split: str | list | None = None
     test_split: str | list | None = None

@@ -173,7 +173,7 @@ def _finetune(recipe: dict[str, dict[str, Any]], plan: _Plan) -> Path:
         write_metrics(folder / METRICS_NAME, metrics)
         if PartialState().is_main_process:
             for run in metrics.get("seeds", {}).values():
-                add_finetuning(folder / run["folder"], metrics, from_hub=options.data is None)
+                add_finetuning(folder / run["folder"], metrics, data=options.data)
         if name in baselines:
             comparison = {"comparison": compare(folder, baselines[name])}
             metrics = write_metrics(folder / METRICS_NAME, metrics | comparison)

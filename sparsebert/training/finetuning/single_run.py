@@ -159,7 +159,7 @@ def _run(data, model, training, output, recipe):
     metrics["hardware"] = hardware()
     if main_process:
         draw_heads(output, network)
-        add_finetuning(output, metrics, network, options.data is None)
+        add_finetuning(output, metrics, network, options.data)
         if recipe is not None:
             write_recipe(output / RECIPE_NAME, recipe)
     metrics = write_metrics(output / METRICS_NAME, metrics)

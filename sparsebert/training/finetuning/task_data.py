@@ -130,6 +130,23 @@ def _as_list(names: str | list[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
+def _load_arguments(task: Task, options: FinetuningArguments, train: str, splits: list[str]) -> dict[str, Any]:
+    """The arguments of `task.load`."""
+    accepted = inspect.signature(task.load).parameters.keys()
+    arguments: dict[str, Any] = {"data": options.data, "splits": splits, "skip_bad": options.skip_bad}
+    for name in ("text_column", "text_pair_column", "label_column"):
+        if name in accepted:
+            arguments[name] = getattr(options, name)
+        elif getattr(options, name) is not None:
+            raise ValueError(f"{name} has no meaning for task {task.name}, whose columns have their names")
+    if "train_split" in accepted:
+        arguments["train_split"] = train
+    allowed = accepted - arguments.keys() - {"name"}
+    if unknown := set(options.task_kwargs or ()) - allowed:
+        raise ValueError(f"task_kwargs of {task.name} may be {', '.join(sorted(allowed)) or 'none'}, got {unknown}")
+    return arguments | (options.task_kwargs or {})
+
+
 def prepare(options: FinetuningArguments) -> TaskData:
     """
     Read, check and tokenize the data of a task.
@@ -149,11 +166,7 @@ def prepare(options: FinetuningArguments) -> TaskData:
     options = replace(options, max_length=options.max_length or task.max_length)
     train, evaluation, tests = choose_splits(task.splits(options.data), options)
     splits = [train, *evaluation, *tests]
-    arguments = {"data": options.data, "splits": splits, "skip_bad": options.skip_bad}
-    allowed = inspect.signature(task.load).parameters.keys() - arguments.keys() - {"name"}
-    if unknown := set(options.task_kwargs or ()) - allowed:
-        raise ValueError(f"task_kwargs of {task.name} may be {', '.join(sorted(allowed)) or 'none'}, got {unknown}")
-    examples = dict(task.load(**arguments, **(options.task_kwargs or {})))
+    examples = dict(task.load(**_load_arguments(task, options, train, splits)))
     for split in (train, *evaluation):
         if task.reference not in examples[split].column_names:
             raise ValueError(f"task {task.name}: split {split!r} has no labels")

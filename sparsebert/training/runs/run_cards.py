@@ -155,7 +155,7 @@ def add_search(
         dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
     else:
         task = TASKS[metrics["task"]]
-        datasets, dataset, task_type = _of_task(task, data is None)
+        datasets, dataset, task_type = _of_task(task, data)
         name = task.main_metric
         results.append(_evaluation(task_type, dataset, "validation", (name, name), found["score"]))
     results += [
@@ -166,14 +166,17 @@ def add_search(
     _add(folder, results, datasets, tables, metrics, network)
 
 
-def _of_task(task: Task, from_hub: bool) -> tuple[list[str], tuple, str]:
+def _of_task(task: Task, data: Any) -> tuple[list[str], tuple, str]:
     """Data sets, the data set of a result, and the type of task, as the Hub names them."""
-    hub, config = _DATA.get(task.name, (None, None)) if from_hub else (None, None)
+    hub, config = _DATA.get(task.name, (None, None)) if data is None else (None, None)
+    if named := _hub_datasets([data]):
+        hub, _, config = named[0].partition(":")
+        config = config or None
     task_type = next((tag for end, tag in PIPELINE_TAGS.items() if task.head.endswith(end)), "other")
     return [hub] if hub else [], (hub or task.name, task.name, config), task_type
 
 
-def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, from_hub: bool = True) -> None:
+def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, data: str | None = None) -> None:
     """
     Add the results of a fine-tuning to its card; again with those of several seeds, once they are known.
 
@@ -181,10 +184,10 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, f
         folder (`Path`): Folder of one run.
         metrics (`dict`): Metrics of the run, or of several seeds.
         network (`PreTrainedModel`, *optional*): The model.
-        from_hub (`bool`, *optional*, defaults to `True`): Whether the data of the task came from the Hub.
+        data (`str`, *optional*): Field `data` of the recipe.
     """
     task = TASKS[metrics["task"]]
-    datasets, dataset, task_type = _of_task(task, from_hub)
+    datasets, dataset, task_type = _of_task(task, data)
     results = [
         _evaluation(task_type, dataset, split, (name, name), value)
         for split, values in metrics["splits"].items()

@@ -61,6 +61,8 @@ class PostHocArguments(HubArguments):
         validation (`str` or `list`, *optional*): Held-out text, in the same form; by default 1 document in 100.
         task (`str`, *optional*): Task that the model was fine-tuned on, a key of `TASKS`, to search on its inputs
             instead of text. Masks are then also compared by their score on the validation split.
+        text_column, text_pair_column, label_column (`str`, *optional*): Columns of your own texts, as for
+            `sparsebert finetune`.
         skip_bad (`bool`): Skip malformed rows of the task instead of stopping at the first one.
         output_dir (`str`): Output folder.
         mask (`str`, *optional*): Mask to recover with instead of a search: a folder or Hub id, or the name of a
@@ -101,6 +103,9 @@ class PostHocArguments(HubArguments):
     data: str | list | None = None
     validation: str | list | None = None
     task: str | None = None
+    text_column: str | None = None
+    text_pair_column: str | None = None
+    label_column: str | None = None
     skip_bad: bool = False
     output_dir: str | None = None
     mask: str | None = None
@@ -297,8 +302,9 @@ def _model_without_weights(config: "PreTrainedConfig") -> Any:
 
 def _check_task(options: PostHocArguments) -> None:
     if options.task is None:
-        if options.skip_bad:
-            raise ValueError("skip_bad has no meaning without task")
+        for name in ("skip_bad", "text_column", "text_pair_column", "label_column"):
+            if getattr(options, name):
+                raise ValueError(f"{name} has no meaning without task")
         for name in ("data", "validation"):
             check_text_files(name, getattr(options, name))
         return

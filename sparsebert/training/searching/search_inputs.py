@@ -199,7 +199,10 @@ def read_inputs(options: PostHocArguments, config: "PreTrainedConfig", device: s
             are not those of the model.
         OSError: If a file cannot be read.
     """
-    names = ("task", "data", "model", "max_length", "skip_bad", "revision", "subfolder", "token")
+    names = (
+        *("task", "data", "text_column", "text_pair_column", "label_column"),
+        *("model", "max_length", "skip_bad", "revision", "subfolder", "token"),
+    )
     fields = {name: getattr(options, name) for name in names}
     # For SQuAD, the defaults at 384 tokens.
     fields |= {
