@@ -129,7 +129,7 @@ class TestMistakes:
             ("text,text,label\nx,y,a\n", "row 1: the column 'text' comes 2 times"),
             ("text,label\nx,a\ny,a\n", "has only the label 'a'"),
             ("text,label\nx,a,b\n", "row 2: 3 fields, expected 2"),
-            ("text,label\n" + "".join(f"t,{i}.5\n" for i in range(30)), "30 different labels in 30 rows: .*_regression"),
+            ("text,label\n" + "".join(f"t,{i}.5\n" for i in range(30)), "30 different labels in 30 rows"),
             (b"text,label\ncaf\xe9,a\n", "not UTF-8"),
         ],
     )
