@@ -176,7 +176,10 @@ def _verbs():
 
 def _fields(cls):
     yield "field", "type", "default", "what it is"
-    texts, defaults = _arguments(cls.__doc__), _defaults(cls)
+    bases = [base.__doc__ for base in cls.__mro__ if base.__module__.startswith("sparsebert.") and base.__doc__]
+    texts, defaults = {}, _defaults(cls)
+    for docstring in reversed(bases):
+        texts |= _arguments(docstring)
     for name, (kind, text) in texts.items():
         if name in defaults:
             yield f"`{name}`", kind, defaults[name], text

@@ -15,7 +15,7 @@ from ..masks.mask_files import MAX_MASK_LENGTH
 from ..masks.sparse_mask import SparseMask
 from ..masks.tiles import mask_tile_shares
 from ..models.loading import find_file, load
-from ..models.saving import get_sparse_attention
+from ..models.sparse_attention import get_sparse_attention
 from .tables import Table
 
 
@@ -127,7 +127,7 @@ def make_plan(
         sparse_attention = get_sparse_attention(model_or_mask)
         if sparse_attention.mask is None:
             raise ValueError("plan needs a frozen mask, but this model is still searching: freeze it first")
-        mask, causal = sparse_attention.mask, bool(sparse_attention.config.is_decoder)
+        mask, causal = sparse_attention.mask, sparse_attention.carrier.is_decoder
         head_size, probability_map = sparse_attention.head_size, sparse_attention.config.probability_map
         device, dtype = device or model_or_mask.device, dtype or model_or_mask.dtype
     length = mask.length if length is None else length

@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..checks import nearest
 from ..hub import check_available, check_path, read_config
 from ..learning.learned_mask import expand_probs, is_of_mask
+from ..learning.mask_description import SEARCH_FIELDS, MaskFields
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME, SEARCH_CONFIG_NAME, MaskFileError, check_undamaged
 from ..masks.mask_sources import check_subfolder, find_mask_files
 from ..masks.patterns import PATTERNS, build_pattern
@@ -36,12 +37,6 @@ from .importance import KEPT
 logger = logging.get_logger(__name__)
 
 MASK_ONLY = "M, 1 where the position is kept, else 0"
-# What must agree for runs to be seeds of one search.
-SEARCH_FIELDS = (
-    "search", "mask_form", "mask_constant", "mask_logit_scale", "temperature", "temperature_end", "noise_scale",
-    "share_noise", "hard", "symmetric", "share_layers", "sparsity_weight", "target_sparsity", "sparsity_scope",
-    "initial_decay", "initial_sparsity", "sparsity_warmup", "sparsity_ramp",
-)  # fmt: skip
 
 
 class NoMaskError(ValueError):
@@ -58,18 +53,18 @@ class SavedMask:
             Folder or Hub id.
         mask ([`SparseMask`]):
             The frozen mask, or what a search would freeze to now.
-        config ([`SparseBertConfig`], *optional*):
-            Configuration of the model; `None` for a mask alone, or one beside a model of another architecture.
+        config ([`MaskFields`], *optional*):
+            What describes the mask; `None` for a mask alone, or one beside a model of another architecture.
     """
 
     source: str
     mask: SparseMask
-    config: SparseBertConfig | None
+    config: MaskFields | None
 
     @property
     def is_decoder(self) -> bool:
         """Whether the model is a decoder, which removes future keys as well."""
-        return self.config is not None and bool(self.config.is_decoder)
+        return bool(getattr(self.config, "is_decoder", False))
 
     @property
     def token_mixers(self) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ from ..attention.choosing.choice import ATTENTION_NAMES
 from ..attention.probability_maps import PROBABILITY_MAPS
 from ..data.tasks import TASKS
 from ..hub import HubArguments
+from ..learning.mask_description import MASK_FORMS
 from ..learning.searches import SEARCHES
 from ..learning.selection import SCOPES
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
 from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS
-from ..models.bert.configuration_sparsebert import MASK_FORMS, SparseBertConfig
+from ..models.bert.configuration_sparsebert import SparseBertConfig
 from ..models.bert.token_mixers import MIXERS
 from ..models.lengthening import METHODS
 from ..training.recipes import recipe_names

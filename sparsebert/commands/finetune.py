@@ -7,7 +7,7 @@ Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--s
 """
 
 from ..analysis.reporting.reports import read_metrics, report_tables
-from ..models.bert.configuration_sparsebert import STATE_FIELDS
+from ..learning.mask_description import STATE_FIELDS
 from ..training.finetuning.finetuning_runs import SECTIONS, finetune
 from ._command import Command, Printing, Results
 

@@ -13,7 +13,7 @@ from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
-from ..models.saving import get_sparse_attention
+from ..models.sparse_attention import get_sparse_attention
 from ..training.runs.run_folders import is_half_written, run_folder
 from ._command import Command, Results, needed
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ..analysis.reporting.reports import report_tables
-from ..models.attaching import PATTERN_FIELDS, allowed_fields
-from ..models.bert.configuration_sparsebert import STATE_FIELDS
+from ..learning.mask_description import PATTERN_FIELDS, STATE_FIELDS, allowed_fields
 from ..training.pretraining.pretraining_run import SECTIONS, pretrain
 from ._command import Command, Printing, Results
 

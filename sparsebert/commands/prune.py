@@ -9,7 +9,7 @@ same command is run again, it continues where it stopped.
 """
 
 from ..files import locked_output
-from ..models.bert.configuration_sparsebert import STATE_FIELDS
+from ..learning.mask_description import STATE_FIELDS
 from ..training.finetuning.finetuning_runs import SECTIONS
 from ..training.pruning.pruning_run import PruningArguments, prune_run, pruning_table
 from ..training.recipes import load_recipe

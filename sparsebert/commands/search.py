@@ -11,8 +11,8 @@ search `mask_probs.safetensors`.
 
 import dataclasses
 
+from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
-from ..models.attaching import allowed_fields
 from ..training.searching.search_arguments import FIELDS, SECTIONS
 from ..training.searching.search_run import agreement_table, search_post_hoc
 from ._command import Command, Printing, Results, advising

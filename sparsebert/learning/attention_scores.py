@@ -31,8 +31,8 @@ class AttentionScores:
         """Make a model return its attention probabilities, and collect them in every training batch."""
         sparse_attention = sparse_attention_of(model)
         sparse_attention.return_weights()
-        modules, config = _attention_modules(model, sparse_attention), sparse_attention.config
-        shape = (len(modules), config.num_attention_heads, config.mask_length, config.mask_length)
+        modules, length = _attention_modules(model, sparse_attention), sparse_attention.config.mask_length
+        shape = (len(modules), sparse_attention.carrier.num_heads, length, length)
         self._hooks = [
             module.register_forward_hook(self._hook(layer, shape), with_kwargs=True)
             for layer, module in enumerate(modules)

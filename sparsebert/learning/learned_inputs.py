@@ -44,7 +44,7 @@ def drawn_inputs(
     if search.mask_form == "multiplicative":
         special = special_rows(inputs, search.special_tokens, search.last_token)
         gate = search.expand(sample, num_keys, off=0.0, on=1.0)[:, None, :, first_row:]
-        gate = set_entries(gate, special, search.diagonal, on=1.0, off=0.0)
+        gate = set_entries(gate, special, search.fixed_diagonal, on=1.0, off=0.0)
         bias = with_cuts(torch.zeros(1, 1, inputs.num_queries, num_keys, device=inputs.device), inputs)
         return {"gate": gate.unbind(0), "bias": (bias,)}
     if not merged and _by_distance(search, inputs):
@@ -52,7 +52,7 @@ def drawn_inputs(
         return _distance_inputs(search, values, inputs, off=-search.mask_constant, start=True)
     special_tokens, apart = _apart(search, inputs)
     bias = search.bias(sample, noisy, num_keys)[:, :, first_row:]
-    bias = fix_entries(bias, inputs, special_tokens, search.diagonal, off=-search.mask_constant)  # (L, H, n, m)
+    bias = fix_entries(bias, inputs, special_tokens, search.fixed_diagonal, off=-search.mask_constant)  # (L, H, n, m)
     if merged:
         return {"bias": tuple(replace(inputs, **apart).merged(layer) for layer in bias)}
     return {"learned": bias.unbind(0), **apart}
@@ -63,7 +63,11 @@ def _apart(search, inputs):
     first, last = real_tokens(inputs, search.special_tokens, search.last_token)
     # Position 0 is a special token or padding.
     special_tokens = search.special_tokens if last is None else "first"
-    return special_tokens, {"first_token": first, "last_token": last, "learned_diagonal": search.diagonal is None}
+    return special_tokens, {
+        "first_token": first,
+        "last_token": last,
+        "learned_diagonal": search.fixed_diagonal is None,
+    }
 
 
 def _by_distance(search, inputs):
@@ -82,7 +86,7 @@ def _distance_inputs(search, values, inputs, off, start):
     if inputs.padding is not None and not start:
         positions = positions[1:]
     special = torch.tensor(positions, dtype=torch.int64, device=inputs.device)
-    diagonal = None if search.diagonal is None else 0.0 if search.diagonal else off
+    diagonal = None if search.fixed_diagonal is None else 0.0 if search.fixed_diagonal else off
     layers = search.at_distances(values, inputs.num_keys, off)
     return {"learned": tuple(OffsetBias(layer, search.tile, special, diagonal) for layer in layers), **apart}
 
@@ -96,13 +100,13 @@ def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> d
     keep = search.expand(learned.kept.float(), num_keys, off=0.0, on=1.0)[:, None, :, first_row:] > 0
     if inputs.causal:
         keep = keep & causal_entries(inputs)
-    prepared = bias_and_live(keep, inputs, search.special_tokens, search.last_token, search.diagonal)
+    prepared = bias_and_live(keep, inputs, search.special_tokens, search.last_token, search.fixed_diagonal)
     if not training:
         return prepared
     probs = torch.sigmoid(learned.alpha() / learned.temperature())
     bias = search.zeros(probs, num_keys)[:, None]
     special = special_rows(inputs, search.special_tokens, search.last_token)
-    bias = set_entries(bias[..., first_row:, :], special, search.diagonal, on=0.0, off=0.0)
+    bias = set_entries(bias[..., first_row:, :], special, search.fixed_diagonal, on=0.0, off=0.0)
     biases = tuple(fixed + zeros for fixed, zeros in zip(prepared["bias"], bias.unbind(0), strict=True))
     return prepared | {"bias": biases}
 

@@ -6,7 +6,6 @@ Letters: L layers (1 when shared), H heads, n mask length, K learned parameters 
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +131,8 @@ class LearnedMask:
 
     Args:
         search ([`MaskSearch`]): The rules of the search.
-        logits (`torch.Tensor` of shape `(L, H, K)`): The stored logits theta; alpha is `logit_scale` * theta.
+        logits (`torch.Tensor` of shape `(L, H, K)`): The stored logits theta; alpha is
+            `mask_logit_scale` * theta.
         progress (`torch.Tensor`): Fraction of the search that is done, a 0-dimensional tensor in [0, 1].
     """
 
@@ -145,11 +145,11 @@ class LearnedMask:
         """This mask with the last token of each sequence special, if position n - 1 is."""
         if self.search.last_token == "real":
             return self
-        return LearnedMask(replace(self.search, last_token="real"), self.logits, self.progress)
+        return LearnedMask(self.search.changed(last_token="real"), self.logits, self.progress)
 
     def alpha(self) -> torch.Tensor:
         """Mask logits `(L, H, K)`, float32."""
-        return self.search.logit_scale * self.logits.float()
+        return self.search.mask_logit_scale * self.logits.float()
 
     @property
     def kept(self) -> torch.Tensor:
@@ -215,7 +215,7 @@ class LearnedMask:
         """P of every entry, fixed ones included: `(L, H, n, n)`, float32, on the CPU."""
         search = self.search
         probs = search.expand(self.probs().cpu(), search.length, off=0.0, on=1.0)
-        return fill_fixed_entries(probs, search.special_tokens, search.diagonal)
+        return fill_fixed_entries(probs, search.special_tokens, search.fixed_diagonal)
 
     @torch.no_grad()
     def found_probs(self) -> torch.Tensor:
@@ -271,11 +271,11 @@ class LearnedMask:
         if probs.isnan().any():
             raise FloatingPointError("mask_logits: the probabilities of the mask are NaN, so no mask can be chosen")
         if threshold is None and sparsity is None:
-            if search.pruning:
+            if search.pruned:
                 return self.kept.cpu()
             if search.target_sparsity is not None:
                 sparsity = self.current_sparsity().item()
-        if search.pruning and sparsity is not None and sparsity < (least := self.thresholded_mask().sparsity):
+        if search.pruned and sparsity is not None and sparsity < (least := self.thresholded_mask().sparsity):
             raise ValueError(f"sparsity must be at least {least:.4f}, what pruning has removed, got {sparsity!r}")
         if sparsity is not None and search.has_budget:
             return self._within_budget(sparsity).cpu()

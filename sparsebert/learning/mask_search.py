@@ -7,7 +7,7 @@ probability.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import initialization as init
 from ..masks.expansion import (
     SPECIAL_TOKENS,
     check_length,
+    default_length_policy,
     expand,
     fixed_entries,
     num_empty_rows,
@@ -24,8 +25,9 @@ from ..masks.expansion import (
     token_pairs,
 )
 from ..masks.mask_files import check_sizes
-from ..masks.sparse_mask import SparseMask
+from ..masks.sparse_mask import DIAGONALS, SparseMask
 from .decided_entries import DecidedEntries, TiedEntries, VerticalSlash
+from .mask_description import OWN_FIELDS, Carrier, MaskDescription, MaskFields
 from .searches import SEARCHES, hard_log_bias, mask_bias, num_parameters, parameter_distance, to_sparse_mask
 
 
@@ -36,121 +38,88 @@ INITIAL_STD = 1e-3
 PENALIZED = "_sparsebert_penalized"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MaskSearch:
+@dataclass(kw_only=True, eq=False)
+class MaskSearch(MaskDescription):
     """
-    The settings of a search, made once from a configuration. The logits are not part of it: [`LearnedMask`] combines
-    the two.
-
-    Args:
-        name (`str`): A key of `SEARCHES`.
-        num_layers (`int`): L.
-        num_heads (`int`): H.
-        length (`int`): n.
-        special_tokens (`str`): Tokens whose rows and columns are always on: `"none"`, `"first"` or `"first_last"`.
-        last_token (`str`): `"real"` or `"position"`, see [`SparseMask`].
-        diagonal (`bool`, *optional*): Whether the diagonal is always on or always off. `None` learns it.
-        length_policy (`str`): What happens to longer inputs: `"extend"`, `"dense"` or `"error"`.
-        symmetric (`bool`): Whether alpha_ij = alpha_ji in a table, and whether a token in `"vertical_slash"` has one
-            parameter for its column and its row.
-        block_size (`int`, *optional*): Tile size of the form `"blocks"`.
-        mask_form (`str`): How the mask enters attention: `"additive"`, `"log"` or `"multiplicative"`.
-        mask_constant (`float`): c of the additive form and of hard samples.
-        logit_scale (`float`): alpha is this times the stored logits.
-        hard (`bool`): Whether samples are rounded to 0 and 1 (straight-through). With a target and without noise they
-            are the entries of the largest P that make up the budget.
-        noise_scale (`float`): Factor of the Gumbel noise. 0 uses P itself.
-        share_noise (`bool`): Whether the processes of a distributed training sample one mask, see [`gumbel_noise`].
-        temperature (`float`): tau at the start of the search.
-        temperature_end (`float`): tau at its end.
-        initial_decay (`float`): How fast the initial logits fall with the logarithm of the distance.
-        sparsity_weight (`float`): lambda of the penalty. Not used with a target.
-        target_sparsity (`float`, *optional*): Fraction of entries to remove, instead of a penalty.
-        sparsity_scope (`str`): Whether the target is that of every head (`"head"`) or of all together (`"global"`).
-        initial_sparsity (`float`, *optional*): Sparsity that the search starts from. Defaults to the target.
-        sparsity_warmup (`float`): Fraction of the search after which sparsity starts to grow.
-        sparsity_ramp (`float`): Fraction of the search after which it has reached the target.
-        allow_empty_rows (`bool`): Whether pruning may remove the last entry of a row.
-        pruning (`bool`): Whether the mask is being pruned: what has not been removed is on, nothing is sampled.
+    The description of a search with all its defaults, made once for a model by [`described_search`]. The logits are
+    not part of it: [`LearnedMask`] combines the two.
 
     Attributes:
+        num_layers (`int`): L.
+        num_heads (`int`): H.
         form (`str`): What has a parameter, see [`Search`].
+        fixed_diagonal (`bool`, *optional*): Whether the diagonal is always on or always off. `None` learns it.
         union ([`VerticalSlash`], *optional*): The entries of the form `"vertical_slash"`.
         num_parameters (`int`): K.
         num_fixed (`int`): Number of entries per head that are always on.
         num_learned (`int`): Number of entries per head that parameters decide.
         counts (`torch.Tensor` of shape `(K,)`): Number of learned entries that each parameter decides, or of which it
             is one of the parameters, float32.
-
-    Raises:
-        ValueError: If `target_sparsity` is out of reach, or the frozen mask would be too large to be saved.
     """
 
-    name: str
     num_layers: int
     num_heads: int
-    length: int
+    # What a description may leave open.
+    search: str
+    mask_length: int
     special_tokens: str
     last_token: str
-    diagonal: bool | None
+    diagonal: str
     length_policy: str
-    symmetric: bool
-    block_size: int | None
     mask_form: str
     mask_constant: float
-    logit_scale: float
     hard: bool
     noise_scale: float
-    temperature: float
     temperature_end: float
     initial_decay: float
-    sparsity_weight: float
-    target_sparsity: float | None
-    sparsity_scope: str
-    initial_sparsity: float | None
-    sparsity_warmup: float
-    sparsity_ramp: float
-    allow_empty_rows: bool
-    pruning: bool = False
-    share_noise: bool = False
-    form: str = field(init=False)
-    union: VerticalSlash | None = field(init=False)
-    num_parameters: int = field(init=False)
-    num_fixed: int = field(init=False)
-    num_learned: int = field(init=False)
-    counts: torch.Tensor = field(init=False, repr=False)
-    _cache: dict[tuple[str, torch.device], torch.Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        form = SEARCHES[self.name].form
-        size = num_parameters(form, self.length, self.symmetric, self.special_tokens, self.block_size)
-        union = None
-        if form == "vertical_slash":
-            union = VerticalSlash(self.length, self.special_tokens, self.symmetric, self.diagonal is None)
-        object.__setattr__(self, "form", form)
-        object.__setattr__(self, "union", union)
-        object.__setattr__(self, "num_parameters", size)
-        frozen = {"form": SEARCHES[self.name].frozen_form, "num_layers": self.num_layers, "num_heads": self.num_heads}
-        stored = self.length if frozen["form"] == "table" else max(size, 1)
-        check_sizes(frozen | {"length": self.length, "num_parameters": stored, "block_size": self.block_size})
+        self.form = SEARCHES[self.search].form
+        self.fixed_diagonal = DIAGONALS[self.diagonal]
+        self._cache: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self.num_parameters = num_parameters(
+            self.form, self.length, self.symmetric, self.special_tokens, self.block_size
+        )
+        self.union: VerticalSlash | None = None
+        if self.form == "vertical_slash":
+            learned_diagonal = self.fixed_diagonal is None
+            self.union = VerticalSlash(self.length, self.special_tokens, self.symmetric, learned_diagonal)
+        frozen = {
+            "form": SEARCHES[self.search].frozen_form,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "length": self.length,
+            "block_size": self.block_size if self.form == "blocks" else None,
+        }
+        stored = self.length if frozen["form"] == "table" else max(self.num_parameters, 1)
+        check_sizes(frozen | {"num_parameters": stored})
         learned_tokens = self.length - SPECIAL_TOKENS.index(self.special_tokens)
-        off_diagonal = learned_tokens * (learned_tokens - 1)
-        object.__setattr__(self, "num_learned", off_diagonal + (learned_tokens if self.diagonal is None else 0))
+        self.num_learned = learned_tokens * (learned_tokens - (self.fixed_diagonal is not None))
         # Transformers builds models on the meta device; these are data, not weights.
         with torch.device("cpu"):
-            num_fixed = num_kept(torch.zeros(1, 1, 1, dtype=torch.bool), "offsets", *self._sizes())
-            object.__setattr__(self, "num_fixed", num_fixed)
-            object.__setattr__(self, "counts", self._counts())
+            self.num_fixed = num_kept(torch.zeros(1, 1, 1, dtype=torch.bool), "offsets", *self._sizes())
+            self.counts = self._counts()
         if self.target_sparsity is not None and self.target_sparsity > self.most_sparsity:
             raise ValueError(
                 f"target_sparsity must be at most {self.most_sparsity:.4f}, got {self.target_sparsity}: special "
                 f"tokens and a kept diagonal are {self.num_fixed} of the {self.length**2} entries of a mask for "
                 f"{self.length} tokens"
             )
+        super().__post_init__()
+
+    @property
+    def name(self) -> str:
+        """A key of `SEARCHES`."""
+        return self.search
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.mask_length
 
     def _sizes(self):
         """The arguments of [`num_kept`] from `length` on, for blocks of one token."""
-        return self.length, None, SPECIAL_TOKENS.index(self.special_tokens), self.diagonal
+        return self.length, None, SPECIAL_TOKENS.index(self.special_tokens), self.fixed_diagonal
 
     def _counts(self):
         if self.union is not None:
@@ -161,15 +130,15 @@ class MaskSearch:
         num_special = SPECIAL_TOKENS.index(self.special_tokens)
         start = min(num_special, 1)
         end = max(self.length - (num_special == 2), start)
-        counts = token_pairs(start, end, self.block_size or 1, max(self.num_parameters, 1)).float()
-        if self.diagonal is None:
+        counts = token_pairs(start, end, self.tile, max(self.num_parameters, 1)).float()
+        if self.fixed_diagonal is None:
             counts[0] += end - start
         return counts[: self.num_parameters]
 
     @functools.cached_property
     def fixed(self) -> torch.Tensor:
         """Which entries are learned, see [`fixed_entries`]."""
-        return fixed_entries(self.length, self.special_tokens, self.diagonal)
+        return fixed_entries(self.length, self.special_tokens, self.fixed_diagonal)
 
     # Copies and pickles make their own cache.
     def __getstate__(self) -> dict[str, Any]:
@@ -178,7 +147,7 @@ class MaskSearch:
     @property
     def has_budget(self) -> bool:
         """Whether P is shifted to meet a target. What has been pruned has alpha = -inf, and needs no budget."""
-        return self.target_sparsity is not None and not self.pruning
+        return self.target_sparsity is not None and not self.pruned
 
     @property
     def most_sparsity(self) -> float:
@@ -199,10 +168,10 @@ class MaskSearch:
         """
         if getattr(logits, "_is_hf_initialized", False):
             return
-        init.normal_(logits, mean=0.0, std=INITIAL_STD / self.logit_scale)
+        init.normal_(logits, mean=0.0, std=INITIAL_STD / self.mask_logit_scale)
         if self.initial_decay:
             distance = parameter_distance(self.form, self.num_parameters, self.length, self.symmetric)
-            decay = self.initial_decay / self.logit_scale * distance.clamp(min=1).log()
+            decay = self.initial_decay / self.mask_logit_scale * distance.clamp(min=1).log()
             with torch.no_grad():
                 logits.sub_(decay.to(logits))
 
@@ -287,7 +256,7 @@ class MaskSearch:
     @property
     def tile(self) -> int:
         """Tokens of a tile in a Toeplitz form; 1 for `"offsets"`."""
-        return (self.block_size or 1) if self.form == "blocks" else 1
+        return self.block_size if self.form == "blocks" else 1
 
     def by_distance(self, length: int) -> bool:
         """Whether all learned entries at some input length that are as far apart, in tiles, share their parameter."""
@@ -352,7 +321,7 @@ class MaskSearch:
             self.block_size,
             special_tokens=self.special_tokens,
             last_token=self.last_token,
-            diagonal=self.diagonal,
+            diagonal=self.fixed_diagonal,
             length_policy=self.length_policy,
             metadata=metadata,
         )
@@ -365,3 +334,37 @@ class MaskSearch:
             with torch.inference_mode(False):
                 self._cache[key, device] = make().to(device)
         return self._cache[key, device]
+
+
+# Defaults of a search with a target: the temperature at its end, when P is 0 or 1 for nearly all entries; c, if its
+# samples are hard; and the decay of its initial odds with the distance.
+ANNEALED_TEMPERATURE = 0.1
+HARD_CONSTANT = 7.0
+LOCAL_DECAY = 3.0
+
+
+def described_search(description: MaskFields, carrier: Carrier) -> MaskSearch:
+    """The search of a description in a model, with all its defaults."""
+    given = {name: getattr(description, name) for name in OWN_FIELDS}
+    search = SEARCHES[given["search"]]
+    # A search with a target is annealed by default. With a penalty it samples, as in the paper.
+    targeted = description.target_sparsity is not None
+    sampled = search.stochastic and not targeted
+    hard = search.stochastic and (sampled if description.hard is None else description.hard)
+    # In a decoder the last token changes as it generates.
+    first_alone = carrier.is_decoder and search.special_tokens != "none"
+    defaults = {
+        "special_tokens": "first" if first_alone else search.special_tokens,
+        "last_token": "real",
+        "diagonal": "learned",
+        "length_policy": default_length_policy(search.frozen_form),
+        "mask_form": "log" if targeted else "additive",
+        "mask_constant": HARD_CONSTANT if targeted and hard else search.mask_constant,
+        "noise_scale": float(sampled),
+        "temperature_end": ANNEALED_TEMPERATURE if targeted and not hard else description.temperature,
+        "initial_decay": LOCAL_DECAY if targeted else 0.0,
+    }
+    given |= {name: default for name, default in defaults.items() if given[name] is None}
+    given |= {"hard": hard, "mask_constant": float(given["mask_constant"])}
+    num_layers = 1 if description.share_layers else carrier.num_layers
+    return MaskSearch(**given, num_layers=num_layers, num_heads=carrier.num_heads)

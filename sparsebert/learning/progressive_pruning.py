@@ -157,7 +157,7 @@ class ProgressivePruning(TrainerCallback):
         if sparse_attention is None:
             raise ValueError("pruning: the model carries no mask: give it a search, or the pattern 'dense'")
         config, search, backend = sparse_attention.config, sparse_attention.search, model.config._attn_implementation
-        if sparse_attention.window is not None:
+        if sparse_attention.carrier.window is not None:
             raise ValueError(f"pruning: a model of type {model.config.model_type!r} has sliding windows already")
         if search is None and sparse_attention.mask.sparsity > 0:
             raise ValueError(
@@ -297,7 +297,7 @@ class ProgressivePruning(TrainerCallback):
                 mask.length,
                 last_token=mask.last_token,
                 length_policy=table_policy(mask.length_policy),
-                metadata={"base_model": config.name_or_path or None, "pruning": self.settings},
+                metadata={"base_model": sparse_attention.carrier.name or None, "pruning": self.settings},
             )
         )
         self._attention.clear()

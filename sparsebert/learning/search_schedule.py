@@ -137,7 +137,7 @@ class SearchSchedule(TrainerCallback):
         sparse_attention = _searched_in(model)
         if sparse_attention is None or not sparse_attention.searching:
             return
-        if self.end < 1 and sparse_attention.search.pruning:
+        if self.end < 1 and sparse_attention.search.pruned:
             raise ValueError(f"search_end {self.end} has no meaning with pruning, which freezes the mask itself")
         done = self._done(state)
         sparse_attention.set_progress(min(done, 1.0))

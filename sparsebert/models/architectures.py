@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .bert.configuration_sparsebert import SparseBertConfig
+from ..learning.mask_description import Carrier, MaskDescription, default_mask_length
 
 
 # Model type to the class of its self-attention. All of them pass the keyword arguments of the base model on to the
@@ -35,12 +36,7 @@ MIXES_NEIGHBORS = ("mobilebert",)
 
 
 def check_architecture(model_type: str) -> None:
-    """
-    Check that a model type is one of the `ARCHITECTURES`.
-
-    Raises:
-        ValueError: If models of this type cannot carry a mask.
-    """
+    """Check that models of a type can carry a mask, that is, that it is one of the `ARCHITECTURES`."""
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"a model of type {model_type!r} cannot carry a mask: use one of "
@@ -56,48 +52,49 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     ]
 
 
-def describe(model: PreTrainedModel, **fields: Any) -> SparseBertConfig:
-    """
-    A [`SparseBertConfig`] for the mask of a stock model.
+def carrier_of(model: PreTrainedModel) -> Carrier:
+    """What the mask of a stock model has to know about it."""
+    config = model.config
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or getattr(config, "true_hidden_size", config.hidden_size) // heads
+    dropout = "attention_dropout" if hasattr(config, "attention_dropout") else "attention_probs_dropout_prob"
+    window, local_layers = sliding_window(config)
+    return Carrier(
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        head_size=head_size,
+        num_positions=num_positions(config),
+        is_decoder=bool(getattr(config, "is_decoder", False)),
+        dropout=getattr(config, dropout),
+        name=config.name_or_path or "",
+        revision=getattr(config, "_commit_hash", None),
+        window=window,
+        local_layers=local_layers,
+        one_layer=len(attention_modules(model)) < config.num_hidden_layers,
+    )
 
-    Args:
-        model (`PreTrainedModel`): The model, whose heads, layers, sizes and name are taken over.
-        fields: Fields of [`SparseBertConfig`] about the mask.
 
-    Raises:
-        ValueError: If `skip_padding` is set for a model that mixes neighboring tokens outside attention.
-        StrictDataclassError: If a field is out of its range, or fields exclude each other.
-    """
+def describe(model: PreTrainedModel, **fields: Any) -> MaskDescription:
+    """The description of a mask for a stock model; a `ValueError` if a field is out of its range or has no meaning."""
     config = model.config
     if fields.get("skip_padding") and config.model_type in MIXES_NEIGHBORS:
         raise ValueError(
             f"skip_padding true has no meaning for a model of type {config.model_type!r}, which mixes neighboring "
             "tokens outside attention: set it to false"
         )
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or getattr(config, "true_hidden_size", config.hidden_size) // heads
-    dropout = "attention_dropout" if hasattr(config, "attention_dropout") else "attention_probs_dropout_prob"
-    description = SparseBertConfig(
-        hidden_size=heads * head_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=heads,
-        max_position_embeddings=num_positions(config),
-        is_decoder=bool(getattr(config, "is_decoder", False)),
-        attention_probs_dropout_prob=getattr(config, dropout),
-        **fields,
-    )
-    description.name_or_path = config.name_or_path
-    description._commit_hash = getattr(config, "_commit_hash", None)
+    longest = num_positions(config)
+    if fields.get("mask_length") is None:
+        fields["mask_length"] = default_mask_length(longest)
+    try:
+        description = MaskDescription(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    description.check_carrier(bool(getattr(config, "is_decoder", False)), longest)
     return description
 
 
 def sliding_window(config: PreTrainedConfig) -> tuple[int | None, tuple[int, ...]]:
-    """
-    The layers of a model in which a token attends to its neighborhood only.
-
-    Returns:
-        `tuple`: The largest offset that these layers attend to, `None` without any, and their indices.
-    """
+    """The largest offset that a token attends to in layers with a sliding window, and the indices of these layers."""
     kinds = getattr(config, "layer_types", None) or ()
     local = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
     return (config.sliding_window, local) if local else (None, ())

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
 
-import torch
-from huggingface_hub.errors import HTTPError, StrictDataclassError
+from huggingface_hub.errors import HTTPError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -17,18 +16,16 @@ from ..attention.choosing.choice import sparse_name
 from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..checks import nearest
 from ..hub import explained
+from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
-from ..masks.mask_files import weights_changed
+from ..masks.mask_files import MaskFileError, weights_changed
 from ..masks.mask_sources import HUB_ARGUMENTS
 from ..masks.patterns import PATTERNS
 from ..masks.sparse_mask import SparseMask
-from .architectures import attention_modules, check_architecture, describe, sliding_window
-from .bert.configuration_sparsebert import OWN_FIELDS, REQUESTS, STATE_FIELDS, SparseBertConfig
-from .bert.remote_code import forget_saved_fields
-from .derived import derived_class
-from .forwards import MaskedBase
-from .masked_configs import AttachedConfig, MaskedConfigMixin
-from .saving import AttachedModel, get_sparse_attention
+from .architectures import attention_modules, carrier_of, check_architecture, describe
+from .forward_with_mask import MaskedBase
+from .model_configs import AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
+from .saving import AttachedModel
 from .sparse_attention import SparseAttention
 
 
@@ -36,46 +33,16 @@ logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Fields of the configuration: how a fixed mask is used; what defines one by its pattern; what a stock model cannot
-# have.
-MASK_FIELDS = (*REQUESTS, "allow_empty_rows", "skip_padding")
-PATTERN_FIELDS = ("pattern_kwargs", "head_configuration", "mask_seed", "mask_length")
-MODEL_FIELDS = ("probability_map", "probability_map_kwargs", "token_mixers")
+
+def make_sparse_attention(model: PreTrainedModel, mask: SparseMask | None = None, **fields: Any) -> SparseAttention:
+    """The [`SparseAttention`] of a stock model, not attached yet: a given mask, or what the fields describe."""
+    return SparseAttention(describe(model, **fields), mask, carrier_of(model))
 
 
-def allowed_fields(mask_or_search: str | None) -> tuple[str, ...]:
+def attach_module(model: PreTrainedModel, sparse_attention: SparseAttention) -> None:
     """
-    Fields of [`SparseBertConfig`] that have a meaning for a mask.
-
-    Args:
-        mask_or_search (`str`, *optional*): A key of `PATTERNS` or `SEARCHES`. Anything else is a given mask.
-    """
-    if mask_or_search in SEARCHES:
-        refused = ("search", "pattern", *STATE_FIELDS, "pattern_kwargs", "head_configuration", "mask_seed")
-        return tuple(name for name in OWN_FIELDS if name not in (*refused, *MODEL_FIELDS))
-    return MASK_FIELDS + (PATTERN_FIELDS if mask_or_search in PATTERNS else ())
-
-
-def make_sparse_attention(
-    model: PreTrainedModel, description: SparseBertConfig, mask: SparseMask | None = None
-) -> SparseAttention:
-    """
-    The [`SparseAttention`] for a model, not registered yet.
-
-    Args:
-        model (`PreTrainedModel`): The model, which says whether its layers are shared or have sliding windows.
-        description ([`SparseBertConfig`]): The model's own configuration, or that of [`describe`].
-        mask ([`SparseMask`], *optional*): The frozen mask, if there is one already.
-    """
-    window, local_layers = sliding_window(model.config)
-    shared = len(attention_modules(model)) < description.num_attention_layers
-    return SparseAttention(description, mask, window=window, local_layers=local_layers, one_layer=shared)
-
-
-def register(model: PreTrainedModel, sparse_attention: SparseAttention) -> None:
-    """
-    Register a [`SparseAttention`] on the base model, and give its self-attention modules a reference to it and the
-    base model inside a head a class whose `forward` prepares the mask.
+    Attach a [`SparseAttention`] to the base model and, as a reference, to its self-attention modules. The base model
+    inside a head gets a class whose `forward` prepares the mask.
     """
     base = model.base_model
     base.sparse_attention = sparse_attention
@@ -94,12 +61,7 @@ def _change_class(module: Any, new: Any) -> None:
 
 
 def read_mask(name: str | PathLike, **hub_arguments: Any) -> SparseMask:
-    """
-    Read the [`SparseMask`] of a folder or Hub id. `hub_arguments` are those of [`SparseMask.from_pretrained`].
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The [`SparseMask`] of a folder or Hub id; a `ValueError` if there is none."""
     name = str(name)
     if name in SEARCHES:
         raise ValueError(f"mask {name!r} is a search: give the folder or Hub id of a mask it found")
@@ -132,13 +94,8 @@ def _same_folder(one, other):
 
 def warn_of_changed_weights(source: str | PathLike, description: Path, hint: str = "") -> None:
     """
-    Say so if a model was loaded that is not the one beside which its mask was saved.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id of the model.
-        description (`Path`): The description of the mask. On the Hub the weights are by now in the same folder of the
-            cache.
-        hint (`str`, *optional*): A sentence about the cause, for the message.
+    Say so if a model was loaded that is not the one beside which its mask was saved. The weights are in the folder of
+    the description of the mask, for the Hub in the cache.
     """
     if weights_changed(description, description.parent):
         logger.warning(
@@ -168,7 +125,7 @@ def attach(
         attn_implementation (`str`, *optional*, defaults to `"sparse_auto"`): Backend. `"eager"`, `"sdpa"` and
             `"flex_attention"` mean `"sparse_eager"`, `"sparse_sdpa"` and `"sparse_flex"`.
         fields: For a mask's folder or Hub id: `revision`, `subfolder` and `token`, see [`SparseMask.from_pretrained`].
-            Fields of [`SparseBertConfig`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
+            Fields of [`MaskDescription`]. For a search: `mask_length`, `sparsity_weight`, `share_layers`, ...;
             for a pattern: `mask_length`, `pattern_kwargs`, `head_configuration`, `mask_seed`; for any mask:
             `length_policy`, `last_token`, `diagonal`, `allow_empty_rows`; for any mask or search: `skip_padding`.
 
@@ -222,33 +179,33 @@ def attach(
         and any(hasattr(part, "_hf_hook") for part in inner.modules())
     ):
         raise ValueError(f"{type(inner).__name__} is offloaded, so a search would have no weights: attach it before")
-    put_on(inner, mask, attn_implementation, **fields)
+    attach_described(inner, mask, attn_implementation, **fields)
     return model
 
 
-def put_on(model: PreTrainedModel, mask: SparseMask | None, attn_implementation: str, **fields: Any) -> None:
-    """
-    [`attach`] without its checks.
-
-    Args:
-        model (`PreTrainedModel`): The stock model, changed in place.
-        mask ([`SparseMask`], *optional*): `None` if `fields` name a search or a pattern.
-        attn_implementation (`str`): Backend.
-        fields: Fields of [`SparseBertConfig`].
-
-    Raises:
-        ValueError: If the mask does not fit the model, or a field is wrong or has no meaning here.
-    """
+def attach_described(model: PreTrainedModel, mask: SparseMask | None, attn_implementation: str, **fields: Any) -> None:
+    """[`attach`] without its checks: a given mask, or what the fields describe."""
     if mask is not None:
         fields |= {"frozen": True, "mask_length": mask.length}
-    try:
-        description = describe(model, **fields)
-    except StrictDataclassError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    sparse_attention = make_sparse_attention(model, description, mask)
+    sparse_attention = make_sparse_attention(model, mask, **fields)
     _own_configs(model)
-    register(model, sparse_attention.to(model.device).train(model.training))
-    become_attached(model, attn_implementation)
+    attach_module(model, sparse_attention.to(model.device).train(model.training))
+    attach_class(model, attn_implementation)
+
+
+def attach_saved(
+    source: str | PathLike,
+    model: PreTrainedModel,
+    mask: SparseMask | None,
+    attn_implementation: str | None = None,
+    **fields: Any,
+) -> None:
+    """[`attach_described`] for a mask or search from a file, named in an error about it."""
+    try:
+        # Empty rows were accepted when the mask was frozen.
+        attach_described(model, mask, sparse_name(attn_implementation), **{"allow_empty_rows": True} | fields)
+    except ValueError as error:
+        raise MaskFileError(f"{source}: {error}") from error
 
 
 def _own_configs(model: PreTrainedModel) -> None:
@@ -260,8 +217,8 @@ def _own_configs(model: PreTrainedModel) -> None:
             attributes["config"] = copy.deepcopy(config, copies)
 
 
-def become_attached(model: PreTrainedModel, attn_implementation: str) -> None:
-    """Give a model that has been registered the class of an attached model, and its attention implementation."""
+def attach_class(model: PreTrainedModel, attn_implementation: str) -> None:
+    """Give a model with an attached module the class of an attached model, and its attention implementation."""
     vars(model)["_stock_attention"] = model.config._attn_implementation
     configs: Any = (model.config, model.base_model.config)
     for config in configs:
@@ -291,7 +248,7 @@ def detach(model: Model) -> Model:
         hint = "there is nothing to detach"
         if isinstance(base, AttachedModel):
             hint = f"it was attached to its {type(base).__name__}, which is to be given"
-        elif sparse_attention_of(inner) is not None and not isinstance(inner.config, SparseBertConfig):
+        elif sparse_attention_of(inner) is not None and inner.config.model_type != "sparsebert":
             hint = "it was attached to a model with a head that contains this one, which is to be given"
         raise ValueError(f"no mask was attached to this {type(inner).__name__}: {hint}")
     attached: Any = inner
@@ -306,30 +263,3 @@ def detach(model: Model) -> Model:
             part.config.__class__ = part.config.stock_class
     attached.set_attn_implementation(attributes.pop("_stock_attention"))
     return model
-
-
-def sparsity_loss(model: nn.Module) -> torch.Tensor:
-    """
-    The penalty `lambda * ||M||_1` on the mask sampled in the last training forward, for loops that compute their own
-    loss. A loss of several forwards needs it once.
-
-    Args:
-        model (`PreTrainedModel`): A model with a mask.
-
-    Returns:
-        `torch.Tensor`: A scalar to add to the loss; 0 if nothing was sampled or the search has a target.
-    """
-    return get_sparse_attention(model).sparsity_loss()
-
-
-def sparsity(model: nn.Module) -> float:
-    """
-    Fraction of attention entries that the mask of a model removes at its own length.
-
-    Args:
-        model (`PreTrainedModel`): A model with a frozen mask, or with a search, which is thresholded for this.
-
-    Returns:
-        `float`
-    """
-    return get_sparse_attention(model).sparsity()

@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME
 from ..masks.mask_cards import CARD_NAME, describe_mask, make_card, mask_limits, mask_tags, save_card
 from ..version import __version__
 from .bert.configuration_sparsebert import SparseBertConfig
-from .bert.remote_code import runs_without_package
+from .model_configs import runs_without_package
 
 
 # The Hub's task of a model, by the end of the name of its class.

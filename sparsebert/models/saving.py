@@ -1,6 +1,5 @@
 """What all models with a mask have in common, and what they save: one state of the mask per folder and repository."""
 
-import json
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..files import replace_files
+from ..learning.mask_description import OWN_FIELDS, search_file
 from ..masks.mask_cards import CARD_NAME
 from ..masks.mask_files import (
     MASK_CONFIG_NAME,
@@ -23,11 +21,11 @@ from ..masks.mask_files import (
 )
 from ..masks.pushing import push_folder
 from ..masks.sparse_mask import SparseMask
-from .bert.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
-from .derived import Derived
-from .forwards import MaskedForward
+from .bert.configuration_sparsebert import SparseBertConfig
+from .forward_with_mask import MaskedForward
 from .model_cards import save_model_card
-from .sparse_attention import SparseAttention
+from .model_configs import Derived
+from .sparse_attention import SparseAttention, get_sparse_attention
 
 
 if TYPE_CHECKING:
@@ -36,21 +34,6 @@ else:
     _ModelBase = object
 
 HUB_UPLOAD_ARGUMENTS = ("repo_id", "commit_message", "private", "revision", "create_pr", "commit_description", "tags")
-
-
-def get_sparse_attention(model: nn.Module) -> SparseAttention:
-    """
-    The [`SparseAttention`] of a base model or head.
-
-    Raises:
-        ValueError: If the model carries no mask.
-    """
-    sparse_attention, inner = sparse_attention_of(model), without_adapters(model)
-    if not hasattr(inner, "base_model"):
-        raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
-    if sparse_attention is None:
-        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
-    return sparse_attention
 
 
 def save_with_adapter(sparse_attention: SparseAttention, folder: Path) -> None:
@@ -68,13 +51,8 @@ def save_with_adapter(sparse_attention: SparseAttention, folder: Path) -> None:
         logits = sparse_attention.mask_logits.detach().cpu().contiguous()
         weights = safetensors.torch.save({"mask_logits": logits})
         replace_files(
-            {folder / SEARCH_CONFIG_NAME: _search_fields(sparse_attention), folder / MASK_LOGITS_NAME: weights}
+            {folder / SEARCH_CONFIG_NAME: search_file(sparse_attention.config), folder / MASK_LOGITS_NAME: weights}
         )
-
-
-def _search_fields(sparse_attention):
-    fields = {name: getattr(sparse_attention.config, name) for name in OWN_FIELDS}
-    return (json.dumps(fields, indent=2) + "\n").encode()
 
 
 class SparseModelMixin(MaskedForward, _ModelBase):
@@ -143,8 +121,7 @@ class SparseModelMixin(MaskedForward, _ModelBase):
         """Have the configuration describe the mask, which another head that shares the encoder may have changed."""
         found = self.sparse_attention.config
         if isinstance(self.config, SparseBertConfig) and found is not self.config:
-            for name in OWN_FIELDS:
-                setattr(self.config, name, getattr(found, name))
+            self.config.changed(**{name: getattr(found, name) for name in OWN_FIELDS})
 
     def _check_layers(self):
         """Raise a `ValueError` before a folder is written that cannot be loaded."""
@@ -218,7 +195,7 @@ class AttachedModel(Derived, SparseModelMixin):
     def _save_mask(self, folder):
         super()._save_mask(folder)
         if self.sparse_attention.searching:
-            replace_files({folder / SEARCH_CONFIG_NAME: _search_fields(self.sparse_attention)})
+            replace_files({folder / SEARCH_CONFIG_NAME: search_file(self.sparse_attention.config)})
 
     def _contradicting_files(self):
         names = super()._contradicting_files()

@@ -16,19 +16,19 @@ from transformers.utils import logging
 from ..attention.backends import BACKENDS
 from ..attention.choosing.choice import check_backend, choose_backend
 from ..attention.mask_inputs import MaskInputs
+from ..attention.model_masks import sparse_attention_of, without_adapters
 from ..attention.packed_batches import DocumentSpans
 from ..attention.probability_maps import Float32Module, ProbabilityMap
 from ..attention.windows import local_inputs
 from ..learning.learned_inputs import drawn_inputs, pruned_inputs, thresholded_inputs
 from ..learning.learned_mask import LearnedMask
-from ..learning.mask_search import MaskSearch
+from ..learning.mask_description import HELD_BY_MASK, STATE_FIELDS, Carrier, MaskFields, pattern_mask
+from ..learning.mask_search import MaskSearch, described_search
 from ..learning.searches import SEARCHES
 from ..masks.compiled_forms import with_real_last
 from ..masks.exported import exporting
 from ..masks.mask_files import check_metadata
 from ..masks.sparse_mask import SparseMask
-from .bert.configuration_sparsebert import REQUESTS, SparseBertConfig
-from .described_masks import described_search, pattern_mask, requests, with_changes
 
 
 logger = logging.get_logger(__name__)
@@ -49,11 +49,11 @@ class SparseAttention(Float32Module):
     there are no logits. A model whose mask has not been read from its file yet has neither.
 
     Args:
-        config ([`SparseBertConfig`]): Describes the search, or the fixed pattern.
+        config ([`SparseBertConfig`] or [`MaskDescription`]): Describes the search, or the fixed pattern, and what has
+            become of it. That of a SparseBERT is its configuration.
         mask ([`SparseMask`], *optional*): The frozen mask, used as the configuration says.
-        window (`int`, *optional*): Largest offset that a token attends to in the layers `local_layers`.
-        local_layers (`Collection[int]`, *optional*): Indices of the layers with a sliding window.
-        one_layer (`bool`, *optional*, defaults to `False`): Whether all layers are the same module, with one mask.
+        carrier ([`Carrier`], *optional*): What has to be known about the model. Defaults to that of the configuration
+            of a SparseBERT.
 
     Attributes:
         mask_logits (`torch.nn.Parameter` of shape `(L, H, K)`): The stored logits, or `None`.
@@ -65,35 +65,24 @@ class SparseAttention(Float32Module):
         num_layers (`int`): Number of layers with attention.
         weights_wanted (`bool`): Whether every forward returns attention probabilities, see
             [`~SparseAttention.return_weights`].
-
-    Raises:
-        ValueError: If the configuration asks for a mask per layer where all layers are the same module, or `mask` or
-            the pattern does not fit the model, see [`~SparseAttention.set_mask`].
     """
 
     mask_logits: nn.Parameter | None
     probability_map: ProbabilityMap
 
-    def __init__(
-        self,
-        config: SparseBertConfig,
-        mask: SparseMask | None = None,
-        *,
-        window: int | None = None,
-        local_layers: Collection[int] = (),
-        one_layer: bool = False,
-    ) -> None:
-        if one_layer and not config.share_layers:
+    def __init__(self, config: MaskFields, mask: SparseMask | None = None, carrier: Carrier | None = None) -> None:
+        if carrier is None:
+            carrier = config.carrier  # type: ignore[attr-defined]  # of a SparseBertConfig
+        assert carrier is not None
+        if carrier.one_layer and not config.share_layers:
             raise ValueError(f"share_layers must be true: {ONE_LAYER}")
         super().__init__()
         self.config = config
-        self.window = window
-        self.local_layers = tuple(local_layers)
-        self.one_layer = one_layer
-        self.head_size = config.hidden_size // config.num_attention_heads
-        self.num_layers = config.num_attention_layers
+        self.carrier = carrier
+        self.head_size = carrier.head_size
+        self.num_layers = carrier.num_layers
         self.probability_map = ProbabilityMap(
-            config.probability_map, config.probability_map_kwargs, self.num_layers, config.num_attention_heads
+            config.probability_map, config.probability_map_kwargs, self.num_layers, carrier.num_heads
         )
         self.search: MaskSearch | None = None
         done = 1.0 if config.search_progress is None else config.search_progress
@@ -104,13 +93,13 @@ class SparseAttention(Float32Module):
         self._sample: torch.Tensor | None = None
         self.register_parameter("mask_logits", None)
         if mask is not None:
-            self.load_mask(mask, search=mask.metadata.get("search"))
+            self.set_mask(config.used(mask), search=mask.metadata.get("search"))
         elif config.pattern is not None:
             # Transformers builds models on the meta device; a mask is data, not a weight.
             with torch.device("cpu"):
-                self._use_mask(pattern_mask(config))
+                self._use_mask(pattern_mask(config, carrier))
         elif not config.frozen:
-            self.search = described_search(config)
+            self.search = described_search(config, carrier)
             shape = (self.search.num_layers, self.search.num_heads, self.search.num_parameters)
             # Whatever the dtype of the model: steps of a search are too small for half precision.
             self.mask_logits = nn.Parameter(torch.empty(shape, dtype=torch.float32))
@@ -168,30 +157,24 @@ class SparseAttention(Float32Module):
         self._scheduled = True
 
     def record_progress(self) -> None:
-        """
-        Write into the configuration how much of the search is done, and on which model, for one that is about to be
-        saved.
-        """
-        config, done = self.config, self.progress.item() if self.searching else 1.0
-        config.search_progress = None if done == 1.0 else done
-        config.base_model, config.base_model_revision = self._base() if self.searching else (None, None)
+        """Describe how much of the search is done, and on which model, before the model is saved."""
+        done = self.progress.item() if self.searching else 1.0
+        base_model, revision = self._base() if self.searching else (None, None)
+        self.config = self.config.changed(
+            search_progress=None if done == 1.0 else done, base_model=base_model, base_model_revision=revision
+        )
 
     def _base(self) -> tuple[str, str | None]:
         """The model that the search began with, `""` for a new one, and its revision."""
         config = self.config
         if config.base_model is not None:  # the search was saved and loaded since
             return config.base_model, config.base_model_revision
-        return config.name_or_path or "", getattr(config, "_commit_hash", None)
+        return self.carrier.name, self.carrier.revision
 
     def start_pruning(self) -> None:
-        """
-        Stop sampling the searched mask: from now on every entry that [`LearnedMask.prune`] has not removed is on.
-
-        Raises:
-            ValueError: If the mask is frozen.
-        """
-        self.search, self._sample = replace(self._learned_mask().search, pruning=True), None
-        self.config.pruned = True
+        """Stop sampling the searched mask: from now on all that [`LearnedMask.prune`] has not removed is on."""
+        self.search, self._sample = self._learned_mask().search.changed(pruned=True), None
+        self.config = self.config.changed(pruned=True)
 
     def set_mask(self, mask: SparseMask, search: str | None = None) -> None:
         """
@@ -213,30 +196,21 @@ class SparseAttention(Float32Module):
         if not self.num_layers:
             raise ValueError("no layer of this model has attention (token_mixers): it cannot carry a mask")
         self._use_mask(mask)
-        config = self.config
-        config.frozen, config.pruned, config.search_progress = True, False, None
-        config.base_model = config.base_model_revision = None
-        config.pattern = config.pattern_kwargs = config.head_configuration = None
-        config.search = search if search in SEARCHES else None
-        config.mask_length = mask.length
-        for name in REQUESTS:
-            setattr(config, name, None)
-
-    def load_mask(self, mask: SparseMask, search: str | None = None) -> None:
-        """[`~SparseAttention.set_mask`] for a mask from a file, used as the configuration asks."""
-        self.set_mask(with_changes(mask, **requests(self.config)), search)
+        state: dict[str, Any] = dict.fromkeys((*STATE_FIELDS, *HELD_BY_MASK))
+        state |= {"frozen": True, "pruned": False, "search": search if search in SEARCHES else None}
+        self.config = self.config.changed(**state, mask_length=mask.length)
 
     def _use_mask(self, mask: SparseMask) -> None:
-        config = self.config
-        mask.check_fits(self.num_layers, config.num_attention_heads)
-        if self.one_layer and mask.num_layers > 1:
+        carrier = self.carrier
+        mask.check_fits(self.num_layers, carrier.num_heads)
+        if carrier.one_layer and mask.num_layers > 1:
             raise ValueError(f"the mask is for {mask.num_layers} layers, but {ONE_LAYER}")
-        if config.is_decoder and mask.special_tokens == "first_last":
+        if carrier.is_decoder and mask.special_tokens == "first_last":
             raise ValueError("special_tokens 'first_last' is undefined in a decoder: use 'first' or 'none'")
-        if not config.allow_empty_rows:
+        if not self.config.allow_empty_rows:
             mask.check_rows()
-            if self.window is not None:
-                mask.check_rows(self.window)
+            if carrier.window is not None:
+                mask.check_rows(carrier.window)
         self._mask = mask
         self.search = self.mask_logits = self._sample = None
 
@@ -375,8 +349,8 @@ class SparseAttention(Float32Module):
         Raises:
             ValueError: If the backend cannot do this.
         """
-        config, learned = self.config, self.learned
-        sampling = learned is not None and self.training and not learned.search.pruning
+        config, carrier, learned = self.config, self.carrier, self.learned
+        sampling = learned is not None and self.training and not learned.search.pruned
         mask = self._frozen_mask() if learned is None else None
         if documents is not None:  # whose position n - 1 is that of their last token
             learned = learned and learned.with_real_last()
@@ -385,7 +359,7 @@ class SparseAttention(Float32Module):
         if exported and learned is not None:
             raise ValueError(SEARCHING)
         wanted = self._wanted(needs, sampling) | ({"export"} if exported else set())
-        causal = bool(config.is_decoder)
+        causal = carrier.is_decoder
         # Only a measurement depends on it; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" and not exported else 1
         if not self.num_layers:
@@ -393,29 +367,29 @@ class SparseAttention(Float32Module):
             return MaskInputs(name, num_queries, num_keys, device, mask, padding)
         sizes = (0, 0) if exported else (num_queries, num_keys)  # symbols say nothing
         drops = True if dropout > 0 else False  # a branch, since a compiled graph takes `bool` for a variable
-        shape = (batch, config.num_attention_heads, *sizes, self.head_size)
+        shape = (batch, carrier.num_heads, *sizes, self.head_size)
         request = (device.type, dtype, *shape, drops, torch.is_grad_enabled(), padding is not None, causal)
         backend = choose_backend(name, mask, *request, frozenset(wanted), config.probability_map, device.index)
         maps = self.probability_map(num_keys)
         inputs = MaskInputs(backend, num_queries, num_keys, device, mask, padding, causal, probability_map=maps)
-        seeded = self.num_layers if dropout and not self.one_layer else 0
+        seeded = self.num_layers if dropout and not carrier.one_layer else 0
         inputs = replace(inputs, dropout_layers=seeded, documents=documents)
         if learned is None:
             assert mask is not None
             prepared = BACKENDS[backend].prepare(mask, inputs)
-        elif learned.search.pruning:
+        elif learned.search.pruned:
             prepared = pruned_inputs(learned, inputs, self.training)
         else:
-            merged = backend != "sparse_sdpa" or "additive" in needs or self.window is not None
+            merged = backend != "sparse_sdpa" or "additive" in needs or carrier.window is not None
             if sampling:
                 prepared = self._sampled(learned, inputs, merged)
             else:
                 prepared = thresholded_inputs(learned, inputs, merged)
         inputs = replace(inputs, **prepared)
-        if self.window is None:
+        if carrier.window is None:
             return inputs
-        local = local_inputs(inputs, self.window, name, request, wanted)
-        return replace(inputs, local=local, local_layers=self.local_layers)
+        local = local_inputs(inputs, carrier.window, name, request, wanted)
+        return replace(inputs, local=local, local_layers=carrier.local_layers)
 
     def _wanted(self, needs: Collection[str], sampling: bool) -> set[str]:
         """What the backend must be able to do: keys of `WANTED`."""
@@ -424,7 +398,7 @@ class SparseAttention(Float32Module):
             wanted.add("weights")
         if self.search is None:
             return wanted
-        if not sampling or self.window is not None:
+        if not sampling or self.carrier.window is not None:
             wanted.add("additive")  # a window comes on top of the sampled mask
         if sampling:
             wanted.add("learned")
@@ -443,3 +417,40 @@ class SparseAttention(Float32Module):
         previous = None if torch.compiler.is_compiling() else self._sample
         self._sample, noisy = learned.draw(previous)
         return drawn_inputs(search, self._sample, noisy, inputs, merged)
+
+
+def get_sparse_attention(model: nn.Module) -> SparseAttention:
+    """The [`SparseAttention`] of a base model or head; a `ValueError` if it carries no mask."""
+    sparse_attention, inner = sparse_attention_of(model), without_adapters(model)
+    if not hasattr(inner, "base_model"):
+        raise ValueError(f"expected a model of transformers, got {type(inner).__name__}")
+    if sparse_attention is None:
+        raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
+    return sparse_attention
+
+
+def sparsity_loss(model: nn.Module) -> torch.Tensor:
+    """
+    The penalty `lambda * ||M||_1` on the mask sampled in the last training forward, for loops that compute their own
+    loss. A loss of several forwards needs it once.
+
+    Args:
+        model (`PreTrainedModel`): A model with a mask.
+
+    Returns:
+        `torch.Tensor`: A scalar to add to the loss; 0 if nothing was sampled or the search has a target.
+    """
+    return get_sparse_attention(model).sparsity_loss()
+
+
+def sparsity(model: nn.Module) -> float:
+    """
+    Fraction of attention entries that the mask of a model removes at its own length.
+
+    Args:
+        model (`PreTrainedModel`): A model with a frozen mask, or with a search, which is thresholded for this.
+
+    Returns:
+        `float`
+    """
+    return get_sparse_attention(model).sparsity()

@@ -6,27 +6,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils import hub, logging
 
 from ..attention.choosing.choice import ATTENTION_NAMES, sparse_name
 from ..attention.model_masks import sparse_attention_of
+from ..learning.mask_description import MASK_FIELDS, read_search
 from ..masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
-from .architectures import ARCHITECTURES, describe
+from .architectures import ARCHITECTURES
 from .attaching import (
-    MASK_FIELDS,
-    become_attached,
+    attach_class,
+    attach_module,
+    attach_saved,
     make_sparse_attention,
-    put_on,
-    register,
     warn_of_changed_weights,
 )
-from .bert.configuration_sparsebert import SparseBertConfig, read_search
-from .bert.remote_code import NOTE_FIELD, forget_saved_fields, warn_of_missing_mask
-from .derived import Derived
+from .bert.configuration_sparsebert import SparseBertConfig
+from .model_configs import NOTE_FIELD, Derived, forget_saved_fields, warn_of_missing_mask
 
 
 logger = logging.get_logger(__name__)
@@ -47,10 +45,9 @@ def _searching_class(model_class: Any, source: Any, fields: dict[str, Any]) -> A
         def post_init(self):
             if sparse_attention_of(self) is None:
                 try:
-                    sparse_attention = make_sparse_attention(self, describe(self, **fields))
-                except (ValueError, StrictDataclassError) as error:
-                    raise MaskFileError(f"{source}: {' '.join(str(error).split())}") from error
-                register(self, sparse_attention)
+                    attach_module(self, make_sparse_attention(self, **fields))
+                except ValueError as error:
+                    raise MaskFileError(f"{source}: {error}") from error
             super().post_init()
 
     # Transformers looks up what it knows about a class by these.
@@ -68,23 +65,8 @@ def _load_searching(read, cls, source, path, args, kwargs, attn_implementation, 
             f"{source}: the weights lack {missing[0]}, though {SEARCH_CONFIG_NAME} says it is searched"
         )
     model.__class__ = model.stock_class
-    become_attached(model, attn_implementation)
+    attach_class(model, attn_implementation)
     return model, info
-
-
-def attach_from(
-    source: str | PathLike,
-    model: PreTrainedModel,
-    mask: SparseMask | None,
-    attn_implementation: str | None = None,
-    **fields: Any,
-) -> None:
-    """Attach a mask, or the search that `fields` name, which was read from `source`; if unfit, a `MaskFileError`."""
-    try:
-        # Empty rows were accepted when the mask was frozen.
-        put_on(model, mask, sparse_name(attn_implementation), **{"allow_empty_rows": True} | fields)
-    except ValueError as error:
-        raise MaskFileError(f"{source}: {error}") from error
 
 
 def _plain_config(config, attn_implementation):
@@ -155,7 +137,7 @@ def from_pretrained_with_mask(
     if sparse_attention_of(model) is None:  # an adapter brings a mask of its own
         over = f"If a model without a mask was saved over one that had it, delete {MASK_CONFIG_NAME}."
         warn_of_changed_weights(source, found.mask, over)
-        attach_from(source, model, mask, attn_implementation, **fields)
+        attach_saved(source, model, mask, attn_implementation, **fields)
     return loaded
 
 
@@ -166,7 +148,7 @@ def _attach_of_base(model, source):
         return
     found = find_descriptions(base)
     if found.mask is not None:
-        attach_from(base, model, SparseMask.from_pretrained(base))
+        attach_saved(base, model, SparseMask.from_pretrained(base))
     elif found.search is not None:
         logger.warning(
             f"{source}: the base model {base} has a mask that is being searched, and was loaded without it: load the "

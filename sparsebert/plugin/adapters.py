@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..attention.model_masks import sparse_attention_of, without_adapters
+from ..learning.mask_description import STATE_FIELDS, read_search
 from ..masks.mask_files import MASK_LOGITS_NAME, MaskFileError
 from ..masks.mask_sources import check_subfolder, find_descriptions, hub_arguments_in
 from ..masks.sparse_mask import SparseMask
 from ..models.architectures import check_architecture
-from ..models.bert.configuration_sparsebert import STATE_FIELDS, read_search
+from ..models.attaching import attach_saved
 from ..models.saving import save_with_adapter
-from ..models.stock_loading import attach_from
 
 
 logger = logging.get_logger(__name__)
@@ -31,7 +31,7 @@ DEFAULT = "default"
 _MAY_DIFFER = {*STATE_FIELDS, "skip_padding"}
 
 
-def load_mask_of_adapter(
+def attach_mask_of_adapter(
     model: torch.nn.Module,
     source: str | PathLike,
     is_trainable: bool = False,
@@ -46,12 +46,12 @@ def load_mask_of_adapter(
     check_subfolder(hub_arguments.get("subfolder"))
     check_architecture(inner.config.model_type)
     if found.mask is not None:
-        _load_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments), adapter)
+        _attach_frozen(inner, source, SparseMask.from_pretrained(source, **hub_arguments), adapter)
         return
     assert found.search is not None
     fields, logits = read_search(found.search), _read_logits(source, hub_arguments)
     if sparse_attention_of(inner) is None:
-        attach_from(source, inner, None, **fields)
+        attach_saved(source, inner, None, **fields)
     sparse_attention = sparse_attention_of(inner, adapter)
     parameter = sparse_attention.mask_logits
     if parameter is None:
@@ -83,10 +83,10 @@ def load_mask_of_adapter(
     parameter.requires_grad_(is_trainable)
 
 
-def _load_frozen(model, source, mask, adapter):
+def _attach_frozen(model, source, mask, adapter):
     sparse_attention = sparse_attention_of(model, adapter)
     if sparse_attention is None:
-        attach_from(source, model, mask)
+        attach_saved(source, model, mask)
         return
     if sparse_attention.mask == mask:
         return
@@ -96,7 +96,7 @@ def _load_frozen(model, source, mask, adapter):
             "mask of the adapter."
         )
     try:
-        sparse_attention.load_mask(mask, search=mask.metadata.get("search"))
+        sparse_attention.set_mask(sparse_attention.config.used(mask), search=mask.metadata.get("search"))
     except ValueError as error:
         raise MaskFileError(f"{source}: {error}") from error
 
@@ -121,7 +121,7 @@ def load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     if source is not None:
         trained, adapter = arguments.get("is_trainable", False), arguments.get("adapter_name") or DEFAULT
         hub_arguments = hub_arguments_in({**(arguments.get("adapter_kwargs") or {}), **arguments})
-        load_mask_of_adapter(model, source, trained, adapter, **hub_arguments)
+        attach_mask_of_adapter(model, source, trained, adapter, **hub_arguments)
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..models.derived import Derived
+from ..models.model_configs import Derived
 from ..models.saving import SparseModelMixin
 from ..models.stock_loading import from_pretrained_with_mask
 

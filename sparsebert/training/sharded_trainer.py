@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..models.bert.decoder_bias import share_bias
+from ..models.bert.masked_token_head import share_bias
 from .engines import (
     SHARDING,
     ReplicatedLogits,

@@ -21,7 +21,7 @@ from ..learning.progressive_pruning import ProgressivePruning
 from ..learning.search_schedule import SearchSchedule
 from ..masks.mask_files import MASK_CONFIG_NAME, MASK_PROBS_NAME
 from ..masks.sparse_mask import SparseMask
-from ..models.bert.masked_predictions import skips_logits
+from ..models.bert.masked_token_head import skips_logits
 from .divergence import check_weights, diverged, first_bad_weight
 from .hub_trainer import HubTrainer
 from .runs.checkpoint_manifests import whole_checkpoint

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sparsebert.models.described_masks import pattern_mask
+from sparsebert.learning.mask_description import pattern_mask
 
 from ..harness.experiment import Experiment, seeded
 from ..shared.pattern_levels import PatternLevels, pattern_cells
@@ -101,7 +101,7 @@ def check(cell: dict[str, Any]) -> None:
     for source in (data.train, data.test):
         _check_pairs(json.dumps(source))
     for config in check_model(recipe["model"], data.max_length):
-        pattern_mask(config)
+        pattern_mask(config, config.carrier)
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_dataset
 from sparsebert.files import METRICS_NAME
 from sparsebert.hub import read_config
+from sparsebert.learning.mask_description import pattern_mask
+from sparsebert.learning.mask_search import described_search
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
-from sparsebert.models.described_masks import described_search, pattern_mask
 from sparsebert.training.pretraining.pretraining_run import pretrain
 from sparsebert.training.pretraining.search_start import check_no_decay
 
@@ -118,7 +119,7 @@ def check_continued(cell: dict[str, Any]) -> None:
     if "model" in cell:
         sizes = {name: getattr(base, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
         config = SparseBertConfig(**sizes, mask_length=cell["max_length"], allow_empty_rows=True, **cell["model"])
-        described_search(config) if config.search else pattern_mask(config)
+        described_search(config, config.carrier) if config.search else pattern_mask(config, config.carrier)
     check_texts(cell)
 
 

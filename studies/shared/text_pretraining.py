@@ -13,9 +13,9 @@ from filelock import FileLock
 from sparsebert.checks import check_range
 from sparsebert.data.documents import load_documents
 from sparsebert.data.tokenization import train_tokenizer
+from sparsebert.learning.mask_description import pattern_mask
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
-from sparsebert.models.described_masks import pattern_mask
 from sparsebert.training.pretraining.pretraining_run import pretrain
 
 from .recipe_sections import check_steps, check_texts, model_section, training_section
@@ -89,7 +89,7 @@ def fixed_mask(cell: dict[str, Any], model: dict[str, Any]) -> SparseMask:
     config = SparseBertConfig(**model_section(cell, model))
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(f"hidden_size must be a multiple of num_heads {cell['num_heads']}, got {cell['hidden_size']}")
-    return pattern_mask(config)
+    return pattern_mask(config, config.carrier)
 
 
 def check_text(cell: dict[str, Any], model: dict[str, Any]) -> None:

@@ -16,10 +16,10 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.data.tasks import glue
 from sparsebert.hub import read_config
+from sparsebert.learning.mask_search import described_search
 from sparsebert.learning.selection import SCOPES
 from sparsebert.masks.matched import MATCHED, VARIED
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
-from sparsebert.models.described_masks import described_search
 from sparsebert.models.loading import load
 from sparsebert.training.searching.objectives import OBJECTIVES
 from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
@@ -165,7 +165,8 @@ def check(cell: dict[str, Any]) -> None:
         sizes = {"num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads}
         sizes |= {"hidden_size": config.hidden_size, "mask_length": cell["length"]}
         # Rejects a sparsity out of reach.
-        described_search(SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell))))
+        asked = SparseBertConfig(**(POST_HOC_FIELDS | sizes | _search_fields(cell)))
+        described_search(asked, asked.carrier)
     check_texts(cell)
     if cell["stsb"] is not None:
         if not Path(cell["stsb"]).is_dir():

@@ -11,10 +11,10 @@ from sparsebert.analysis.tables import Table
 from sparsebert.checks import check_choice, check_range
 from sparsebert.data.tasks import TASKS
 from sparsebert.hub import read_config
+from sparsebert.learning.mask_search import described_search
 from sparsebert.learning.searches import SEARCHES
 from sparsebert.masks.matched import MATCHED, VARIED
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
-from sparsebert.models.described_masks import described_search
 from sparsebert.models.loading import check_folder
 from sparsebert.training.searching.objectives import ANSWERING
 from sparsebert.training.searching.search_arguments import FIELDS as POST_HOC_FIELDS
@@ -125,7 +125,8 @@ def check_masks(cell: dict[str, Any]) -> None:
     sizes = {name: getattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
     fields = POST_HOC_FIELDS | sizes | {"mask_length": cell["max_length"]}
     # Rejects a sparsity out of reach.
-    described_search(SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]}))
+    asked = SparseBertConfig(**fields | {"search": cell["search"], "target_sparsity": cell["sparsity"]})
+    described_search(asked, asked.carrier)
 
 
 def run(cell: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -301,7 +301,7 @@ def test_encoders_skip_padding(name):
     inputs = {"input_ids": ids, "attention_mask": PADDING, "labels": torch.where(PADDING.bool(), ids, -100)}
     shapes, results = rows_in_layers(model), []
     for skip in (True, False):
-        model.sparse_attention.config.skip_padding = skip
+        model.sparse_attention.config = model.sparse_attention.config.changed(skip_padding=skip)
         model.zero_grad()
         out = model(**inputs, output_hidden_states=True)
         out.loss.backward()
@@ -313,7 +313,7 @@ def test_encoders_skip_padding(name):
     base = model.base_model.eval()
     outputs = []
     for skip in (True, False):
-        model.sparse_attention.config.skip_padding = skip
+        model.sparse_attention.config = model.sparse_attention.config.changed(skip_padding=skip)
         outputs.append(base(input_ids=ids, attention_mask=PADDING, return_dict=False))
     assert len(outputs[0]) == len(outputs[1])
     torch.testing.assert_close(*(each[0] * PADDING[..., None] for each in outputs), atol=2e-6, rtol=1e-4)

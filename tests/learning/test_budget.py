@@ -11,7 +11,7 @@ from sparsebert import SparseAttention, SparseBertConfig, SparseBertForMaskedLM,
 from sparsebert.learning.budget import budget_shift, collapsed, disagreement, geometric, head_budgets, scheduled
 from sparsebert.learning.decided_entries import TiedEntries
 from sparsebert.learning.learned_mask import LearnedMask
-from sparsebert.models.described_masks import described_search
+from sparsebert.learning.mask_search import described_search
 
 
 logger = transformers_logging.get_logger("sparsebert")
@@ -257,10 +257,10 @@ def test_one_budget_is_met_by_all_heads_together(search, spread):
     fields = {"hard": True, "noise_scale": 0.0, "sparsity_scope": "global", "share_layers": False}
     fields |= {"mask_length": 64, "block_size": 32, "allow_empty_rows": True, "target_sparsity": 0.8}
     config = SparseBertConfig(num_hidden_layers=6, num_attention_heads=12, hidden_size=24, search=search, **fields)
-    rules = described_search(config)
+    rules = described_search(config, config.carrier)
     logits = torch.randn(6, 12, rules.num_parameters)
     logits += spread * torch.randn(6, 12, 1) - logits.mean(-1, keepdim=True)
-    learned = LearnedMask(rules, logits / rules.logit_scale, torch.tensor(1.0))
+    learned = LearnedMask(rules, logits / rules.mask_logit_scale, torch.tensor(1.0))
     mask = learned.thresholded_mask()
     step = {"dam_s": 2 * 62, "dam_u": 2, "dam_b": 2 * 32 * 32, "vertical_slash": 2 * 62}[search] / 64**2
     assert abs(mask.sparsity - 0.8) <= step / 2 / 72 + 1e-9

@@ -14,9 +14,9 @@ from safetensors.torch import save
 
 from sparsebert import SparseBertConfig, SparseBertModel
 from sparsebert.files import replace_files, write_metrics
+from sparsebert.learning.mask_search import described_search
 from sparsebert.masks.mask_files import MaskFileError, check_sizes, sample_weights, weights_changed
 from sparsebert.masks.sparse_mask import SparseMask
-from sparsebert.models.described_masks import described_search
 
 
 CONFIG = "mask_config.json"
@@ -237,7 +237,7 @@ def test_masks_per_layer_at_great_length(tmp_path):
         share_layers=False,
     )  # fmt: skip
     with pytest.raises(ValueError, match="may have 17179869184 bits, .* got 34359738368"):
-        described_search(config)
+        described_search(config, config.carrier)
 
 
 def test_large_weights_file(tmp_path):

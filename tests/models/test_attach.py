@@ -368,7 +368,7 @@ def test_search_survives_saving(assert_same_model, name, tmp_path):
         assert torch.equal(attention.mask_logits, model.sparse_attention.mask_logits)
         assert type(loaded) is type(model)
     assert_same_model(load(tmp_path).eval(), model, **inputs_of(name))
-    model.sparse_attention.config.allow_empty_rows = True
+    model.sparse_attention.config = model.sparse_attention.config.changed(allow_empty_rows=True)
     model.freeze()
     model.save_pretrained(tmp_path)
     assert not (tmp_path / "search_config.json").exists()

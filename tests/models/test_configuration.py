@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, RobertaCo
 from transformers.utils import logging
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel
-from sparsebert.models.described_masks import described_search
+from sparsebert.learning.mask_search import described_search
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,13 @@ def test_defaults(tiny_config):
 def test_defaults_that_depend_on_the_search(tiny_config, search, constant, special_tokens):
     made = SparseBertModel(tiny_config(search=search)).sparse_attention.search
     assert (made.mask_constant, made.special_tokens) == (constant, special_tokens)
-    assert (made.last_token, made.diagonal) == ("real", None)
+    assert (made.last_token, made.diagonal, made.fixed_diagonal) == ("real", "learned", None)
     assert made.length_policy == ("extend" if search in ("dam_s", "dam_b") else "error")
-    decoder = described_search(tiny_config(search=search, is_decoder=True))
+    config = tiny_config(search=search, is_decoder=True)
+    decoder = described_search(config, config.carrier)
     assert decoder.special_tokens == ("none" if special_tokens == "none" else "first")
-    asked = described_search(tiny_config(search=search, special_tokens="first", mask_constant=7))
+    config = tiny_config(search=search, special_tokens="first", mask_constant=7)
+    asked = described_search(config, config.carrier)
     assert (asked.special_tokens, asked.mask_constant) == ("first", 7.0)
 
 

@@ -23,7 +23,7 @@ from transformers import (
 
 import sparsebert
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertModel, SparseMask, attach, load
-from sparsebert.models.bert.remote_code import AUTO_CLASSES, CODE_PATH
+from sparsebert.models.model_configs import AUTO_CLASSES, CODE_PATH
 
 
 LENGTH = 24

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from sparsebert import (
     load,
 )
 from sparsebert.analysis.saved_runs import read_run
-from sparsebert.models.bert.configuration_sparsebert import MASK_FORMS
+from sparsebert.learning.mask_description import MASK_FORMS
 
 
 TARGET = {"target_sparsity": 0.6, "initial_sparsity": 0.0}
@@ -103,7 +104,7 @@ def test_progress_of_a_search_is_loaded_as_it_was_saved_in_any_dtype(tmp_path, a
 def test_a_search_keeps_the_model_that_it_began_with(tmp_path, attached):
     for base in ("user/base", ""):
         model = searching_model(attached, "dam_s")
-        model.sparse_attention.config.name_or_path = base
+        model.sparse_attention.carrier = replace(model.sparse_attention.carrier, name=base)
         for name in ("0", "1"):
             model.save_pretrained(tmp_path / name)
             model = load(tmp_path / name)

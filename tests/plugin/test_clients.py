@@ -476,7 +476,7 @@ def test_logits_beside_an_adapter(peft, trainable, tmp_path):
     peft.get_peft_model(model, lora(peft)).save_pretrained(tmp_path / "pruned")
     resumed = with_mask(stock_model(), "searching")
     peft.PeftModel.from_pretrained(resumed, tmp_path / "pruned", is_trainable=trainable)
-    assert resumed.sparse_attention.search.pruning and resumed.sparse_attention.config.pruned
+    assert resumed.sparse_attention.search.pruned and resumed.sparse_attention.config.pruned
     path = tmp_path / "pruned/search_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"search_progress": "half"}))
     with pytest.raises(MaskFileError, match="search_progress must be a number from 0 to 1, got 'half'"):

@@ -18,7 +18,7 @@ from transformers import BertForMaskedLM, TrainingArguments
 from benchmarks._engines import EARLY, ENGINES, LATE, ONE
 from benchmarks.engines import OTHERS, OWN, loaded_loss, results_of
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
-from sparsebert.models.bert.decoder_bias import TiedDecoder, share_bias
+from sparsebert.models.bert.masked_token_head import TiedDecoder, share_bias
 from sparsebert.training import engines
 from sparsebert.training.engines import ReplicatedLogits, check_engine, engine_of_checkpoint, keep_outside
 

@@ -23,11 +23,12 @@ from ...attention.model_masks import sparse_attention_of
 from ...hub import check_available
 from ...masks.mask_sources import check_subfolder, find_mask_files, hub_arguments_in
 from ...masks.sparse_mask import SparseMask
-from ..attaching import make_sparse_attention, register, warn_of_changed_weights
+from ..attaching import attach_module, warn_of_changed_weights
+from ..model_configs import saved_with_code
 from ..saving import SparseModelMixin
+from ..sparse_attention import SparseAttention
 from .configuration_sparsebert import NEW_SEARCH, SparseBertConfig
-from .masked_predictions import with_skip_logits
-from .remote_code import saved_with_code
+from .masked_token_head import with_skip_logits
 from .token_mixers import put_mixers
 
 
@@ -62,7 +63,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         # Heads are built around a stock base model. Either way the mask is attached once, before initialization.
         if sparse_attention_of(self) is None:
             put_mixers(self)
-            register(self, make_sparse_attention(self, self.config))
+            attach_module(self, SparseAttention(self.config))
         super().post_init()
 
     def initialize_weights(self) -> None:
@@ -98,7 +99,7 @@ class SparseBertPreTrainedModel(SparseModelMixin, BertPreTrainedModel):
         if sparse_attention.mask is None and not sparse_attention.searching:
             source: Any = pretrained_model_name_or_path
             mask = SparseMask.from_pretrained(source, **hub_arguments)
-            sparse_attention.load_mask(mask, search=model.config.search)
+            sparse_attention.set_mask(model.config.used(mask), search=model.config.search)
             cached = {"local_files_only": True, "force_download": False}
             warn_of_changed_weights(source, find_mask_files(source, **hub_arguments | cached)[0])
         return loaded

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
+from ...checks import check_choice
+
 
 if TYPE_CHECKING:
     from ...attention.mask_inputs import MaskInputs
@@ -26,18 +28,8 @@ def real_positions(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, mask_inputs: "MaskInputs | None"
 ) -> torch.Tensor:
     """
-    The positions that a mixer may read.
-
-    Args:
-        hidden_states (`torch.Tensor` of shape `(B, n, D)`): Input of the layer.
-        attention_mask (`torch.Tensor`, *optional*): The mask that every layer is given.
-        mask_inputs ([`MaskInputs`]): What [`SparseAttention`] prepared for this forward.
-
-    Returns:
-        `torch.Tensor` of shape `(B or 1, n, 1)`, with the dtype of `hidden_states`: 1 for a real token, 0 for padding.
-    Raises:
-        ValueError: If `attention_mask` is a 4-D mask, which only attention can apply.
-        RuntimeError: If `mask_inputs` is `None`: the mixer was called without its base model.
+    The positions that a mixer may read: `(B or 1, n, 1)`, 1 for a real token and 0 for padding, with the dtype of the
+    input `(B, n, D)` of the layer.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         raise ValueError(
@@ -94,12 +86,7 @@ class BProj(nn.Module):
         mask_inputs: "MaskInputs | None" = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """
-        Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities.
-
-        Raises:
-            ValueError: If the inputs have another length.
-        """
+        """Mix `hidden_states` of shape `(B, n, D)`. Returns the same shape, and `None` for the probabilities."""
         expected = self.positions.in_features
         if hidden_states.shape[1] != expected:
             raise ValueError(
@@ -152,15 +139,12 @@ MIXERS: dict[str, type[nn.Module]] = {
 
 
 def check_token_mixers(config: PreTrainedConfig) -> None:
-    """
-    Check that the mixers of a configuration fit the model.
-
-    Raises:
-        ValueError: If there is not one mixer per layer, or the model cannot have one of them.
-    """
+    """Check that there is one mixer per layer, and that the model can have it."""
     names = config.token_mixers
     if names is None:
         return
+    for name in names:
+        check_choice("a name in token_mixers", name, tuple(MIXERS))
     if len(names) != config.num_hidden_layers:
         raise ValueError(
             f"token_mixers must have one name per layer, got {len(names)} names for num_hidden_layers "

@@ -11,9 +11,9 @@ from transformers.utils import logging
 
 from ...data.tasks import Task
 from ...files import METRICS_NAME, RECIPE_NAME, write_metrics
+from ...learning.mask_description import allowed_fields
 from ...learning.progressive_pruning import ProgressivePruning
 from ...masks.patterns import PATTERNS
-from ...models.attaching import allowed_fields
 from ...models.bert.token_mixers import fixed_length
 from ..engines import check_engine, warn_of_ignored_engine
 from ..runs.resuming import RecipeRecord, check_recipe, recipe_record, rows_record

@@ -11,13 +11,14 @@ import transformers
 from ...attention.choosing.choice import ATTENTION_NAMES, check_backend
 from ...attention.model_masks import sparse_attention_of
 from ...hub import mask_arguments, read_config
+from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields, with_changes
 from ...masks.patterns import PATTERNS
 from ...models.architectures import check_architecture, num_positions
-from ...models.attaching import MODEL_FIELDS, allowed_fields, attach, detach, read_mask
-from ...models.bert.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
-from ...models.described_masks import with_changes
+from ...models.attaching import attach, detach, read_mask
+from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, load
-from ...models.saving import AttachedModel, get_sparse_attention
+from ...models.saving import AttachedModel
+from ...models.sparse_attention import get_sparse_attention
 from ..runs.run_checks import check_model_fields, check_sizes_of
 from .finetuning_arguments import FinetuningArguments
 from .task_data import TaskData

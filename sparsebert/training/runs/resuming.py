@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ...attention.model_masks import sparse_attention_of
 from ...hub import without_secrets
+from ...learning.mask_description import HELD_BY_MASK, RESUMED_FIELDS
 from ...learning.progressive_pruning import stored_settings
 from ...masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ...masks.sparse_mask import SparseMask
@@ -60,14 +61,6 @@ MAY_CHANGE = {
 # Columns of tokenized rows that a model learns to predict, in pre-training and in the tasks.
 _LABELS = ("label", "labels", "next_sentence_label", "start_positions", "end_positions")
 
-# Fields that define a search. A run cannot resume from a checkpoint in which one of them differs.
-MODE_FIELDS = (
-    "search", "pattern", "target_sparsity", "sparsity_scope", "initial_decay", "initial_sparsity",
-    "sparsity_warmup", "sparsity_ramp", "mask_form", "mask_constant", "mask_logit_scale", "hard", "temperature",
-    "temperature_end", "noise_scale", "share_noise", "mask_length", "symmetric", "share_layers", "special_tokens",
-    "diagonal", "probability_map", "probability_map_kwargs", "token_mixers",
-)  # fmt: skip
-
 
 def _stored_fields(checkpoint: str | os.PathLike) -> dict[str, Any]:
     """The fields about mask and search in a checkpoint's configuration; empty if it has none."""
@@ -78,7 +71,7 @@ def _stored_fields(checkpoint: str | os.PathLike) -> dict[str, Any]:
         path = folder / CONFIG_NAME
         if path.is_file() and json.loads(path.read_text()).get("model_type") == SparseBertConfig.model_type:
             config = SparseBertConfig.from_pretrained(folder)
-            return {name: getattr(config, name) for name in (*MODE_FIELDS, "frozen")}
+            return {name: getattr(config, name) for name in (*RESUMED_FIELDS, "frozen")}
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{path}: not a configuration ({error!r})") from error
     return {}
@@ -91,7 +84,7 @@ def check_checkpoint(
     freezes: bool = False,
 ) -> None:
     """
-    Check that a run can resume from a checkpoint: search, pattern, target and pruning must be the same.
+    Check that a run can resume from a checkpoint: mask, search and pruning must be the same, see `RESUMED_FIELDS`.
 
     Args:
         checkpoint (`str` or `os.PathLike`): Folder written by a Trainer.
@@ -106,11 +99,15 @@ def check_checkpoint(
     if sparse_attention is None or not Path(checkpoint).is_dir():
         return
     stored, config = _stored_fields(checkpoint), sparse_attention.config
-    here = {name: getattr(config, name) for name in (*MODE_FIELDS, "frozen")}
-    # At the end of the pruning, a search or the dense pattern becomes a frozen mask.
-    changing = ("frozen",) * freezes if pruning is None else ("pattern", "frozen", "mask_length", "diagonal")
-    changing += ("diagonal",) * stored.get("frozen", False)  # the frozen mask holds it
+    # At the end of a search or of the pruning there is a frozen mask, which then holds some of the fields itself.
+    changing = ("frozen",) * (freezes or pruning is not None) + HELD_BY_MASK * stored.get("frozen", False)
+    here = {name: getattr(config, name) for name in (*RESUMED_FIELDS, "frozen")}
     pairs = [(name, stored[name], here[name]) for name in here if name in stored and name not in changing]
+    if sparse_attention.searching and (Path(checkpoint) / MASK_CONFIG_NAME).is_file():
+        mask, search = SparseMask.from_pretrained(checkpoint), sparse_attention.search
+        names = ("special_tokens", "last_token", "length_policy")
+        held = [("mask_length", mask.length, search.length), ("diagonal", mask.diagonal, search.fixed_diagonal)]
+        pairs += held + [(name, getattr(mask, name), getattr(search, name)) for name in names]
     settings = stored_settings(checkpoint)
     if pruning is not None:
         if settings is None:

@@ -21,7 +21,7 @@ from ...files import PICTURE_NAME, PROBS_PICTURES
 from ...masks.mask_cards import CARD_NAME, card_sections, make_card, own_card, save_card
 from ...masks.sparse_mask import SparseMask
 from ...models.model_cards import PIPELINE_TAGS
-from ...models.saving import get_sparse_attention
+from ...models.sparse_attention import get_sparse_attention
 
 
 # Where the data of tasks is on the Hub, and under which configuration.

@@ -18,11 +18,11 @@ from ...attention.model_masks import sparse_attention_of
 from ...checks import LARGEST_SEED, check_choice, check_range, nearest
 from ...files import check_makeable
 from ...hub import HubArguments, mask_arguments, read_config
+from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields
 from ...learning.searches import SEARCHES
 from ...masks.patterns import PATTERNS
 from ...models.architectures import num_positions
-from ...models.attaching import MODEL_FIELDS, allowed_fields
-from ...models.bert.configuration_sparsebert import OWN_FIELDS, SparseBertConfig
+from ...models.bert.configuration_sparsebert import SparseBertConfig
 from .sources import check_source, check_text_files
 
 
@@ -383,20 +383,19 @@ def check_served(model: "PreTrainedModel", training: TrainingArguments, length: 
         )
     if name not in BACKENDS:
         return
-    config, search = sparse_attention.config, sparse_attention.search
+    carrier, search = sparse_attention.carrier, sparse_attention.search
     dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else model.dtype
-    device, heads, causal = training.device.type, config.num_attention_heads, bool(config.is_decoder)
-    dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
+    device, heads, causal = training.device.type, carrier.num_heads, carrier.is_decoder
     for trains in (True, False):
         wanted = set()
         if search is not None:
-            wanted = {"learned"} if trains and not search.pruning else {"additive"}
+            wanted = {"learned"} if trains and not search.pruned else {"additive"}
             if wanted == {"learned"} and search.mask_form == "multiplicative":
                 wanted.add("gate")
         shape = (1, heads, length, length, sparse_attention.head_size)
         request = Request(
-            *(device, dtype, *shape, trains and dropout > 0, trains, True, causal, frozenset(wanted)),
-            probability_map=config.probability_map,
+            *(device, dtype, *shape, trains and carrier.dropout > 0, trains, True, causal, frozenset(wanted)),
+            probability_map=sparse_attention.config.probability_map,
             index=training.device.index,
         )
         check_request(name, request)

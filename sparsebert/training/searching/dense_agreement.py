@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling
 
 from ...attention.choosing.timing import measure
-from ...models.saving import get_sparse_attention
+from ...models.sparse_attention import get_sparse_attention
 from .matching import carrier, running_through
 from .objectives import Batch, hidden_states, inputs_of, squared_errors, token_logits
 

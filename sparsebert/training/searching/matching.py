@@ -19,10 +19,9 @@ from tqdm.auto import tqdm
 from ...checks import check_choice
 from ...learning.mask_search import MaskSearch
 from ...masks.patterns import build_pattern
-from ...models.architectures import attention_modules, describe
+from ...models.architectures import attention_modules
 from ...models.attaching import make_sparse_attention
-from ...models.saving import get_sparse_attention
-from ...models.sparse_attention import SparseAttention
+from ...models.sparse_attention import SparseAttention, get_sparse_attention
 from .objectives import OBJECTIVES, Batch, inputs_of, recorded
 
 
@@ -50,8 +49,8 @@ def carrier(model: "PreTrainedModel", mask: "SparseMask | None" = None) -> "Spar
     """A [`SparseAttention`] for [`running_through`] with the given mask, or by default with the dense one."""
     if mask is None:
         mask = build_pattern("dense", 1, model.config.num_attention_heads)
-    description = describe(model, frozen=True, mask_length=max(mask.length, 3), allow_empty_rows=True)
-    return make_sparse_attention(model, description, mask).to(model.device).eval()
+    fields = {"frozen": True, "mask_length": max(mask.length, 3), "allow_empty_rows": True}
+    return make_sparse_attention(model, mask, **fields).to(model.device).eval()
 
 
 def random_batches(
@@ -118,7 +117,7 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     density = totals / counts.clamp(min=1)  # each of the n rows of probabilities sums to 1
     alpha = density.clamp(min=_LEAST_ATTENTION).log()
     with torch.no_grad():
-        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.logit_scale)
+        logits.copy_((alpha - alpha.mean(-1, keepdim=True)) / search.mask_logit_scale)
 
 
 def _sums(search: MaskSearch, table: torch.Tensor) -> torch.Tensor:
@@ -180,7 +179,7 @@ def learn_mask(
     logits.requires_grad_(True)
     parts = _HeadLevels(logits) if search.has_budget and search.sparsity_scope == "global" else None
     learned = [logits] if parts is None else [parts.within, parts.levels]
-    groups = [{"params": learned, "lr": learning_rate / search.logit_scale}]
+    groups = [{"params": learned, "lr": learning_rate / search.mask_logit_scale}]
     norms: list[torch.nn.Parameter] = []
     if train_norms:
         modules = (module for module in model.base_model.modules() if "Norm" in type(module).__name__)

@@ -11,11 +11,12 @@ from ...checks import LARGEST_SEED, check_choice, check_range, nearest
 from ...data.tasks import TASKS
 from ...files import check_other_folder, check_output_dir, within
 from ...hub import HubArguments, mask_arguments, read_config
+from ...learning.mask_description import MASK_FIELDS, allowed_fields
 from ...learning.searches import SEARCHES
 from ...masks.matched import VARIED, matched_pattern
 from ...masks.patterns import PATTERNS, build_pattern
 from ...models.architectures import attention_modules, check_architecture, num_positions
-from ...models.attaching import MASK_FIELDS, allowed_fields, attach, read_mask
+from ...models.attaching import attach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, model_class_of
 from ..finetuning.finetuning_arguments import FinetuningArguments

@@ -21,7 +21,7 @@ from ..attention.interface import register_names
 from ..attention.mask_inputs import autocast_dtype
 from ..masks.exported import exporting
 from .architectures import cached_length, input_shape
-from .derived import Derived
+from .model_configs import Derived
 from .unpadding import check_documents, check_head, find_documents, removable, without_padding
 
 
@@ -163,13 +163,13 @@ def _with_mask_inputs(model, names, args, kwargs):
         num_queries,
         num_keys,
         padding,
-        dropout=sparse_attention.config.attention_probs_dropout_prob if model.training else 0.0,
+        dropout=sparse_attention.carrier.dropout if model.training else 0.0,
         device=device,
         dtype=autocast_dtype(device.type, next(model.parameters()).dtype),
         needs=needs,
         documents=documents,
     )
-    if sparse_attention.window is None:
+    if sparse_attention.carrier.window is None:
         return args, kwargs | {"mask_inputs": mask_inputs}, restore
     # The windows are part of the mask: the model, which takes its masks by the kind of layer, need not make them.
     masks = dict.fromkeys(config.layer_types, given.get("attention_mask") if "additive" in needs else None)

@@ -1,5 +1,9 @@
 """
-The loss of masked-language modeling without the logits of the tokens that are not predicted.
+BERT's head for masked tokens: its decoder without a bias parameter of its own, and its loss without the logits of the
+tokens that are not predicted.
+
+In the stock classes the decoder and the head around it hold the same parameter. Engines that shard modules apart, such
+as FSDP2, cannot have a parameter in two places.
 
 Letters: B batch, n length, D hidden size, K predicted tokens of the batch.
 """
@@ -9,6 +13,8 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
 
+import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
@@ -19,18 +25,42 @@ IGNORED = -100  # label of a token that is not predicted
 _LABELS = ("labels", "next_sentence_label")
 
 
+class TiedDecoder(nn.Linear):
+    """A linear layer that adds the bias of the head it is in: made of a stock decoder by [`share_bias`]."""
+
+    @property
+    def bias(self) -> torch.Tensor:  # type: ignore[override]
+        """The bias of the head, as the head has it at this moment: whole, sharded or cast."""
+        return vars(self)["head"].bias
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.pop(f"{prefix}bias", None)  # that of a stock model, which holds it twice
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def share_bias(model: Any) -> None:
+    """
+    Let the decoder of a head for masked tokens use the bias of the head, under the key that it has in files. Other
+    models, and decoders with a bias of their own, stay as they are.
+    """
+    head: Any = getattr(getattr(model, "cls", None), "predictions", None)
+    decoder = getattr(head, "decoder", None)
+    if type(decoder) is not nn.Linear or decoder.bias is not head.bias:
+        return
+    del decoder.bias
+    vars(decoder)["head"] = head  # not through Module.__setattr__, which would register it within itself
+    decoder.__class__ = TiedDecoder
+    ties = model._tied_weights_keys or {}
+    model._tied_weights_keys = {name: source for name, source in ties.items() if not name.endswith("decoder.bias")}
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
 def with_skip_logits(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
     The `forward` of a BERT head for masked tokens with one argument more. `skip_logits=True` computes the loss alone:
     the head, most of the work of a small model with a large vocabulary, sees only the tokens that are predicted. Loss
     and gradients are the same to rounding; the logits of the tokens are `None` in the output. A batch without any
     token to predict has the MLM loss 0, where the stock loss is not a number.
-
-    Args:
-        stock (`Callable`): `forward` of [`~transformers.BertForMaskedLM`] or [`~transformers.BertForPreTraining`].
-
-    Raises:
-        ValueError: By the `forward`, if `skip_logits` is set and a label is missing.
     """
     signature = inspect.signature(stock)
     _, *names = signature.parameters
