@@ -1,6 +1,7 @@
 """Errors about what a user gave: each names the field, the value and what is allowed."""
 
 import difflib
+import importlib.util
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -24,6 +25,12 @@ def nearest(what: str, name: object, allowed: Iterable[str]) -> ValueError:
     match = difflib.get_close_matches(name, allowed, n=1)
     hint = f"did you mean {match[0]!r}?" if match else f"allowed: {', '.join(allowed) or 'none'}"
     return ValueError(f"unknown {what} {name!r}; {hint}")
+
+
+def check_installed(what: str, *packages: str) -> None:
+    """Check that packages of the extra `train` are there that something needs: an `ImportError` names the extra."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ImportError(f'{what} needs {" and ".join(missing)}: pip install "sparsebert[train]"')
 
 
 def shortened(text: str) -> str:

@@ -54,6 +54,24 @@ class FinishedRunError(FileExistsError):
     """Raised when an output folder holds a finished run, of which nothing is left to do."""
 
 
+class OneProcess:
+    """What `accelerate.PartialState` says of a process that is alone."""
+
+    is_main_process, num_processes = True, 1
+
+    def wait_for_everyone(self) -> None:
+        """There is nobody to wait for."""
+
+
+def process_state() -> Any:
+    """`accelerate.PartialState`, or without accelerate, which training in several processes needs, [`OneProcess`]."""
+    try:
+        from accelerate import PartialState
+    except ModuleNotFoundError:
+        return OneProcess()
+    return PartialState()
+
+
 def check_output_dir(path: str | os.PathLike, overwrite: bool = False, resume: bool = False) -> None:
     """
     Check that a folder can take the output of a run.
@@ -160,9 +178,7 @@ def locked_output(path: str | os.PathLike) -> Iterator[bool]:
     Raises:
         FileExistsError: If another run has the folder. The message names its process and host.
     """
-    from accelerate import PartialState  # which the attention kernel of the kernel hub does without
-
-    folder, state = Path(path), PartialState()
+    folder, state = Path(path), process_state()
     mark = folder / UNFINISHED_NAME
     unfinished = mark.is_file()
     left = mark.read_bytes() if unfinished else None
@@ -278,10 +294,7 @@ def write_metrics(path: str | os.PathLike, metrics: Any) -> Any:
     Returns:
         `dict` or `list`: The metrics as read back from the file.
     """
-    from accelerate import PartialState
-
-    text = json.dumps(_rounded(metrics), indent=2) + "\n"
-    state = PartialState()
+    text, state = json.dumps(_rounded(metrics), indent=2) + "\n", process_state()
     if state.is_main_process:
         replace_files({Path(path): text.encode()})
     state.wait_for_everyone()

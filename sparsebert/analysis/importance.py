@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from scipy import stats
 
+from ..checks import check_installed
 from ..masks.expansion import special_entries, toeplitz_index
 from ..masks.sparse_mask import SparseMask
 
@@ -158,6 +158,9 @@ def estimate(values: np.ndarray) -> dict[str, np.ndarray]:
         ends of the interval over the heads of all runs; with two or more runs `"over_seeds"` `(2, ...)`, the same
         over the means of the runs.
     """
+    check_installed("an interval", "scipy")
+    from scipy import stats
+
     samples = {"over_heads": values.reshape(-1, *values.shape[2:]), "over_seeds": values.mean(1)}
     result = {"mean": values.mean((0, 1))}
     for name, sample in samples.items():

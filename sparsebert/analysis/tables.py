@@ -4,10 +4,11 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import rich.table
-from rich.console import Console
+
+if TYPE_CHECKING:
+    import rich.table
 
 
 @dataclass
@@ -50,8 +51,10 @@ class Table:
         cells = [[_printable(row.get(name, "")) for name in columns] for row in rows]
         return cls(title, columns, cells, tuple(map(_printable, notes)))
 
-    def rich(self) -> rich.table.Table:
+    def rich(self) -> "rich.table.Table":
         """The table for a terminal, with numbers aligned to the right."""
+        import rich.table
+
         table = rich.table.Table(title=self.title, caption="\n".join(self.notes) or None, caption_justify="left")
         for index, column in enumerate(self.columns):
             numeric = any(row[index][:1].isdigit() or row[index].startswith(("+", "-")) for row in self.rows)
@@ -84,6 +87,8 @@ def _escaped(text: str) -> str:
 
 def print_tables(tables: Iterable[Table]) -> None:
     """Print tables as wide as the terminal, or 200 columns wide if the output is not a terminal."""
+    from rich.console import Console
+
     # As text: names and paths may look like markup.
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
     for table in tables:

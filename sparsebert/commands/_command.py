@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate import PartialState
-
 from ..analysis.tables import Table, print_tables
+from ..files import process_state
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Results:
 
     def show(self, as_json: bool) -> None:
         """Print them, in the main process alone. Numbers that JSON does not know become `null`."""
-        if not PartialState().is_main_process:
+        if not process_state().is_main_process:
             return
         if as_json:
             print(json.dumps(_finite(self.content), indent=2, default=str))
