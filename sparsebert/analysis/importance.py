@@ -38,17 +38,7 @@ IMPORTANCE_GROUPS: dict[str, tuple[int, int | None]] = {
 
 
 def as_runs(probs: torch.Tensor) -> torch.Tensor:
-    """
-    Bring P into the shape `(S, L, H, n, n)`.
-
-    Args:
-        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
-
-    Returns:
-        `torch.Tensor` of shape `(S, L, H, n, n)`: float32, on the CPU.
-    Raises:
-        ValueError: If `probs` has another shape.
-    """
+    """P of shape `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)` as `(S, L, H, n, n)`, float32, on the CPU."""
     probs = torch.as_tensor(probs).detach().cpu().float()
     if probs.dim() not in (3, 4, 5) or probs.shape[-1] != probs.shape[-2] or 0 in probs.shape:
         raise ValueError(f"probs must have shape (H, n, n), (L, H, n, n) or (S, L, H, n, n), got {tuple(probs.shape)}")
@@ -66,17 +56,7 @@ def _sums_by_offset(probs, special):
 
 def offset_profile(probs: torch.Tensor, special_tokens: str = "first_last") -> tuple[np.ndarray, np.ndarray]:
     """
-    Mean P at each offset `abs(i - j)`, per head.
-
-    Args:
-        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose rows and columns are left out:
-            `"none"`, `"first"` or `"first_last"`.
-
-    Returns:
-        `tuple` of two `np.ndarray`: the offsets `(K,)`, int64, and the means `(S, L, H, K)`, float64.
-    Raises:
-        ValueError: If `probs` has another shape, `special_tokens` is unknown, or every token is a special token.
+    The offsets `abs(i - j)` outside the special tokens, `(K,)`, and the mean P at each, per head, `(S, L, H, K)`.
     """
     probs = as_runs(probs)
     length = probs.shape[-1]
@@ -94,19 +74,9 @@ def head_groups(
     groups: Mapping[str, tuple[int, int | None]] = IMPORTANCE_GROUPS,
 ) -> dict[str, np.ndarray]:
     """
-    Mean P of each group of positions, per head.
+    The mean P `(S, L, H)` of each group of offsets and of `"special_tokens"`, whose rows and columns are left out of
+    the others. Groups without positions are left out.
 
-    Args:
-        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): `"none"`, `"first"` or `"first_last"`. Rows and
-            columns of these tokens form a group of their own and are left out of the others.
-        groups (`dict[str, tuple]`, *optional*): First and last offset of each group.
-
-    Returns:
-        `dict[str, np.ndarray]`: Means `(S, L, H)`, float64, by the names of `groups` and `"special_tokens"`. Groups
-        without positions are left out.
-    Raises:
-        ValueError: If `probs` has another shape or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Section 3.1.2 and Figure 2.
     """
     probs = as_runs(probs)
@@ -128,35 +98,17 @@ def analyzed_special_tokens(mask: SparseMask) -> str:
 
 
 def position_groups(probs: torch.Tensor, special_tokens: str = "first_last") -> dict[str, float]:
-    """
-    Mean P over heads on the diagonal, at near and far offsets, and of the special tokens, for the metrics of a run.
-
-    Args:
-        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): See [`head_groups`].
-
-    Returns:
-        `dict[str, float]`: Means by `"diagonal"`, `"offset_1"`, `"offsets_2_3"`, `"offsets_4_8"`, `"beyond_8"` and
-        `"special_tokens"`. Groups without positions are left out.
-    Raises:
-        ValueError: If `probs` has another shape or `special_tokens` is unknown.
-    """
+    """Means of `OFFSET_GROUPS` and `"special_tokens"` over all heads, for the metrics of a run."""
     return {name: float(values.mean()) for name, values in head_groups(probs, special_tokens, OFFSET_GROUPS).items()}
 
 
 def estimate(values: np.ndarray) -> dict[str, np.ndarray]:
     """
-    Mean and 95 % confidence intervals of numbers between 0 and 1, by Student's t, clipped to [0, 1].
+    Mean and 95 % intervals of numbers between 0 and 1, `(S, N, ...)` of S runs with N heads each, clipped to [0, 1].
 
-    A bootstrap would be too narrow for the 4 to 12 heads and the few seeds of a search.
-
-    Args:
-        values (`np.ndarray`): Numbers `(S, N, ...)` of S runs with N heads each.
-
-    Returns:
-        `dict[str, np.ndarray]`: `"mean"` `(...)`; with two or more heads `"over_heads"` `(2, ...)`, the low and high
-        ends of the interval over the heads of all runs; with two or more runs `"over_seeds"` `(2, ...)`, the same
-        over the means of the runs.
+    `"over_heads"` `(2, ...)` holds the low and high ends over the heads of all runs, if there are two or more;
+    `"over_seeds"` the same over the means of the runs. By Student's t: a bootstrap would be too narrow for the 4 to 12
+    heads and the few seeds of a search.
     """
     check_installed("an interval", "scipy")
     from scipy import stats
@@ -173,21 +125,13 @@ def estimate(values: np.ndarray) -> dict[str, np.ndarray]:
 
 def sketch(probs: torch.Tensor, special_tokens: str = "first_last") -> torch.Tensor:
     """
-    Pool P onto 16 tokens without mixing the diagonal, its neighbors and the special tokens.
+    Pool P `(..., n, n)` onto 16 tokens, `(..., 16, 16)`, without mixing the diagonal, its neighbors and special
+    tokens.
 
-    Pooling square tiles would mix the diagonal with its neighbors. Here the row and column of a special token are
-    pooled on their own. The other cells at offsets 0, 1, 2 and 3 hold exactly these offsets; the cells beyond share
-    the longer offsets, and along each offset its positions, in equal parts. Every entry of P counts in exactly one
-    cell, and P of 16 tokens is its own sketch.
+    The row and column of a special token are pooled on their own. The other cells at offsets 0, 1, 2 and 3 hold
+    exactly these offsets; the cells beyond share the longer offsets, and along each offset its positions, in equal
+    parts. Every entry of P counts in exactly one cell, and P of 16 tokens is its own sketch.
 
-    Args:
-        probs (`torch.Tensor`): P, `(..., n, n)`.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): `"none"`, `"first"` or `"first_last"`.
-
-    Returns:
-        `torch.Tensor` of shape `(..., 16, 16)`, float32: the mean of each cell.
-    Raises:
-        ValueError: If n is below 16, or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Figure 2b; how it was pooled is not published.
     """
     length, num_tokens = SKETCH_LENGTH, probs.shape[-1]

@@ -31,18 +31,9 @@ from .tables import Table
 
 def measure_importance(runs: Sequence[Run], special_tokens: str = "first_last") -> dict[str, Any]:
     """
-    Which positions the runs of one search kept, as the numbers of `importance.json`.
-
-    Args:
-        runs (`list[Run]`): Seeds of one search, from [`read_runs`].
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Which tokens are special: `"none"`, `"first"`
-            or `"first_last"`.
-
-    Returns:
-        `dict`: What was read and, under `"all_layers"` (and `"layers"`, if the layers differ), mean and intervals of
-        the groups and of the profile over offsets, and the sketch (for 16 tokens or more).
-    Raises:
-        ValueError: If every token is a special token, or `special_tokens` is unknown.
+    Which positions the runs of one search kept, as the numbers of `importance.json`: mean and intervals of the groups
+    and of the profile over offsets, and the sketch (for 16 tokens or more), for all layers and, if they differ, for
+    each.
     """
     probs = _stacked(runs)
     groups = head_groups(probs, special_tokens)
@@ -93,15 +84,7 @@ def _fixed_groups(run, special_tokens):
 
 
 def importance_table(numbers: dict[str, Any]) -> Table:
-    """
-    The groups of all layers as a table: mean and intervals.
-
-    Args:
-        numbers (`dict`): From [`analyze`] or [`measure_importance`].
-
-    Returns:
-        [`Table`]
-    """
+    """The groups of all layers as a table: mean and intervals."""
     quantity = "mean of M" if numbers["quantity"] == MASK_ONLY else "mean P"
     rows = []
     for name, group in numbers["all_layers"]["groups"].items():
@@ -123,19 +106,8 @@ def analyze(
     """
     Read runs of one search, write `importance.json` and pictures (PNG and SVG), and return the numbers.
 
-    Args:
-        sources (`list` of `str` or `os.PathLike`): Folders or Hub ids, see [`read_runs`].
-        output_dir (`str` or `os.PathLike`): Folder to write to; created if missing.
-        special_tokens (`str`, *optional*): Which tokens are special: `"none"`, `"first"` or `"first_last"`. Defaults
-            to `"first"` if the search keeps the first token alone, as in a decoder, else to `"first_last"`.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        `dict`: See [`measure_importance`].
-    Raises:
-        ValueError: If matplotlib is missing, the runs cannot be read or are no seeds of one search, every token is a
-            special token, or `special_tokens` is unknown.
-        OSError: If the Hub has no such repository.
+    Without `special_tokens`, the first token alone counts as special if the search keeps only that one, as in a
+    decoder, else the first and the last.
     """
     if find_spec("matplotlib") is None:
         raise ValueError("the pictures need matplotlib: pip install 'sparsebert[viz]'")

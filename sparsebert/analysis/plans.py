@@ -113,13 +113,7 @@ def make_plan(
     dtype: torch.dtype | None = None,
     head_size: int = 64,
 ) -> Plan:
-    """
-    Like [`plan`], without printing.
-
-    Raises:
-        ValueError: If the model carries no mask or one that is still being searched, the mask is undefined at this
-            length, or `length`, `device` or `dtype` is not one.
-    """
+    """Like [`plan`], without printing."""
     causal, probability_map = False, "softmax"
     if isinstance(model_or_mask, SparseMask):
         mask = model_or_mask
@@ -163,20 +157,7 @@ def saved_plan(
     dtype: torch.dtype | None = None,
     **hub_arguments: Any,
 ) -> Plan:
-    """
-    How the mask in a folder or Hub repository would run.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id of a model with a frozen mask, a run or a mask.
-        length, device, dtype: See [`plan`].
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        [`Plan`]
-    Raises:
-        ValueError: If there is no mask, it is still being searched, or it is undefined at this length.
-        OSError: If there is no such folder or repository.
-    """
+    """How the mask in a folder or Hub repository would run, see [`plan`]."""
     check_path(source)
     is_model = find_file(source, CONFIG_NAME, **hub_arguments) is not None
     reader: Any = load if is_model else SparseMask.from_pretrained

@@ -46,15 +46,9 @@ class NoMaskError(ValueError):
 @dataclass(frozen=True)
 class SavedMask:
     """
-    A mask that a folder or Hub repository holds.
+    A mask that a folder or Hub repository holds: the frozen one, or what a search would freeze to now.
 
-    Attributes:
-        source (`str`):
-            Folder or Hub id.
-        mask ([`SparseMask`]):
-            The frozen mask, or what a search would freeze to now.
-        config ([`MaskFields`], *optional*):
-            What describes the mask; `None` for a mask alone, or one beside a model of another architecture.
+    `config` is `None` for a mask alone, or one beside a model of another architecture.
     """
 
     source: str
@@ -78,16 +72,9 @@ class Run(SavedMask):
     """
     What one run found.
 
-    Attributes:
-        quantity (`str`):
-            What `found_probs` holds: P, or the frozen mask where P was not saved.
-        found_probs (`torch.Tensor`):
-            P or mask, float32, of the entries `(L, H, n, n)` or the parameters `(L, H, K)`, see
-            [`LearnedMask.found_probs`].
-        setup (`dict`):
-            Settings that all seeds of one search share.
-        log_odds (`torch.Tensor`, *optional*):
-            What orders the positions where P is 0 or 1, see [`LearnedMask.log_odds`], if it was saved.
+    `quantity` says what `found_probs` holds, P or the frozen mask where P was not saved: float32, of the entries `(L,
+    H, n, n)` or the parameters `(L, H, K)`, see [`LearnedMask.found_probs`]. `log_odds`, if they were saved, order the
+    positions where P is 0 or 1. `setup` holds the settings that all seeds of one search share.
     """
 
     quantity: str
@@ -209,17 +196,7 @@ def _read_frozen(source, hub_arguments):
 def read_saved_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMask:
     """
     Read the mask of a pre-training run, a searching checkpoint, a mask, or a model with a mask or a search.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        [`SavedMask`]
-    Raises:
-        NoMaskError: If there is no mask.
-        ValueError: If a file is damaged or does not fit the mask.
-        OSError: If there is no such folder or repository.
+    `hub_arguments` are `revision`, `subfolder` and `token`.
     """
     source, name, config = _check_source(source, hub_arguments)
     if _is_searching(source, config, hub_arguments):
@@ -229,16 +206,7 @@ def read_saved_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMas
 
 
 def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
-    """
-    Read P as well, where it was saved. Sources and errors are those of [`read_saved_mask`].
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        [`Run`]
-    """
+    """Read P as well, where it was saved. Sources and errors are those of [`read_saved_mask`]."""
     source, name, config = _check_source(source, hub_arguments)
     if _is_searching(source, config, hub_arguments):
         searching = _read_search(source, config, hub_arguments)
@@ -262,20 +230,7 @@ def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
 
 
 def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> list[Run]:
-    """
-    Read several runs as seeds of one search.
-
-    Args:
-        sources (`list` of `str` or `os.PathLike`): Folders or Hub ids, see [`read_run`].
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        `list[Run]`
-    Raises:
-        ValueError: If there is no source, one is given twice, one holds no mask or is damaged, or the runs differ in
-            anything but the seed.
-        OSError: If there is no such folder or repository.
-    """
+    """Read several runs as seeds of one search, which differ in nothing but the seed."""
     if not sources:
         raise ValueError("expected at least one run or mask")
     places = [Path(source).resolve() for source in sources]
@@ -297,17 +252,7 @@ def read_runs(sources: Sequence[str | os.PathLike], **hub_arguments: Any) -> lis
 
 
 def is_pattern(source: str) -> bool:
-    """
-    Tell the name of a pattern from the folder or Hub id of a mask.
-
-    Args:
-        source (`str`): Name of a pattern, a folder or a Hub id.
-
-    Returns:
-        `bool`: Whether it is the name of a pattern.
-    Raises:
-        ValueError: If it is none of these; suggests the nearest pattern.
-    """
+    """Tell the name of a pattern from the folder or Hub id of a mask."""
     if source in PATTERNS:
         return True
     if Path(source).is_dir() or "/" in source:
@@ -323,20 +268,8 @@ def find_mask(
     **pattern_arguments: Any,
 ) -> SparseMask:
     """
-    The mask that a name stands for.
-
-    Args:
-        source (`str`): Name of a pattern, or a folder or Hub id that [`read_saved_mask`] understands.
-        length (`int`, *optional*, defaults to 128): Number of tokens of a pattern, n.
-        num_heads (`int`, *optional*, defaults to 12): Number of heads of a pattern, H.
-        hub_arguments (`dict`, *optional*): `revision`, `subfolder` and `token` of a folder or Hub id.
-        pattern_arguments: Further arguments of [`build_pattern`].
-
-    Returns:
-        [`SparseMask`]
-    Raises:
-        ValueError: If `source` is unknown, holds no mask or is damaged, or an argument of the pattern is out of range.
-        OSError: If there is no such folder or repository.
+    The mask that the name of a pattern, or a folder or Hub id, stands for. `pattern_arguments` are those of
+    [`build_pattern`].
     """
     if is_pattern(source):
         return build_pattern(source, length, num_heads, **pattern_arguments)

@@ -14,14 +14,8 @@ CONFIDENCE = 0.95
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
     """
-    Mean and standard deviation of a number over runs.
-
-    Args:
-        values (`list[float]`): The number in each run, one per seed.
-
-    Returns:
-        `dict[str, float]`: `"mean"` and, for two or more values, `"std"` (of the sample, n - 1), NaN if a value is not
-        finite, such as the loss of a run that diverged.
+    `"mean"` of a number over runs and, for two or more, `"std"` of the sample, NaN if a value is not finite, as of a
+    run that diverged.
     """
     summary = {"mean": statistics.fmean(values)}
     if len(values) > 1:
@@ -38,23 +32,13 @@ def paired_bootstrap(
     seed: int = 0,
 ) -> dict[str, Any]:
     """
-    Difference of two systems, with an interval from resampling seeds and examples jointly for both.
+    Difference of two systems (ours minus theirs), with an interval from resampling seeds and examples jointly for
+    both.
 
-    Runs with the same seed are a pair, and so are predictions of the same example: the Multi-Bootstrap of
-    MultiBERTs (arXiv 2106.16163). With one seed the interval says nothing about other seeds.
+    Predictions are given by seed, `(num_seeds, num_examples)`. Runs with the same seed are a pair, and so are
+    predictions of the same example. With one seed the interval says nothing about other seeds.
 
-    Args:
-        metric (`Callable[[np.ndarray, np.ndarray], float]`): Score of predictions, given the references.
-        ours, theirs (`list[list]`): Predictions of each system by seed, `(num_seeds, num_examples)`.
-        references (`list`): Reference of each example.
-        resamples (`int`, *optional*, defaults to 1000): Number of resamples.
-        seed (`int`, *optional*, defaults to 0): Seed of the resampling.
-
-    Returns:
-        `dict`: `"difference"` (ours minus theirs, mean over seeds), `"interval"` `[low, high]`, `"confidence"` and
-        `"num_seeds"`.
-    Raises:
-        ValueError: If the systems differ in the number of seeds or examples.
+    Source: the Multi-Bootstrap of MultiBERTs (arXiv 2106.16163).
     """
     sizes = {len(predictions) for predictions in (*ours, *theirs)}
     if len(ours) != len(theirs) or sizes != {len(references)}:

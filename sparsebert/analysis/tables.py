@@ -13,19 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Table:
-    """
-    A table of text.
-
-    Attributes:
-        title (`str`):
-            Heading above the table.
-        columns (`list[str]`):
-            Column headings.
-        rows (`list[list[str]]`):
-            Cells, one list per row, as long as `columns`.
-        notes (`tuple[str, ...]`, *optional*):
-            Lines below the table.
-    """
+    """A table of text: a heading, columns, rows of cells and lines below."""
 
     title: str
     columns: list[str]
@@ -35,16 +23,8 @@ class Table:
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, str]], notes: Iterable[str] = ()) -> "Table":
         """
-        Make a table from one dictionary per row.
-
-        Args:
-            title (`str`): Heading above the table.
-            rows (`list[dict[str, str]]`): Cells by column. Columns keep the order in which they first appear; a
-                column that is empty in every row is left out.
-            notes (`Iterable[str]`, *optional*): Lines below the table.
-
-        Returns:
-            [`Table`]
+        Make a table from one dictionary per row. Columns keep the order in which they first appear; one that is empty
+        in every row is left out.
         """
         names = dict.fromkeys(name for row in rows for name in row)
         columns = [name for name in names if any(row.get(name) for row in rows)]

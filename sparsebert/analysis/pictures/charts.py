@@ -14,15 +14,9 @@ def plot_scores(
     dense: float | None = None,
 ) -> None:
     """
-    Plot a score against sparsity.
+    Plot up to two curves `(sparsities, scores, deviations or None)` of a score against sparsity, and the score without
+    a mask as a horizontal line.
 
-    Args:
-        curves (`dict`): Up to two curves by name: `(sparsities, scores, deviations)`, three lists of equal length; a
-            deviation may be `None`.
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        metric (`str`): What the score is, for the vertical axis.
-        title (`str`): Title of the chart.
-        dense (`float`, *optional*): Score without a mask, drawn as a horizontal line.
     Source: SparseBERT (arXiv 2102.12871), Figure 7.
     """
     figure = new_figure(6.6, 4.4)

@@ -33,16 +33,7 @@ _MOST_CELLS = 1024
 
 
 def new_figure(width: float, height: float, layout: Literal["compressed", "constrained"] = "compressed") -> "Figure":
-    """
-    A figure that belongs to no window system and changes no global state.
-
-    Args:
-        width, height (`float`): Size in inches.
-        layout (`str`, *optional*, defaults to `"compressed"`): Layout engine of Matplotlib.
-
-    Returns:
-        `matplotlib.figure.Figure`
-    """
+    """A figure (size in inches) that belongs to no window system and changes no global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout=layout, dpi=DPI)
@@ -50,16 +41,7 @@ def new_figure(width: float, height: float, layout: Literal["compressed", "const
 
 def check_picture(path: str | os.PathLike, field: str) -> None:
     """
-    Check that a picture can be written to a file, before what takes long.
-
-    Args:
-        path (`str` or `os.PathLike`): The file, see [`save_figure`].
-        field (`str`): The field that names it, for the message.
-
-    Raises:
-        ValueError: If its suffix is not that of a format that Matplotlib writes.
-        FileExistsError: If it is a folder.
-        NotADirectoryError: If its folder cannot be made. It is made otherwise.
+    Check that a picture can be written to the file that a field names, and make its folder, before what takes long.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -72,14 +54,7 @@ def check_picture(path: str | os.PathLike, field: str) -> None:
 
 
 def save_figure(figure: "Figure", path: str | os.PathLike) -> None:
-    """
-    Write a figure.
-
-    Args:
-        figure (`matplotlib.figure.Figure`): The figure.
-        path (`str` or `os.PathLike`): File to write; without a suffix, both a PNG and an SVG file. Its folder is
-            created if missing.
-    """
+    """Write a figure to a file; without a suffix, to both a PNG and an SVG file."""
     path = Path(path)
     make_folder(path.parent)
     for target in [path] if path.suffix else [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]:
@@ -88,32 +63,14 @@ def save_figure(figure: "Figure", path: str | os.PathLike) -> None:
 
 def interpolation(length: int, inches: float) -> str:
     """
-    How to draw a table: sharp entries where each has a pixel, else averaged ones, since leaving out rows would break
-    thin lines.
-
-    Args:
-        length (`int`): Rows of the table.
-        inches (`float`): Height of the panel.
-
-    Returns:
-        `str`: An interpolation of Matplotlib.
+    How to draw a table of `length` rows: sharp entries where each has a pixel, else averaged ones, since leaving out
+    rows would break thin lines.
     """
     return "nearest" if length <= 0.85 * inches * DPI else "antialiased"
 
 
 def draw_table(axis: "Axes", table: torch.Tensor, inches: float, **style: Any) -> "AxesImage":
-    """
-    Draw a table as an image, a large one averaged over small squares: a figure holds what it shows.
-
-    Args:
-        axis (`matplotlib.axes.Axes`): The panel.
-        table (`torch.Tensor`): Values, `(n, n)`.
-        inches (`float`): Height of the panel.
-        style: Further arguments of `imshow`.
-
-    Returns:
-        `matplotlib.image.AxesImage`
-    """
+    """Draw a table `(n, n)` as an image, a large one averaged over small squares: a figure holds what it shows."""
     length = len(table)
     if (size := math.ceil(length / _MOST_CELLS)) > 1:
         table = torch.nn.functional.avg_pool2d(table.float()[None], size, ceil_mode=True)[0]
@@ -122,12 +79,7 @@ def draw_table(axis: "Axes", table: torch.Tensor, inches: float, **style: Any) -
 
 
 def average_text(probs: torch.Tensor) -> str:
-    """
-    What was averaged over, for a title: "3 runs x 6 layers x 12 heads, 128 tokens".
-
-    Args:
-        probs (`torch.Tensor`): P, `(S, L, H, n, n)`.
-    """
+    """What P `(S, L, H, n, n)` was averaged over, for a title: "3 runs x 6 layers x 12 heads, 128 tokens"."""
     runs, layers, heads = (
         f"{count} {noun}{'s' * (count > 1)}"
         for count, noun in zip(probs.shape[:3], ("run", "layer", "head"), strict=True)

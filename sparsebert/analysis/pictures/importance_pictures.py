@@ -100,12 +100,6 @@ def plot_mean_probs(probs: torch.Tensor, path: str | os.PathLike, quantity: str 
     """
     Draw P averaged over heads as a heat map, also for each layer if the layers differ.
 
-    Args:
-        probs (`torch.Tensor`): P, `(H, n, n)`, `(L, H, n, n)` or `(S, L, H, n, n)`.
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        quantity (`str`, *optional*): What the numbers are, for the color bar.
-    Raises:
-        ValueError: If `probs` has another shape.
     Source: SparseBERT (arXiv 2102.12871), Figure 2a; "after normalization" is read as from lowest to highest.
     """
     probs = as_runs(probs)
@@ -118,13 +112,6 @@ def plot_sketch(
     """
     Draw P averaged over heads and pooled onto 16 tokens by [`sketch`], also for each layer if the layers differ.
 
-    Args:
-        probs (`torch.Tensor`): P as in [`plot_mean_probs`], with 16 tokens or more.
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose row and column are kept separate.
-        quantity (`str`, *optional*): What the numbers are, for the color bar.
-    Raises:
-        ValueError: If `probs` has another shape or fewer tokens, or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Figure 2b.
     """
     probs = as_runs(probs)
@@ -155,17 +142,8 @@ def plot_groups(
 ) -> None:
     """
     Plot the mean P of the diagonal, the neighbors, the special tokens and the others with 95 % intervals: heads as
-    points, or lines over the layers if the layers differ.
+    points, or lines over the layers if the layers differ. Groups in `fixed`, which were not learned, are marked.
 
-    Args:
-        probs (`torch.Tensor`): P as in [`plot_mean_probs`].
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Which tokens are special: `"none"`, `"first"`
-            or `"first_last"`.
-        fixed (`Sequence[str]`, *optional*): Groups that were not learned; they are marked.
-        quantity (`str`, *optional*): What the numbers are, for the axis.
-    Raises:
-        ValueError: If `probs` has another shape or `special_tokens` is unknown.
     Source: SparseBERT (arXiv 2102.12871), Section 3.1.2.
     """
     probs = as_runs(probs)
@@ -232,14 +210,6 @@ def plot_offset_profile(
     """
     Plot P against the offset `abs(i - j)`: mean over heads with 95 % intervals, also for each layer if the layers
     differ.
-
-    Args:
-        probs (`torch.Tensor`): P as in [`plot_mean_probs`].
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        special_tokens (`str`, *optional*, defaults to `"first_last"`): Tokens whose rows and columns are left out.
-        quantity (`str`, *optional*): What the numbers are, for the axis.
-    Raises:
-        ValueError: If `probs` has another shape, `special_tokens` is unknown, or every token is a special token.
     """
     probs = as_runs(probs)
     offsets, _ = offset_profile(probs[:1, :1, :1], special_tokens)

@@ -35,14 +35,8 @@ def _draw_mask(axis, table, inches):
 
 def plot_heads(mask_or_table: SparseMask | torch.Tensor, path: str | os.PathLike, name: str | None = None) -> None:
     """
-    Draw the mask of every head, one row of panels per layer if the layers differ.
-
-    Args:
-        mask_or_table ([`SparseMask`] or `torch.Tensor`): The mask, or a bool table `(H, n, n)` or `(L, H, n, n)`.
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
-        name (`str`, *optional*): Name of the mask, for the title.
-    Raises:
-        ValueError: If the table has another shape.
+    Draw a mask, or a bool table `(H, n, n)` or `(L, H, n, n)`, head by head, one row of panels per layer if the layers
+    differ.
     """
     table = mask_or_table.to_table() if isinstance(mask_or_table, SparseMask) else mask_or_table
     table = torch.as_tensor(table).detach().cpu()
@@ -79,8 +73,6 @@ def plot_gallery(path: str | os.PathLike) -> None:
     Draw one head of every pattern with its default parameters (shorter strides for cycles). A cycle is drawn as the
     union of its patterns.
 
-    Args:
-        path (`str` or `os.PathLike`): Image to write; its folder is created if missing.
     Source: SparseBERT (arXiv 2102.12871), Figure 1.
     """
     num_columns = 5

@@ -26,21 +26,7 @@ UNITS = (("seconds", 1, 180), ("minutes", 60, 180 * 60), ("hours", 3600, math.in
 
 @dataclass(frozen=True)
 class Score:
-    """
-    What one run reached.
-
-    Attributes:
-        run (`str`):
-            Name of the run.
-        value (`float`):
-            The score, in the unit of its chart.
-        deviation (`float`, *optional*):
-            Sample deviation over seeds.
-        sparsity (`float`):
-            Fraction of the mask's entries removed.
-        seconds (`float`, *optional*):
-            Seconds of training.
-    """
+    """What one run reached: a score in the unit of its chart, and its sample deviation over seeds."""
 
     run: str
     value: float
@@ -51,16 +37,8 @@ class Score:
 
 def scores(runs: Mapping[str, dict[str, Any]]) -> dict[str, list[Score]]:
     """
-    Scores that can be compared with each other.
-
-    Args:
-        runs (`dict[str, dict]`): The metrics of each run by its name.
-
-    Returns:
-        `dict[str, list[Score]]`: By what was measured and in which unit, in the order of the runs. Scores that are no
-        finite numbers are left out.
-    Raises:
-        ValueError: If the metrics of a run are damaged.
+    Scores of runs' metrics that can be compared, by what was measured and in which unit. Those that are not finite are
+    left out.
     """
     found: dict[str, list[Score]] = {}
     for run, metrics in runs.items():
@@ -105,16 +83,7 @@ def _scores_of(run: str, metrics: dict[str, Any]) -> Iterator[tuple[str, Score]]
 
 
 def score_figures(what: str, found: list[Score]) -> str:
-    """
-    The charts of one kind of score and the list of its runs, in HTML.
-
-    Args:
-        what (`str`): What was measured and in which unit.
-        found (`list[Score]`): At least one.
-
-    Returns:
-        `str`
-    """
+    """The charts of one kind of score and the list of its runs, in HTML."""
     charts = [
         _chart(what, "sparsity: entries of the mask removed, in %", [100 * score.sparsity for score in found], found)
     ]

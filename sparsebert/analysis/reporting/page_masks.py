@@ -28,24 +28,18 @@ TILES = (16, 64, 128)
 
 def mask_data(name: str, mask: SparseMask, room: int = PAGE_BYTES) -> dict[str, Any]:
     """
-    What the page's script needs of a mask.
+    What the page's script needs of a mask, as JSON values; its picture takes `room` bytes before compression.
 
-    Args:
-        name (`str`): What the page calls it.
-        mask ([`SparseMask`]): The mask.
-        room (`int`, *optional*): Bytes that its picture may take before compression.
+    `"heads"` says for each layer and head which of the U different heads it is; other lists hold one value per
+    different head. `"kind"` tells what `"picture"` holds, in base64 and zlib:
 
-    Returns:
-        `dict[str, Any]`: JSON values. `"heads"` says for each layer and head which of the U different heads it is;
-        other lists hold one value per different head. `"kind"` tells what `"picture"` holds, in base64 and zlib:
+    - `"toeplitz"`: `keep` of a Toeplitz form, one bit per parameter.
+    - `"entries"`: `keep` of a table, one bit per entry.
+    - `"cells"`: the whole mask with `"step"` tokens per cell, a byte of the share kept, 255 for all.
 
-        - `"toeplitz"`: `keep` of a Toeplitz form, one bit per parameter.
-        - `"entries"`: `keep` of a table, one bit per entry.
-        - `"cells"`: the whole mask with `"step"` tokens per cell, a byte of the share kept, 255 for all.
-
-        Bits begin anew with each head, the lowest bit of a byte first. `"profile"` holds a byte of the share kept per
-        head and offset, or per `"profile_step"` offsets, outside the special tokens. `"tiles"` are shares of live
-        tiles by size, without the rows and columns of special tokens, as in [`plan`].
+    Bits begin anew with each head, the lowest bit of a byte first. `"profile"` holds a byte of the share kept per head
+    and offset, or per `"profile_step"` offsets, outside the special tokens. `"tiles"` are shares of live tiles by
+    size, without the rows and columns of special tokens, as in [`plan`].
     """
     places: dict[bytes, int] = {}
     heads: list[SparseMask] = []

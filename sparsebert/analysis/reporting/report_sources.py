@@ -13,17 +13,7 @@ from .reports import read_metrics
 
 @dataclass(frozen=True)
 class Source:
-    """
-    A run, a mask, or both.
-
-    Attributes:
-        name (`str`):
-            Folder or Hub id.
-        metrics (`dict`, *optional*):
-            Metrics of a finished run.
-        masks (`tuple` of [`SavedMask`]):
-            Its masks: one, or one per seed that has another.
-    """
+    """A run, a mask, or both: the metrics of a finished run, and its masks, one or one per seed that has another."""
 
     name: str
     metrics: dict[str, Any] | None
@@ -38,21 +28,7 @@ class Source:
 
 
 def read_sources(names: Sequence[str | os.PathLike], with_masks: bool = True) -> list[Source]:
-    """
-    Read runs and masks.
-
-    Args:
-        names (`list` of `str` or `os.PathLike`): Output folders of runs, and what [`read_saved_mask`] understands. One
-            that is given twice counts once.
-        with_masks (`bool`, *optional*, defaults to `True`): Whether to read the masks of finished runs, too.
-
-    Returns:
-        `list[Source]`
-    Raises:
-        FileNotFoundError: If a folder holds neither metrics nor a mask.
-        ValueError: If a file is damaged, or something is neither a folder nor a Hub id.
-        OSError: If the Hub has no such repository.
-    """
+    """Read runs and masks; one that is given twice counts once. `with_masks`: the masks of finished runs, too."""
     sources = []
     for name in dict.fromkeys(str(Path(name)) if Path(name).exists() else str(name) for name in names):
         is_run = (Path(name) / METRICS_NAME).is_file()

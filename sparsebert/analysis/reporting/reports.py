@@ -19,8 +19,6 @@ POSITIONS = {
     "offsets_4_8": "P 4-8",
     "beyond_8": "P > 8",
 }
-
-
 # Masks in the metrics of a search in a trained model: the one that it learned or was given, and the same recovered.
 LEARNED, GIVEN, RECOVERED = "learned", "given", "{}, recovered"
 # What is in the metrics of GLUE, of fine-tuning, of pre-training, of a search in a trained model and of translation.
@@ -31,6 +29,25 @@ _KINDS = (
     {"agreement", "sparsity", "seconds"},
     {"bleu", "sparsity", "seconds"},
 )
+PRETRAINING, SEARCHES, FINETUNING = "Pre-training", "Masks for trained models", "Fine-tuning"
+GLUE, TRANSLATION = "GLUE, development sets, %", "Translation"
+# What the columns of each table mean, below it; those of searches are explained if they are there.
+_NOTES = {
+    PRETRAINING: "P: mean probability that a position is kept, by offset |i - j|, before freezing; 0 or 1 for a fixed "
+    "mask",
+    SEARCHES: "",
+    FINETUNING: "removed: share of the mask's entries at its own length; on inputs: the same over the evaluated "
+    "inputs. Scores in %; several seeds: mean ± sample deviation. train s: mean per seed",
+    GLUE: "average of 9: MNLI-m and MNLI-mm count separately, without WNLI (SparseBERT, Table 3); of 8: their mean "
+    "counts once. In brackets: the columns there are, if some are missing; not comparable with the whole",
+    TRANSLATION: "BLEU: cased, from sacreBLEU; of references: of the references after tokenization, the highest "
+    "possible",
+}
+_SEARCH_COLUMNS = {
+    "cosine": "with the dense model's mean last hidden states, on held-out text",
+    "score": "of the task, times 100",
+    "speed-up": "time of the dense model over that through the mask, for a batch",
+}
 
 
 def own_mask(mask: str | None) -> str:
@@ -39,18 +56,7 @@ def own_mask(mask: str | None) -> str:
 
 
 def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, Any]]:
-    """
-    Read the metrics of runs.
-
-    Args:
-        folders (`list` of `str` or `os.PathLike`): Output folders of finished runs.
-
-    Returns:
-        `dict[Path, dict]`: Metrics by folder.
-    Raises:
-        FileNotFoundError: If a folder has no `metrics.json`.
-        ValueError: If one is damaged, or of another kind of run.
-    """
+    """The metrics of the output folders of finished runs, checked."""
     metrics = {}
     for folder in map(Path, folders):
         path = folder / METRICS_NAME
@@ -60,8 +66,7 @@ def read_metrics(folders: Iterable[str | os.PathLike]) -> dict[Path, dict[str, A
             found = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: damaged or not JSON ({error})") from error
-        kinds = [names for names in _KINDS if isinstance(found, dict) and names <= found.keys()]
-        if not kinds:
+        if not isinstance(found, dict) or not any(names <= found.keys() for names in _KINDS):
             raise ValueError(
                 f"{path}: not the metrics of a pre-training, a fine-tuning, a GLUE run, a search or a translation"
             )
@@ -81,77 +86,39 @@ def distinct_names(sources: Sequence[str | os.PathLike]) -> list[str]:
 
 def report_tables(runs: Mapping[Path, dict[str, Any]]) -> list[Table]:
     """
-    Make the tables of runs: pre-training, masks for trained models, fine-tuning, grids of settings, GLUE and
-    translation. Empty ones are left out.
-
-    Args:
-        runs (`dict[Path, dict]`): Metrics by folder, from [`read_metrics`].
-
-    Returns:
-        `list[Table]`
+    The tables of runs from [`read_metrics`]: pre-training, masks for trained models, fine-tuning, grids of settings,
+    GLUE and translation. Empty ones are left out.
     """
-    pretraining: list[dict[str, str]] = []
-    searches: list[dict[str, str]] = []
-    finetuning: list[dict[str, str]] = []
-    glue: list[dict[str, str]] = []
-    translations: list[dict[str, str]] = []
-    grids: list[Table] = []
-    notes: list[str] = []
-    glue_notes: list[str] = []
+    rows: dict[str, list] = {title: [] for title in _NOTES}
+    notes: dict[str, list] = {title: [note] for title, note in _NOTES.items()}
+    grids = []
     for run, metrics in zip(distinct_names([*runs]), runs.values(), strict=True):
+        tasks = {}
         if "agreement" in metrics:
-            searches.append(_search_row(run, metrics))
-            continue
-        if "bleu" in metrics:
-            translations.append(_translation_row(run, metrics))
-            continue
-        if "glue" in metrics:
+            rows[SEARCHES].append(_search_row(run, metrics))
+        elif "bleu" in metrics:
+            rows[TRANSLATION].append(_translation_row(run, metrics))
+        elif "glue" in metrics:
             tasks = {f"{run}/{task}": values for task, values in metrics["glue"].items()}
             row, remarks = _glue_row(run, metrics)
-            glue.append(row)
-            glue_notes.extend(remarks)
+            rows[GLUE].append(row)
+            notes[GLUE] += remarks
         elif "task" in metrics:
             tasks = {run: metrics}
         else:
-            pretraining.append(_pretraining_row(run, metrics))
-            continue
+            rows[PRETRAINING].append(_pretraining_row(run, metrics))
         for name, values in tasks.items():
-            finetuning.extend(_finetuning_rows(name, values))
-            notes.extend(_finetuning_notes(name, values))
+            rows[FINETUNING] += _finetuning_rows(name, values)
+            notes[FINETUNING] += _finetuning_notes(name, values)
             if "sweep" in values:
                 grids.append(_sweep_table(name, values))
-    result = []
-    if pretraining:
-        note = (
-            "P: mean probability that a position is kept, by offset |i - j|, before freezing; 0 or 1 for a fixed mask"
-        )
-        result.append(Table.of("Pre-training", pretraining, [note]))
-    if searches:
-        meanings = {
-            "cosine": "with the dense model's mean last hidden states, on held-out text",
-            "score": "of the task, times 100",
-            "speed-up": "time of the dense model over that through the mask, for a batch",
-        }
-        filled = {column.split(",")[0] for row in searches for column, text in row.items() if text}
-        shown = [f"{name}: {text}" for name, text in meanings.items() if name in filled]
-        result.append(Table.of("Masks for trained models", searches, ["; ".join(shown)]))
-    if finetuning:
-        note = (
-            "removed: share of the mask's entries at its own length; on inputs: the same over the evaluated inputs. "
-            "Scores in %; several seeds: mean ± sample deviation. train s: mean per seed"
-        )
-        result.append(Table.of("Fine-tuning", finetuning, [note, *notes]))
-    result.extend(grids)
-    if glue:
-        note = (
-            "average of 9: MNLI-m and MNLI-mm count separately, without WNLI (SparseBERT, Table 3); of 8: their mean "
-            "counts once. In brackets: the columns there are, if some are missing; not comparable with the whole"
-        )
-        result.append(Table.of("GLUE, development sets, %", glue, [note, *glue_notes]))
-    if translations:
-        note = "BLEU: cased, from sacreBLEU; of references: of the references after tokenization, the highest possible"
-        result.append(Table.of("Translation", translations, [note]))
-    return result
+    filled = {column.split(",")[0] for row in rows[SEARCHES] for column, text in row.items() if text}
+    notes[SEARCHES] = ["; ".join(f"{name}: {text}" for name, text in _SEARCH_COLUMNS.items() if name in filled)]
+    tables = []
+    for title in _NOTES:
+        tables += [Table.of(title, rows[title], notes[title])] if rows[title] else []
+        tables += grids if title == FINETUNING else []
+    return tables
 
 
 def _pretraining_row(name, metrics):

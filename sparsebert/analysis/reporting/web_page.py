@@ -32,19 +32,7 @@ ONE_LINE = 40
 
 @dataclass(frozen=True)
 class PageMask:
-    """
-    A mask of a page.
-
-    Attributes:
-        name (`str`):
-            What the page calls it.
-        saved ([`SavedMask`]):
-            The mask and where it was read.
-        verdict (`str`, *optional*):
-            What the universality theorems say about it, in a sentence.
-        facts (`str`, *optional*):
-            The details of the verdict.
-    """
+    """A mask of a page: its name there, what the universality theorems say about it, and the facts behind that."""
 
     name: str
     saved: SavedMask
@@ -58,14 +46,7 @@ class PageMask:
 
 
 def check_page(path: str | os.PathLike, overwrite: bool = False) -> None:
-    """
-    Check that a page can be written to a file, before what takes long.
-
-    Raises:
-        ValueError: If the name of the file does not end in `.html`.
-        FileExistsError: If the file exists and `overwrite` is not set, or it is not a file.
-        NotADirectoryError: If its folder is a file.
-    """
+    """Check that a page can be written to a file, before what takes long."""
     path = Path(path)
     if path.suffix != ".html":
         raise ValueError(f"output must be the name of an .html file, got {str(path)!r}")
@@ -79,14 +60,7 @@ def check_page(path: str | os.PathLike, overwrite: bool = False) -> None:
 
 
 def write_page(path: str | os.PathLike, masks: Sequence[PageMask], runs: Mapping[Path, dict[str, Any]]) -> None:
-    """
-    Write a page with masks and the scores of runs. It is written whole or not at all.
-
-    Args:
-        path (`str` or `os.PathLike`): File to write; its folder is created if missing.
-        masks (`list[PageMask]`): The masks.
-        runs (`dict[Path, dict]`): Metrics by folder, from [`read_metrics`].
-    """
+    """Write a page with masks and the metrics of runs, from [`read_metrics`]. It is written whole or not at all."""
     content = make_page(masks, runs).encode()
     path = Path(path)
     make_folder(path.parent, "output")
