@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from sparsebert import SparseMask
-from sparsebert.attention.backends import BACKENDS, run_backend
+from sparsebert.attention.backends import prepared, run_backend
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choosing.choice import ATTENTION_NAMES, automatic, choose_backend
 from sparsebert.attention.mask_inputs import MaskInputs
@@ -173,10 +173,8 @@ def _sparse(name):
         chosen = choose_backend(
             name, case.mask, request.device, request.dtype, *shape, dropout, gradients, request.padded
         )
-        inputs = MaskInputs(
-            chosen, request.num_queries, request.num_keys, case.query.device, case.mask, padding=case.padding
-        )
-        inputs = replace(inputs, **BACKENDS[chosen].prepare(case.mask, inputs)).for_layer(0)
+        sizes = (request.num_queries, request.num_keys, case.query.device)
+        inputs = prepared(MaskInputs(chosen, *sizes, case.mask, case.padding)).for_layer(0)
         return lambda *tensors: run_backend(*tensors, inputs, HEAD_SIZE**-0.5, dropout)[0], _forms(inputs)
 
     return build

@@ -103,8 +103,8 @@ def write(folder: Path, repository: str) -> Path:
         target = built / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-    for library in (PACKAGE / "attention").glob("*.so"):
-        shutil.copy(library, built / "attention")
+    for library in PACKAGE.glob("attention/**/*.so"):
+        shutil.copy(library, built / library.relative_to(PACKAGE))
     files = {
         path.relative_to(built).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
         for path in sorted(built.rglob("*"))

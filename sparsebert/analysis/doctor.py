@@ -6,7 +6,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..attention.backends import BACKENDS, refusal
 from ..attention.capabilities import Request
 from ..attention.choosing.choice import GPU_BACKENDS, TILE_SIZE
 from ..attention.choosing.self_check_process import TIMEOUT, keep_outcome, run_self_checks
-from ..attention.choosing.self_check_results import TRUSTED, Order, Outcome, Setting, driver, installed, setting_for
+from ..attention.choosing.self_check_results import FINISHED, TRUSTED, Outcome, Setting, driver, installed
 from ..attention.kernels import cpu
 from ..attention.kernels.compilation import CompilationError, find_compiler
 from ..checks import check_choice, check_range
@@ -31,8 +31,13 @@ from .tables import Table
 
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = ("torch", "transformers", "triton", "accelerate", "numpy")
-# Padding, dropout and gradients of the checks: inference, and training.
-PHASES = ((False, False, False), (True, False, False), (True, False, True), (True, True, True))
+# The checks of each dtype and head size: inference, and training.
+PHASES = (
+    dict[str, bool](),
+    {"padded": True},
+    {"padded": True, "gradients": True},
+    {"padded": True, "dropout": True, "gradients": True},
+)
 # Tokens of the comparisons, and heads of the inputs that are timed if no mask is given. On a CPU one kernel
 # serves all lengths.
 LENGTHS = {"cpu": (7, 77), "cuda": (77, 333)}
@@ -89,17 +94,17 @@ def _text(value):
 def _rows(outcome):
     """A row per backend of a self-check, and one more if it did not finish."""
     setting = str(outcome.setting)
-    for name, finding in outcome.backends.items():
+    for name, found in outcome.backends.items():
         # Errors as a share of what is allowed.
-        shares = [each["error"] / each["allowed"] for each in finding.errors.values() if each["allowed"]]
+        shares = [each["error"] / each["allowed"] for each in found["errors"].values() if each["allowed"]]
         yield {
             "inputs": setting,
             "backend": name,
-            "result": "right" if finding.right else finding.reason or "wrong",
+            "result": "right" if found["right"] else found["reason"] or "wrong",
             "error / allowed": f"{max(shares):.2f}" if shares else "",
-            "ms": "" if finding.milliseconds is None else f"{finding.milliseconds:.3f}",
+            "ms": "" if found["milliseconds"] is None else f"{found['milliseconds']:.3f}",
         }
-    if outcome.ended != "finished":
+    if outcome.ended != FINISHED:
         yield {"inputs": setting, "backend": "", "result": outcome.ended}
 
 
@@ -121,11 +126,6 @@ def diagnose(
         length (`int`, *optional*, defaults to 512): Number of tokens with which times are taken.
         mask ([`SparseMask`], *optional*): The mask with which times are taken. Defaults to tiles near the diagonal.
         timeout (`float`, *optional*, defaults to 600.0): Seconds that one check may take.
-
-    Returns:
-        [`Diagnosis`]
-    Raises:
-        ValueError: If there is no such device, or another argument is out of its range.
     """
     where = _checked_device(device)
     for name, values in (("dtypes", dtypes), ("head_sizes", head_sizes)):
@@ -135,16 +135,27 @@ def diagnose(
         check_choice("dtypes", dtype, DTYPES)
     for size in head_sizes:
         check_range("head_sizes", size, 1, 1024)
-    check_range("length", length, 1, 2**14 if mask is None or mask.length_policy != "error" else mask.length)
+    longest = mask.length if mask is not None and mask.length_policy == "error" else None
+    check_range("length", length, 1, longest or 2**14)
     check_range("timeout", timeout, 1, None, (int, float))
+    asked, candidates = [], GPU_BACKENDS if where.type == "cuda" else ("sparse_cpu",)
     general = Request(where.type, getattr(torch, dtypes[0]), 1, 1, length, length, head_sizes[0], index=where.index)
+    for dtype, size, flags in product(dtypes, head_sizes, PHASES):
+        request = replace(general, dtype=getattr(torch, dtype), head_size=size, **flags)
+        if mask is None:
+            setting = Setting(dtype, size, **flags, length=length)
+        else:
+            setting = Setting.of(request, longest, *mask_tile_shares(mask, length, TILE_SIZE))
+        able = [name for name in candidates if refusal(name, request) is None]
+        asked.append((setting, (*able, TRUSTED)))
     reasons = {name: refusal(name, general) for name in BACKENDS}
-    problems = _missing(where, reasons)
     with TemporaryDirectory() as folder:
+        options = {"lengths": LENGTHS[where.type], "num_heads": NUM_HEADS[where.type]}
         if mask is not None:
             mask.save_pretrained(folder)
-        orders = _orders(where, dtypes, head_sizes, length, mask, folder)
-        outcomes = run_self_checks(orders, timeout)
+            options["mask"] = folder
+        outcomes = run_self_checks(str(where), asked, timeout, **options)
+    problems = _missing(where, reasons)
     for outcome in outcomes:
         problems += [f"{outcome.setting}: {problem}" for problem in outcome.problems()]
         if where.type == "cuda":
@@ -177,33 +188,6 @@ def _missing(where, reasons):
     return [] if find_spec("triton") else [f"sparse_triton: {reasons['sparse_triton']}"]
 
 
-def _orders(where, dtypes, head_sizes, length, mask, folder):
-    """The self-checks to be done: every setting with the backends that serve it."""
-    candidates = GPU_BACKENDS if where.type == "cuda" else ("sparse_cpu",)
-    orders = []
-    for dtype, size, (padded, dropout, gradients) in product(dtypes, head_sizes, PHASES):
-        shape = (1, 1, length, length, size)
-        flags = {"dropout": dropout, "gradients": gradients, "padded": padded, "index": where.index}
-        request = Request(where.type, getattr(torch, dtype), *shape, **flags)
-        able = [name for name in candidates if refusal(name, request) is None]
-        if mask is None:
-            setting = Setting(dtype, size, padded, dropout, gradients, length=length)
-        else:
-            shares = mask_tile_shares(mask, length, TILE_SIZE)
-            setting = setting_for(request, mask.length if mask.length_policy == "error" else None, *shares)
-        orders.append(
-            Order(
-                str(where),
-                setting,
-                (*able, TRUSTED),
-                lengths=LENGTHS[where.type],
-                mask=None if mask is None else folder,
-                num_heads=NUM_HEADS[where.type],
-            )
-        )
-    return orders
-
-
 def _versions():
     versions = {"sparsebert": __version__, "python": platform.python_version()}
     packages = {name: installed(name) for name in PACKAGES}
@@ -230,17 +214,16 @@ def cpu_name() -> str:
 
 def _machine():
     words = set(_of_cpu("flags|Features").split())
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": found.name,
-                "capability": f"{found.major}.{found.minor}",
-                "memory_bytes": found.total_memory,
-                "driver": driver(),
-            }
-        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [
+        {
+            "name": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "memory_bytes": found.total_memory,
+            "driver": driver(),
+        }
+        for found in map(torch.cuda.get_device_properties, range(count))
+    ]
     return {
         "platform": platform.platform(),
         "cpu": cpu_name(),

@@ -8,7 +8,7 @@ import torch
 from transformers.utils import CONFIG_NAME
 
 from ..attention.capabilities import Request
-from ..attention.choosing.choice import by_table
+from ..attention.choosing.choice import automatic
 from ..checks import check_range
 from ..hub import check_path
 from ..masks.mask_files import MAX_MASK_LENGTH
@@ -139,7 +139,7 @@ def make_plan(
         request = Request(
             device_type, dtype, *shape, dropout, phase != "inference", causal=causal, probability_map=probability_map
         )
-        choices[phase] = by_table(mask, request)
+        choices[phase] = automatic(mask, request, may_run=False)
     return Plan(
         length,
         device_type,

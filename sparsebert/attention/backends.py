@@ -5,6 +5,8 @@ To add a backend, write a function and give it a row in `BACKENDS`. A backend th
 request or raises; `choice.py` has the names that choose one.
 """
 
+from dataclasses import replace
+
 import torch
 
 from .biases.mask_biases import prepare_bias
@@ -14,20 +16,18 @@ from .kernels.eager import eager_attention
 from .kernels.sdpa import sdpa_attention
 from .mask_inputs import MaskInputs, autocast_dtype
 from .packed_batches import in_one_row
+from .padded_tokens import clear_output, clear_padding
 from .probability_maps import PROBABILITY_MAPS
 
 
 BACKENDS: dict[str, Backend] = {
     "sparse_eager": Backend(
-        eager_attention,
-        prepare_bias,
-        supports=frozenset(WANTED),
-        probability_maps=tuple(PROBABILITY_MAPS),
+        eager_attention, prepare_bias, supports=frozenset(WANTED), probability_maps=tuple(PROBABILITY_MAPS)
     ),
     "sparse_sdpa": Backend(
         sdpa_attention, prepare_bias, supports=frozenset({"additive", "export", "learned", "window"})
     ),
-    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"window"}), packed=True),
+    "sparse_cpu": Backend(cpu.csr_backend, cpu.prepare, cpu.refuse, supports=frozenset({"window"}), raw=True),
     "sparse_triton": Backend(triton.triton_backend, triton.prepare, triton_limits.refuse),
     "sparse_flex": Backend(flex.flex_backend, flex.prepare, flex.refuse),
 }
@@ -44,27 +44,23 @@ def refusal(name: str, request: Request) -> str | None:
 
 
 def check_request(name: str, request: Request) -> None:
-    """
-    Check that a backend serves a request.
-
-    Raises:
-        ValueError: If backend `name` cannot serve `request`.
-    """
+    """Check that backend `name` serves `request`; the error names those that do."""
     if reason := refusal(name, request):
         able = [other for other in BACKENDS if refusal(other, request) is None]
         raise ValueError(f"{name} cannot run here: {reason}. Use {', '.join(able)} or sparse_auto")
 
 
 def check_returns_attentions(name: str | None) -> None:
-    """
-    Check that a backend can return attention probabilities.
-
-    Raises:
-        ValueError: If a backend is named that does not return attention probabilities.
-    """
+    """Check that a backend, if one is named, can return attention probabilities."""
     if name in BACKENDS and "weights" not in BACKENDS[name].supports:
         able = [other for other, backend in BACKENDS.items() if "weights" in backend.supports]
         raise ValueError(f"output_attentions: {name} does not return attentions, use {', '.join(able)} or sparse_auto")
+
+
+def prepared(inputs: MaskInputs) -> MaskInputs:
+    """The same with what its backend reads of the frozen mask."""
+    assert inputs.sparse_mask is not None
+    return replace(inputs, **BACKENDS[inputs.backend].prepare(inputs.sparse_mask, inputs))
 
 
 def run_backend(
@@ -76,7 +72,8 @@ def run_backend(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Attention under the mask of one layer, on the backend that `inputs` names.
+    Attention under the mask of one layer, on the backend that `inputs` names. Padded tokens affect no other ones,
+    whatever they hold.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
@@ -89,19 +86,19 @@ def run_backend(
     Returns:
         `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
     """
-    own_operator = inputs.compiled[0] is not None or inputs.learned[0] is not None
-    if own_operator:
+    if inputs.compiled[0] is not None or inputs.learned[0] is not None:
         # PyTorch's operators cast their inputs under autocast, ours do not.
         dtype = autocast_dtype(query.device.type, query.dtype)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    backend, documents = BACKENDS[inputs.backend], inputs.documents
-    if documents is None:
-        return backend.function(query, key, value, inputs, scaling, dropout)
-    rows = query.shape[0]
-    if backend.packed:
-        query, key, value = map(in_one_row, (query, key, value))
+    backend, documents, rows = BACKENDS[inputs.backend], inputs.documents, query.shape[0]
+    if documents is not None:
+        query, key, value = map(in_one_row if backend.raw else documents.unpack, (query, key, value))
+    if backend.raw:
         output, weights = backend.function(query, key, value, inputs, scaling, dropout)
-        return output.view(rows, -1, *output.shape[2:]), weights
-    query, key, value = map(documents.unpack, (query, key, value))
+        return output if documents is None else output.view(rows, -1, *output.shape[2:]), weights
+    query, key, value = clear_padding(inputs, scaling, query, key, value)
     output, weights = backend.function(query, key, value, inputs, scaling, dropout)
+    output = clear_output(inputs, output)
+    if documents is None:
+        return output, weights
     return documents.pack(output, rows), None if weights is None else documents.pack_weights(weights, rows)

@@ -93,8 +93,10 @@ class Backend:
             `"gate"` (a multiplicative mask), `"weights"` (returns the probabilities), `"window"` (a sliding window
             that differs by sequence).
         probability_maps (`tuple` of `str`, *optional*): The keys of `PROBABILITY_MAPS` that it can apply.
-        packed (`bool`, *optional*, defaults to `False`): Whether `function` takes the documents of `inputs.documents`
-            as they lie, in tensors `(1, H, tokens, d)`. For other backends they become a padded batch.
+        raw (`bool`, *optional*, defaults to `False`): Whether `function` takes query, key and value as they are:
+            padded tokens with whatever they hold, which must not affect others, and the documents of
+            `inputs.documents` as they lie, in tensors `(1, H, tokens, d)`. For other backends padded tokens become 0,
+            documents become a padded batch, and the output of a query without a key becomes 0 afterwards.
     """
 
     function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -102,4 +104,4 @@ class Backend:
     refuse: Callable[[Request], str | None] = lambda request: None
     supports: frozenset[str] = frozenset()
     probability_maps: tuple[str, ...] = ("softmax",)
-    packed: bool = False
+    raw: bool = False

@@ -6,7 +6,6 @@ Letters: B batch, H heads, n queries, m keys, d head size.
 
 import math
 import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from ..checks import check_range
 from ..masks.exported import exporting
 from ..masks.sparse_mask import SparseMask
-from .backends import BACKENDS, run_backend
+from .backends import prepared, run_backend
 from .choosing.choice import ATTENTION_NAMES, choose_backend
 from .mask_inputs import MaskInputs, autocast_dtype
 from .probability_maps import ProbabilityMap, check_probability_map
@@ -122,9 +121,8 @@ def sparse_dot_product_attention(
     request = (query.device.type, dtype, *sizes, head_size, drops, gradients, padding is not None, is_causal)
     needs = frozenset({"export"} if exported else ())
     name = choose_backend(backend, mask, *request, needs, probability_map, query.device.index)
-    inputs = MaskInputs(
-        name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys)
-    )
-    inputs = replace(inputs, **BACKENDS[name].prepare(mask, inputs)).for_layer(layer)
+    inputs = prepared(
+        MaskInputs(name, num_queries, num_keys, query.device, mask, padding, is_causal, probability_map=maps(num_keys))
+    ).for_layer(layer)
     scale = head_size**-0.5 if scale is None else scale
     return run_backend(query, key, value, inputs, scale, dropout_p)[0].transpose(1, 2)

@@ -53,11 +53,8 @@ def _saved_mask(config):
 
 def _padding(attention_mask, causal):
     """
-    The padding `(B, n)` that a mask of Transformers says, if it says nothing else, which is not checked in a compiled
-    graph.
-
-    Raises:
-        ValueError: If it removes other entries, or is added to the scores.
+    The padding `(B, n)` that a mask of Transformers says; refused if it says something else, which is not checked in a
+    compiled graph.
     """
     if attention_mask is None or attention_mask.dim() == 2:
         return None if attention_mask is None else attention_mask.bool()

@@ -34,29 +34,13 @@ def sparse_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    The attention function registered under all our names.
+    The attention function registered under all our names, for the last n of m positions.
 
-    Modules that carry no mask, such as cross-attention, run dense, and causal if the module is. If the whole model
-    carries none, a warning says so once.
-
-    Args:
-        module (`torch.nn.Module`): The attention module of a layer.
-        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions.
-        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys, with fewer heads if several query heads share one.
-        value (`torch.Tensor` of shape `(B, H, m, d)`): Values, with as many heads as the keys.
-        attention_mask (`torch.Tensor`, *optional*): The result of [`sparse_attention_mask`].
-        scaling (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
-        dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout.
-        mask_inputs ([`MaskInputs`], *optional*): The inputs that [`SparseAttention`] prepared for this forward.
-        is_causal (`bool`, *optional*): Whether a module without a mask removes keys after the query. Defaults to its
-            attribute of this name.
-
-    Returns:
-        `tuple`: The output `(B, n, H, d)`, and the probabilities `(B, H, n, m)` or `None`.
-    Raises:
-        ValueError: If the number of keys does not fit the mask (a static key/value cache), or the model needs an
-            attention with more than a mask, such as `softcap`.
-        RuntimeError: If the module carries a mask but is called without its base model.
+    Key and value may have fewer heads than the query, several of which then share one. `mask_inputs` are those that
+    [`SparseAttention`] prepared for this forward, `attention_mask` the result of [`sparse_attention_mask`]. Modules
+    that carry no mask, such as cross-attention, run dense, and causal if `is_causal` or else the module's attribute of
+    that name says so; if the whole model carries none, a warning says so once. Returns the output `(B, n, H, d)`, and
+    the probabilities `(B, H, n, m)` or `None`.
     """
     check_arguments(module, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -87,28 +87,17 @@ class MaskInputs:
     @classmethod
     def dense(cls, attention_mask: torch.Tensor | None, backend: str) -> "MaskInputs":
         """
-        The inputs of dense attention, under the host's own mask only.
-
-        Args:
-            attention_mask (`torch.Tensor` of shape `(B, m)` or `(B, 1, n, m)`, *optional*): Bool, True = may attend,
-                or float, added to the scores.
-            backend (`str`): A key of `BACKENDS`.
+        The inputs of dense attention, under the host's own mask only: `(B, m)` or `(B, 1, n, m)`, bool or added to the
+        scores.
         """
         bias = None if attention_mask is None else additive_4d(attention_mask)
         return cls(backend, bias=(bias,))
 
     def for_layer(self, layer: int, attention_mask: torch.Tensor | None = None) -> "MaskInputs":
         """
-        The inputs of one layer, in which every tuple has one element.
-
-        Args:
-            layer (`int`): Index of the layer.
-            attention_mask (`torch.Tensor`, *optional*): The layer's argument of that name. A 4-D mask, from the caller
-                or for a pattern of the host's own, is applied in addition; a 2-D one is padding, which `self` already
-                includes.
-
-        Raises:
-            ValueError: If there is a 4-D mask and the backend runs on a compiled form.
+        The inputs of one layer, in which every tuple has one element. A 4-D `attention_mask` of the layer, from the
+        caller or for a pattern of the host's own, is applied in addition; a 2-D one is padding, which `self` already
+        includes.
         """
         if self.local is not None and layer in self.local_layers:
             return replace(self.local, documents=self.documents).for_layer(layer, attention_mask)
@@ -192,17 +181,7 @@ class MaskInputs:
 
 
 def check_arguments(module: Any, given: Mapping[str, Any], *more: str) -> None:
-    """
-    Check the further arguments of an attention function.
-
-    Args:
-        module (`torch.nn.Module`): The attention module that calls it.
-        given (`dict`): The arguments.
-        more: Names of arguments that this function does not support, besides those that none of ours does.
-
-    Raises:
-        ValueError: If the module asks for more than a mask.
-    """
+    """Refuse what an attention function is given that ours do not have, or this one (`more`)."""
     for name in (*_NOT_SUPPORTED, *more):
         if given.get(name) is not None:
             raise ValueError(f"{type(module).__name__} needs an attention with {name}, which ours does not have")

@@ -31,12 +31,8 @@ class DocumentSpans:
     @classmethod
     def of_lengths(cls, starts: torch.Tensor, lengths: torch.Tensor, real: torch.Tensor) -> "DocumentSpans":
         """
-        Documents by their extent.
-
-        Args:
-            starts (`torch.Tensor` of shape `(N,)`): First token of each document, int64, ascending.
-            lengths (`torch.Tensor` of shape `(N,)`): Number of tokens of each document.
-            real (`torch.Tensor` of shape `(B, n)`): Bool, False for the tokens that are padding wherever they lie.
+        Documents by their first tokens, int64 `(N,)`, ascending, and their lengths; `real` `(B, n)` is False for
+        tokens that are padding wherever they lie.
         """
         place = torch.arange(int(lengths.max()), device=starts.device)
         inside = place < lengths[:, None]
@@ -102,15 +98,9 @@ def in_one_row(states: torch.Tensor) -> torch.Tensor:
 @torch.compiler.disable
 def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> DocumentSpans | None:
     """
-    The documents of packed rows: a document begins where the position is that of the row's first token again.
-
-    Args:
-        position_ids (`torch.Tensor` of shape `(B, n)`): Positions of the tokens.
-        real (`torch.Tensor` of shape `(B, n)`): Bool, False for padding.
-
-    Returns:
-        [`DocumentSpans`], or `None` if the rows are not packed: no position restarts, positions do not count up by
-        one between restarts, or they are constant.
+    The documents of packed rows: one begins where the position, of `position_ids` `(B, n)`, is that of the row's first
+    token again. `None` if the rows are not packed: no position restarts, positions do not count up by one between
+    restarts, or they are constant.
     """
     length = real.shape[1]
     column = torch.arange(length, device=real.device).expand_as(real)
@@ -132,13 +122,8 @@ def packed_documents(position_ids: torch.Tensor, real: torch.Tensor) -> Document
 
 def row_documents(real: torch.Tensor) -> DocumentSpans | None:
     """
-    Every row of a padded batch as a document.
-
-    Args:
-        real (`torch.Tensor` of shape `(B, n)`): Bool, False for padding.
-
-    Returns:
-        [`DocumentSpans`], or `None` if a row begins with padding, so that its positions are not those of its tokens.
+    Every row of a padded batch as a document; `None` if a row begins with padding, so that its positions are not those
+    of its tokens.
     """
     if not bool(real[:, 0].all()):
         return None

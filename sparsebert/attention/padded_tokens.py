@@ -21,20 +21,12 @@ def _limit(scaling):
     return _LARGE if abs(scaling) * _LARGE**2 <= most else math.sqrt(most / abs(scaling))
 
 
-def without_padding(inputs: MaskInputs, scaling: float, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def clear_padding(inputs: MaskInputs, scaling: float, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
-    States with 0 at padded positions, for backends that compute with padded tokens and then remove them. A removed key
-    has the weight 0, but 0 times NaN or infinity is NaN, and a finite score may be too large to be removed.
-
-    Args:
-        inputs ([`MaskInputs`]): Its padding is read. Under a mask that is not frozen, where padded queries have an
-            output, only what is NaN or large becomes 0.
-        scaling (`float`): Factor of the scores.
-        states (`torch.Tensor` of shape `(B, H, n, d)`): Query, key or value: the last n of the m positions.
-
-    Returns:
-        `tuple` of `torch.Tensor`: The states themselves if there is no padding, or if it is 0 already, as in the
-        documents of a packed batch, or on CPUs if none is large.
+    Query, key or value `(B, H, n, d)` with 0 at padded positions, for backends that compute with padded tokens and
+    then remove them: a removed key has the weight 0, but 0 times NaN or infinity is NaN, and a finite score may be too
+    large to be removed. Under a mask that is not frozen, where padded queries have an output, only what is NaN or
+    large becomes 0. On CPUs nothing is copied if no state is large.
     """
     if inputs.padding is None or inputs.documents is not None or _known_small(states, scaling):
         return states
@@ -45,6 +37,20 @@ def without_padding(inputs: MaskInputs, scaling: float, *states: torch.Tensor) -
         keep = keep if frozen else keep | (torch.linalg.vector_norm(each, dim=-1, keepdim=True) < _limit(scaling))
         cleared.append(torch.where(keep, each, each.new_zeros(())))
     return tuple(cleared)
+
+
+def clear_output(inputs: MaskInputs, output: torch.Tensor) -> torch.Tensor:
+    """
+    An output `(B, n, H, d)` with 0 for queries without a key, and for padded ones under a frozen mask. They pass no
+    gradient on, even if it is NaN, which a product with 0 would.
+    """
+    live = inputs.live[0]
+    if live is None and inputs.padding is not None and inputs.sparse_mask is not None and torch.is_grad_enabled():
+        live = inputs.padding[:, None, -output.shape[1] :, None]
+    if live is None:
+        return output
+    # Contiguous, as the strides of the result follow it.
+    return torch.where(live.transpose(1, 2).contiguous(), output, output.new_zeros(()))
 
 
 def _known_small(states: Sequence[torch.Tensor], scaling: float) -> bool:

@@ -152,12 +152,7 @@ class MapFunction:
         ]
 
     def check(self, parameters: Mapping[str, Any], length: int) -> None:
-        """
-        Check the values of some parameters for rows of `length` keys.
-
-        Raises:
-            ValueError: If a value is out of its range.
-        """
+        """Check the values of some parameters for rows of `length` keys."""
         for name, value in parameters.items():
             if name in self.checks and not torch.is_tensor(value):
                 self.checks[name](value, length)
@@ -181,16 +176,8 @@ PROBABILITY_MAPS: dict[str, MapFunction] = {
 
 def check_probability_map(name: str, parameters: Mapping[str, Any], length: int) -> None:
     """
-    Check a map and its parameters as they stand in a configuration.
-
-    Args:
-        name (`str`): A key of `PROBABILITY_MAPS`.
-        parameters (`dict`): The map's parameters: `k` of topk, `lam` of sparsegen_lin, `alpha` of entmax, which may be
-            `"learned"`.
-        length (`int`): Number of keys of the longest row.
-
-    Raises:
-        ValueError: If the name is unknown, or a parameter is unknown, missing or out of its range.
+    Check a map and its parameters as they stand in a configuration, where `alpha` may be `"learned"`; `length` is the
+    number of keys of the longest row.
     """
     check_choice("probability_map", name, PROBABILITY_MAPS)
     row = PROBABILITY_MAPS[name]
@@ -266,13 +253,8 @@ class ProbabilityMap(Float32Module):
 
     def forward(self, num_keys: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
         """
-        The functions that one forward applies to its scores `(B, H, n, m)`.
-
-        Args:
-            num_keys (`int`): m.
-
-        Returns:
-            `tuple`: One function per layer, or one for all layers; `None` for softmax.
+        The functions that one forward applies to its scores `(B, H, n, m)`: one per layer, or one for all layers;
+        `None` for softmax.
         """
         if self.name == "softmax":
             return (None,)

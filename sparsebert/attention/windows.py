@@ -8,7 +8,7 @@ import torch
 
 from ..masks.compiled_forms import narrowed, windowed
 from ..masks.exported import exporting
-from .backends import BACKENDS
+from .backends import prepared
 from .biases.bias_entries import REMOVED
 from .biases.mask_biases import near_entries
 from .choosing.choice import choose_backend
@@ -19,19 +19,9 @@ def local_inputs(
     inputs: MaskInputs, window: int, name: str, request: tuple[Any, ...], needs: Collection[str]
 ) -> MaskInputs:
     """
-    The mask inputs of the layers that have a sliding window.
-
-    Args:
-        inputs ([`MaskInputs`]): The inputs of the other layers.
-        window (`int`): Largest distance between query and key.
-        name (`str`): The model's attention implementation.
-        request (`tuple`): The fields of [`Request`] from `device` to `causal`.
-        needs (`Collection[str]`): Its field `needs`.
-
-    Returns:
-        [`MaskInputs`]
-    Raises:
-        ValueError: If the backend cannot serve the request.
+    The mask inputs of the layers whose queries see keys up to `window` away, from the `inputs` of the other layers,
+    the attention implementation of the model, and what it asks for: the fields of [`Request`] from `device` to
+    `causal`, and `needs`.
     """
     mask = inputs.sparse_mask
     if mask is None:
@@ -56,18 +46,9 @@ def local_inputs(
     cut = differs or (toeplitz and backend == "sparse_cpu")  # which needs no table for it
     if toeplitz and not cut:
         local_mask = windowed(mask, window, inputs.num_keys)
-    local = MaskInputs(
-        backend,
-        inputs.num_queries,
-        inputs.num_keys,
-        inputs.device,
-        local_mask,
-        inputs.padding,
-        inputs.causal,
-        window if cut else None,
-        dropout_layers=inputs.dropout_layers,
-    )
-    return replace(local, **BACKENDS[backend].prepare(local_mask, local))
+    sizes = (inputs.num_queries, inputs.num_keys, inputs.device)
+    cuts = (inputs.padding, inputs.causal, window if cut else None)
+    return prepared(MaskInputs(backend, *sizes, local_mask, *cuts, dropout_layers=inputs.dropout_layers))
 
 
 def _may_be_left(padding):

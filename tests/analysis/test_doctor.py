@@ -13,7 +13,7 @@ from sparsebert import build_pattern
 from sparsebert.analysis import doctor
 from sparsebert.analysis.doctor import Diagnosis, diagnose
 from sparsebert.attention.backends import BACKENDS
-from sparsebert.attention.choosing.self_check_results import FINISHED, Finding, Outcome, Setting
+from sparsebert.attention.choosing.self_check_results import FINISHED, Outcome, Setting, finding_of
 from sparsebert.attention.kernels import cpu
 from sparsebert.commands import main
 from sparsebert.version import __version__
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 OUTCOME = Outcome(
     Setting("float32", 64, padded=True),
     {
-        "sparse_cpu": Finding(False, "output at 77 tokens is off by 1", {"output": {"error": 2.0, "allowed": 1.0}}),
-        "sparse_sdpa": Finding(True, milliseconds=0.5),
+        "sparse_cpu": finding_of(False, "output at 77 tokens is off by 1", {"output": {"error": 2.0, "allowed": 1.0}}),
+        "sparse_sdpa": finding_of(True, milliseconds=0.5),
     },
 )
 
@@ -40,7 +40,8 @@ def test_doctor_on_a_cpu(tmp_path, capsys):
     assert set(found["backends"]) == set(BACKENDS) and found["device"] == "cpu" and found["problems"] == []
     assert found["backends"]["sparse_cpu"] is None and "CUDA" in found["backends"]["sparse_triton"]
     phases = [
-        tuple(check["setting"][name] for name in ("padded", "dropout", "gradients")) for check in found["outcomes"]
+        {name: True for name in ("padded", "dropout", "gradients") if check["setting"][name]}
+        for check in found["outcomes"]
     ]
     assert phases == list(doctor.PHASES)
     for check in found["outcomes"]:
@@ -56,9 +57,10 @@ def checked(monkeypatch):
     """`checked(outcome)`: the outcome of every self-check."""
 
     def make(outcome=OUTCOME):
-        monkeypatch.setattr(
-            doctor, "run_self_checks", lambda orders, timeout: [replace(outcome, setting=o.setting) for o in orders]
-        )
+        def run(device, asked, timeout, **options):
+            return [replace(outcome, setting=setting) for setting, _ in asked]
+
+        monkeypatch.setattr(doctor, "run_self_checks", run)
 
     return make
 
@@ -79,7 +81,7 @@ def test_a_crash_is_said_and_exits_1(checked, capsys):
 
 def test_a_missing_compiler_is_a_problem(checked, monkeypatch, tmp_path):
     """Where no library was installed either."""
-    checked(replace(OUTCOME, backends={"sparse_sdpa": Finding(True)}))
+    checked(replace(OUTCOME, backends={"sparse_sdpa": finding_of(True)}))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)

@@ -11,7 +11,7 @@ from sparsebert import SparseBertModel, SparseMask, build_pattern, sparse_dot_pr
 from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import WANTED, Request
 from sparsebert.attention.choosing import choice
-from sparsebert.attention.choosing.choice import CHOICES, _has_amx, by_measurement, by_table
+from sparsebert.attention.choosing.choice import CHOICES, _has_amx, automatic, by_measurement
 from sparsebert.attention.choosing.timing import measure
 
 
@@ -30,7 +30,7 @@ shared_mask = functools.cache(mask_of)
 
 def auto(density, **fields):
     request = replace(REQUEST, **fields)
-    return by_table(shared_mask(density, request.num_keys), request)[0]
+    return automatic(shared_mask(density, request.num_keys), request)[0]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_auto_by_the_density_of_the_input(policy, length, causal, expected):
     keep[:, : 10 if policy == "dense" else 90] = True
     mask = SparseMask(keep, 128, form="offsets", length_policy=policy, special_tokens="none")
     request = replace(REQUEST, num_keys=length, num_queries=length, causal=causal)
-    name, reason = by_table(mask, request)
+    name, reason = automatic(mask, request)
     assert name == expected and f"density {mask.density_at(length, causal):.3f} is" in reason
 
 
@@ -85,7 +85,7 @@ def test_auto_by_the_dtype_of_autocast(monkeypatch, caplog):
 
 @pytest.mark.parametrize("fields", [{"dtype": torch.float64}, {"head_size": 300}], ids=str)
 def test_auto_goes_round_what_cannot_run(fields):
-    name, reason = by_table(mask_of(0.1), replace(REQUEST, **fields))
+    name, reason = automatic(mask_of(0.1), replace(REQUEST, **fields))
     assert name == "sparse_sdpa" and reason.startswith("sparse_cpu cannot run: ")
 
 
@@ -93,7 +93,7 @@ def test_auto_goes_round_what_cannot_run(fields):
 def test_auto_serves_every_need(need):
     request = replace(REQUEST, needs=frozenset({need}))
     for mask in (mask_of(0.1), None):
-        name, _ = by_table(mask, request)
+        name, _ = automatic(mask, request)
         assert need in BACKENDS[name].supports
 
 
@@ -118,7 +118,7 @@ def test_auto_serves_every_need(need):
 )
 def test_auto_while_searching(fields, expected):
     fields = fields | {"needs": frozenset(fields["needs"])}
-    assert by_table(None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
+    assert automatic(None, replace(REQUEST, **{"gradients": True} | fields))[0] == expected
 
 
 @pytest.mark.parametrize("dropout", [False, True])
@@ -131,7 +131,7 @@ def test_auto_never_chooses_what_refuses(device, dtype, length, padded, dropout)
         REQUEST, device=device, dtype=dtype, num_keys=length, num_queries=length, padded=padded, dropout=dropout
     )
     for mask in (shared_mask(0.1, length), shared_mask(0.9, length), build_pattern("window", length, HEADS)):
-        name, reason = by_table(mask, request)
+        name, reason = automatic(mask, request)
         assert refusal(name, request) is None and reason
 
 

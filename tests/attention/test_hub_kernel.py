@@ -68,7 +68,7 @@ def test_layout(built):
     assert built.parts[-2:] == ("build", "torch-universal") and (built.parents[1] / "README.md").is_file()
     assert metadata["id"].isidentifier() and metadata["name"] == NAME and metadata["version"] == 1
     files = {path.relative_to(built).as_posix(): path for path in built.rglob("*") if path.is_file()}
-    assert files.pop("metadata.json") and {"__init__.py", "attention/csr_attention.cpp"} <= set(files)
+    assert files.pop("metadata.json") and {"__init__.py", "attention/kernels/csr_attention.cpp"} <= set(files)
     for name, digest in metadata["digest"]["files"].items():
         assert base64.b64decode(digest) == hashlib.sha256(files.pop(name).read_bytes()).digest()
     assert not files
@@ -185,7 +185,7 @@ def test_a_mask_is_that_of_its_own_model(tiny_bert, tmp_path):
     folders, masks = [tmp_path / "window", tmp_path / "star"], []
     for folder in folders:
         attach(BertModel(BertConfig(**TINY)), build_pattern(folder.name, 40, 4)).save_pretrained(folder)
-    for folder in folders * 20:
+    for folder in folders * 3:
         model = BertModel.from_pretrained(folder, config=BertConfig.from_pretrained(folder))
         attention(model)
         masks.append(model.encoder.layer[0].attention.self.sparse_mask)
@@ -247,10 +247,10 @@ identity = json.loads(Path(built, "metadata.json").read_text())["id"]
 spec = importlib.util.spec_from_file_location(identity, Path(built, "__init__.py"))
 kernel = sys.modules[identity] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernel)
-process = importlib.import_module(f"{identity}.attention.self_check_process")
-results = importlib.import_module(f"{identity}.attention.self_check_results")
-order = results.Order("cpu", results.Setting("float32", 16, length=64), ("sparse_cpu",), lengths=(5,))
-(outcome,) = process.run_self_checks([order])
+process = importlib.import_module(f"{identity}.attention.choosing.self_check_process")
+results = importlib.import_module(f"{identity}.attention.choosing.self_check_results")
+setting = results.Setting("float32", 16, length=64)
+(outcome,) = process.run_self_checks("cpu", [(setting, ("sparse_cpu",))], lengths=(5,))
 assert "sparsebert" not in sys.modules
 print(outcome.ended, outcome.passed())
 """

@@ -28,7 +28,7 @@ from sparsebert import (
 )
 from sparsebert.attention.backends import BACKENDS, check_request, refusal
 from sparsebert.attention.capabilities import Request
-from sparsebert.attention.choosing.choice import by_measurement, by_table
+from sparsebert.attention.choosing.choice import automatic, by_measurement
 from sparsebert.attention.probability_maps import LEARNED_ALPHA, ProbabilityMap, check_probability_map
 from sparsebert.commands import main
 from sparsebert.training.trainer import SparseBertTrainer
@@ -297,7 +297,7 @@ def test_the_choosing_backends_take_the_one_that_can(name):
     mask = build_pattern("window", 16, 4)
     request = Request("cpu", torch.float32, 2, 4, 16, 16, 8, probability_map=name)
     for needs in (frozenset(), frozenset({"learned"}), frozenset({"weights"})):
-        for choose in (by_table, by_measurement):
+        for choose in (automatic, by_measurement):
             chosen, reason = choose(mask, replace(request, needs=needs))
             assert chosen in able(name, needs=needs) and reason
 

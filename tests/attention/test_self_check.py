@@ -23,19 +23,17 @@ from sparsebert import SparseMask, build_pattern, sparse_dot_product_attention
 from sparsebert.attention.backends import BACKENDS
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choosing import choice, self_check_process, self_check_results
-from sparsebert.attention.choosing.choice import CHOICES, by_earlier_measurement, by_measurement, by_table
-from sparsebert.attention.choosing.self_check import examine, near_tiles, request_of, times
-from sparsebert.attention.choosing.self_check_process import found_out, known_outcome, program, run_self_checks
+from sparsebert.attention.choosing.choice import CHOICES, automatic, by_measurement
+from sparsebert.attention.choosing.self_check import check, examine, near_tiles, times
+from sparsebert.attention.choosing.self_check_process import known_outcome, outcome_of, program, run_self_checks
 from sparsebert.attention.choosing.self_check_results import (
     FINISHED,
     TRUSTED,
-    Finding,
-    Order,
     Outcome,
     Setting,
+    finding_of,
     read_check,
     result_file,
-    setting_for,
     write_check,
 )
 from sparsebert.attention.kernels import flex
@@ -50,25 +48,31 @@ def nothing_compiled():
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 SETTING = Setting("float32", 16, padded=True, dropout=True, gradients=True, length=64)
-ORDER = Order("cpu", SETTING, ("sparse_cpu",), lengths=(7, 70))
-# Padding, dropout and gradients.
-PHASES = ((False, False, False), (True, False, True), (False, True, True), (True, True, True))
+ASKED = [(SETTING, ("sparse_cpu",))]
+LENGTHS = (7, 70)
 
 
 # What is compared
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["sparse_cpu", "sparse_sdpa", "sparse_eager"])
-def test_right_backends_pass(name, dtype, phase):
-    finding = examine(name, replace(ORDER, setting=Setting(dtype, 16, *phase)))
-    assert finding.right and finding.reason is None
+@pytest.mark.parametrize(
+    "name, dtype, flags",
+    [
+        *(("sparse_cpu", dtype, (True, True, True)) for dtype in ("float32", "bfloat16", "float16")),
+        *(("sparse_cpu", "float32", flags) for flags in ((False,) * 3, (True, False, True), (False, True, True))),
+        *((name, "bfloat16", (True, True, True)) for name in ("sparse_sdpa", "sparse_eager")),
+    ],
+    ids=str,
+)
+def test_right_backends_pass(name, dtype, flags):
+    finding = examine(name, "cpu", Setting(dtype, 16, *flags), LENGTHS)
+    assert finding["right"] and finding["reason"] is None
     compared = {"output", "output without a key"}
-    compared |= {f"gradient of the {which}" for which in ("query", "key", "value")} if phase[2] else set()
-    compared |= {"dropout factor", "dropout rate", "dropout outside of the mask"} if phase[1] else set()
-    assert set(finding.errors) == compared
-    assert all(each["error"] <= each["allowed"] and each["tokens"] in (7, 70) for each in finding.errors.values())
+    compared |= {f"gradient of the {which}" for which in ("query", "key", "value")} if flags[2] else set()
+    compared |= {"dropout factor", "dropout rate", "dropout outside of the mask"} if flags[1] else set()
+    assert set(finding["errors"]) == compared
+    for each in finding["errors"].values():
+        assert each["error"] <= each["allowed"] and each["tokens"] in LENGTHS
 
 
 def changed(**fields):
@@ -89,10 +93,6 @@ def one_nan(result, dropout):
     result = result.clone()
     result[0, -1, 0, 0] = torch.nan
     return result
-
-
-def raising(run, *arguments):
-    raise RuntimeError("no such kernel\nCUDA error: an illegal memory access was encountered")
 
 
 # Ways to be wrong, and what is then found wrong.
@@ -122,42 +122,54 @@ def examined(monkeypatch, function):
     backend = BACKENDS["sparse_cpu"]
     faulty = replace(backend, function=functools.partial(function, backend.function))
     monkeypatch.setitem(BACKENDS, "sparse_cpu", faulty)
-    return examine("sparse_cpu", ORDER)
+    return examine("sparse_cpu", "cpu", SETTING, LENGTHS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault, monkeypatch):
     function, what = FAULTS[fault]
     finding = examined(monkeypatch, function)
-    worst = finding.errors[what]
-    assert not finding.right and not worst["error"] <= worst["allowed"]
-    assert re.match(r"[a-z ]+ at (7|70) tokens is off by (nan|[\d.e+-]+), allowed [\d.e+-]+$", finding.reason)
+    worst = finding["errors"][what]
+    assert not finding["right"] and not worst["error"] <= worst["allowed"]
+    assert re.match(r"[a-z ]+ at (7|70) tokens is off by (nan|[\d.e+-]+), allowed [\d.e+-]+$", finding["reason"])
 
 
 def test_an_error_is_a_fault(monkeypatch):
+    def raising(run, *arguments):
+        raise RuntimeError("no such kernel\nCUDA error: an illegal memory access was encountered")
+
     finding = examined(monkeypatch, raising)
-    assert not finding.right
-    assert finding.reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert not finding["right"]
+    assert finding["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
 
 
-def test_what_is_about_to_be_done_is_said():
+def test_every_step_is_said_and_the_outcome_at_the_end():
     said = []
-    examine("sparse_cpu", ORDER, said.append)
-    assert said == ["sparse_cpu at 7 tokens", "sparse_cpu at 70 tokens"]
+    check(
+        "cpu",
+        SETTING,
+        ("sparse_cpu", TRUSTED),
+        lambda outcome: said.append(json.dumps(outcome.as_json())),
+        lengths=(5,),
+    )
+    outcomes = [Outcome.from_json(json.loads(line)) for line in said]
+    steps = ["sparse_cpu at 5 tokens", "sparse_sdpa at 5 tokens", "taking times", FINISHED]
+    assert [outcome.ended for outcome in outcomes] == steps
+    assert [len(outcome.backends) for outcome in outcomes] == [0, 1, 2, 2]
+    assert set(outcomes[-1].passed()) == {"sparse_cpu", TRUSTED} and not outcomes[-2].passed()
 
 
 def test_times_of_a_mask_of_its_own_and_of_one_given(tmp_path):
     build_pattern("window", 64, 3).save_pretrained(tmp_path)
-    for order in (replace(ORDER, num_heads=2), replace(ORDER, mask=str(tmp_path))):
-        found, reasons = times(["sparse_cpu", "sparse_flex"], order)
+    for mask in (None, str(tmp_path)):
+        found, reasons = times(["sparse_cpu", "sparse_flex"], "cpu", SETTING, mask, num_heads=2)
         assert set(found) == {"sparse_cpu"} and found["sparse_cpu"] > 0
         assert list(reasons) == ["sparse_flex"] and "dropout" in reasons["sparse_flex"]
 
 
 @pytest.mark.parametrize("live", [1, 2, 6, 10])
 def test_near_tiles_have_about_the_share_that_is_asked_for(live):
-    mask = near_tiles(1024, live, 2)
-    share = mask.structure(1024)[0].float().mean().item()
+    share = near_tiles(1024, live, 2).structure(1024)[0].float().mean().item()
     assert share == pytest.approx(live / 10, abs=0.11)
 
 
@@ -165,32 +177,35 @@ def test_near_tiles_have_about_the_share_that_is_asked_for(live):
 
 MESSAGES = """
 import json, os, signal, sys
-orders = json.loads(sys.argv[1])
-def say(**message):
-    print(json.dumps(message), flush=True)
-RIGHT = {"right": True, "reason": None, "errors": {}, "milliseconds": 0.5}
+asked = json.loads(sys.argv[1])["asked"]
+def say(ended="finished", right=True, reason=None, milliseconds=0.5, setting=asked[0][0], name="sparse_cpu"):
+    finding = {"right": right, "reason": reason, "errors": {}, "milliseconds": milliseconds}
+    content = {"setting": setting, "backends": {name: finding}, "ended": ended, "lasting": True}
+    print(json.dumps(content), flush=True)
 """
-PASSES = MESSAGES + 'for order in orders: say(doing="x"); say(backend="sparse_cpu", finding=RIGHT); say(done=True)\n'
+PASSES = MESSAGES + 'for setting, _ in asked: say("x", setting=setting); say(setting=setting)\n'
 
 
-def ending(code, timeout=60.0, orders=(ORDER,)):
-    return run_self_checks(orders, timeout, [sys.executable, "-c", MESSAGES + code])
+def ending(code, timeout=60.0, asked=ASKED):
+    return run_self_checks("cpu", asked, timeout, [sys.executable, "-c", MESSAGES + code])
 
 
 def test_a_process_that_passes():
-    (outcome,) = run_self_checks([ORDER], 60.0, [sys.executable, "-c", "print('a library says hello')\n" + PASSES])
-    assert outcome == Outcome(SETTING, {"sparse_cpu": Finding(True, milliseconds=0.5)})
+    (outcome,) = run_self_checks(
+        "cpu", ASKED, 60.0, [sys.executable, "-c", "print('a library says hello')\n" + PASSES]
+    )
+    assert outcome == Outcome(SETTING, {"sparse_cpu": finding_of(True, milliseconds=0.5)})
     assert not outcome.problems() and outcome.fastest()[0] == "sparse_cpu"
 
 
 @pytest.mark.parametrize(
     "code, ended, lasting",
     [
-        ('say(doing="x at 7 tokens"); os.kill(os.getpid(), signal.SIGSEGV)', "ended by SIGSEGV (at: x at 7 t", True),
-        ('say(doing="x"); os.kill(os.getpid(), signal.SIGKILL)', "it was ended by SIGKILL (at: x)", False),
-        ('say(doing="x"); raise ValueError("one thing")', "exit code 1 (at: x): ValueError: one thing", True),
+        ('say("x at 7 tokens"); os.kill(os.getpid(), signal.SIGSEGV)', "ended by SIGSEGV (at: x at 7 t", True),
+        ('say("x"); os.kill(os.getpid(), signal.SIGKILL)', "it was ended by SIGKILL (at: x)", False),
+        ('say("x"); raise ValueError("one thing")', "exit code 1 (at: x): ValueError: one thing", True),
         ("import nothing_of_this_name", "exit code 1: ModuleNotFoundError", False),
-        ('say(doing="x")', "it ended with exit code 0 (at: x)", True),
+        ('say("x")', "it ended with exit code 0 (at: x)", True),
     ],
     ids=["crash", "killed", "error", "import", "silence"],
 )
@@ -201,25 +216,20 @@ def test_a_process_that_ends_early(code, ended, lasting):
 
 
 def test_a_process_that_hangs_is_ended():
-    (outcome,) = ending("say(doing=str(os.getpid())); signal.pause()", timeout=1.0)
+    (outcome,) = ending("say(str(os.getpid())); signal.pause()", timeout=1.0)
     assert outcome.ended.startswith("it was not done after 1 s (at: ") and outcome.lasting
     with pytest.raises(ProcessLookupError):
         os.kill(int(outcome.ended.split()[-1].rstrip(")")), 0)
 
 
-def test_a_process_that_reports_wrong_numbers():
-    wrong = {"right": False, "reason": "output at 7 tokens is off by 1"}
-    (outcome,) = ending(
-        f'say(backend="sparse_triton", finding={wrong}); say(backend="sparse_sdpa", finding=RIGHT); say(done=True)'
-    )
-    assert outcome.problems() == ["sparse_triton: output at 7 tokens is off by 1"]
+@pytest.mark.parametrize(
+    "reason, lasting", [("output at 7 tokens is off by 1", True), ("OutOfMemoryError: CUDA out of memory", False)]
+)
+def test_a_process_that_finds_a_fault(reason, lasting):
+    """Too little memory is not for ever."""
+    (outcome,) = ending(f'say(right=False, reason="{reason}", milliseconds=None)')
+    assert outcome.problems() == [f"sparse_cpu: {reason}"] and outcome.lasting == lasting
     assert outcome.ended == FINISHED and outcome.fastest()[0] == TRUSTED
-
-
-def test_too_little_memory_is_not_for_ever():
-    wrong = {"right": False, "reason": "OutOfMemoryError: CUDA out of memory"}
-    (outcome,) = ending(f'say(backend="sparse_triton", finding={wrong}); say(done=True)')
-    assert not outcome.lasting
 
 
 def test_all_that_a_process_started_is_ended(tmp_path):
@@ -231,7 +241,7 @@ held = open({str(pipe)!r}, "w")
 if not os.fork():
     os.close(1)
     signal.pause()
-say(doing="x")
+say("x")
 """
     (outcome,) = ending(code)
     assert outcome.ended == "it ended with exit code 0 (at: x)"
@@ -239,24 +249,16 @@ say(doing="x")
     os.close(reading)
 
 
-def test_what_was_not_begun_may_be_done_later():
-    orders = [ORDER, replace(ORDER, setting=replace(SETTING, head_size=32))]
-    code = 'say(doing="x"); say(backend="sparse_cpu", finding=RIGHT); say(done=True)'
-    first, second = ending(code, orders=orders)
-    assert first.ended == FINISHED and first.lasting
-    assert second == Outcome(orders[1].setting, {}, "it ended with exit code 0", lasting=False)
-
-
-@pytest.mark.parametrize("program", ["/no/such/program", None], ids=str)  # `sys.executable` may be `None`
-def test_a_process_that_cannot_start(program):
-    (outcome,) = run_self_checks([ORDER], 60.0, [program])
+@pytest.mark.parametrize("command", ["/no/such/program", None], ids=str)  # `sys.executable` may be `None`
+def test_a_process_that_cannot_start(command):
+    (outcome,) = run_self_checks("cpu", ASKED, 60.0, [command])
     assert outcome.ended.startswith("its process could not be started: ") and not outcome.lasting
 
 
 @pytest.mark.slow
 def test_the_program_ends_with_the_process_that_asked():
-    orders = json.dumps([asdict(replace(ORDER, lengths=(1000,) * 1000))])
-    with subprocess.Popen([*program(), orders], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    text = json.dumps({"device": "cpu", "asked": [[asdict(SETTING), ["sparse_cpu"]]], "lengths": [1000] * 1000})
+    with subprocess.Popen([*program(), text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert b"sparse_cpu at 1000 tokens" in process.stdout.readline()
         process.stdin.close()
         assert process.wait(60) == 1
@@ -265,24 +267,27 @@ def test_the_program_ends_with_the_process_that_asked():
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_program_on_a_device_that_is_not_there():
-    (outcome,) = run_self_checks([replace(ORDER, device="cuda:0")], 300.0)
+    (outcome,) = run_self_checks("cuda:0", ASKED, 300.0)
     assert "it ended with exit code 1: " in outcome.ended and not outcome.lasting
 
 
 def test_another_process_goes_on_after_a_crash():
-    orders = [replace(ORDER, setting=replace(SETTING, head_size=size)) for size in (8, 16, 32)]
+    """What was not begun may be done later."""
+    asked = [(replace(SETTING, head_size=size), ("sparse_cpu",)) for size in (8, 16, 32, 64)]
     code = """
-for order in orders:
-    say(doing="x")
-    if order["setting"]["head_size"] == 16:
+for setting, _ in asked:
+    if setting["head_size"] == 64:
+        break
+    say("x", setting=setting)
+    if setting["head_size"] == 16:
         os.kill(os.getpid(), signal.SIGSEGV)
-    say(backend="sparse_cpu", finding=RIGHT)
-    say(done=True)
+    say(setting=setting)
 """
-    outcomes = ending(code, orders=orders)
-    assert [outcome.setting for outcome in outcomes] == [order.setting for order in orders]
-    assert [outcome.ended == FINISHED for outcome in outcomes] == [True, False, True]
-    assert [bool(outcome.backends) for outcome in outcomes] == [True, False, True]
+    outcomes = ending(code, asked=asked)
+    assert [outcome.setting for outcome in outcomes] == [setting for setting, _ in asked]
+    assert [outcome.ended == FINISHED for outcome in outcomes] == [True, False, True, False]
+    assert [outcome.lasting for outcome in outcomes] == [True, True, True, False]
+    assert outcomes[3].ended == "it ended with exit code 0" and not outcomes[3].backends
 
 
 # What is kept
@@ -298,15 +303,15 @@ def cache(tmp_path, monkeypatch):
 
 
 ERRORS = {"output": {"tokens": 7, "error": 0.1, "allowed": 1.0}}
-OUTCOME = Outcome(SETTING, {"sparse_cpu": Finding(True, None, ERRORS, 2.0)})
+OUTCOME = Outcome(SETTING, {"sparse_cpu": finding_of(True, None, ERRORS, 2.0)})
 
 
-def test_an_outcome_is_read_back(cache):
-    assert read_check("cpu", SETTING) is None
+def test_an_outcome_is_read_back_if_it_lasts(cache):
+    write_check("cpu", replace(OUTCOME, lasting=False))
+    assert read_check("cpu", SETTING) is None and not result_file("cpu", SETTING).exists()
     write_check("cpu", OUTCOME)
     assert read_check("cpu", SETTING) == OUTCOME == known_outcome("cpu", SETTING)
     assert read_check("cpu", replace(SETTING, head_size=32)) is None
-    assert Outcome.from_json(json.loads(json.dumps(OUTCOME.as_json()))) == OUTCOME
 
 
 def test_an_outcome_is_of_its_versions(cache, monkeypatch):
@@ -317,6 +322,23 @@ def test_an_outcome_is_of_its_versions(cache, monkeypatch):
     assert read_check("cpu", SETTING) is None and result_file("cpu", SETTING) != path
     result_file("cpu", SETTING).write_bytes(path.read_bytes())
     assert read_check("cpu", SETTING) is None
+
+
+def test_an_outcome_is_of_its_sources(tmp_path, monkeypatch):
+    """In a checkout these change without a version."""
+    own = Path(self_check_results.__file__)
+    package = own.parents[2]
+    for name in ("attention", "masks"):
+        shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    monkeypatch.setattr(self_check_results, "__file__", str(tmp_path / own.relative_to(package)))
+    kernels = "attention/kernels/"
+    files = (f"{kernels}triton_steps.py", f"{kernels}csr_attention.cpp", f"{kernels}vectors.h", "masks/tiles.py")
+    hashes = {self_check_results._sources.__wrapped__()}
+    for number, name in enumerate(files, 2):
+        with open(tmp_path / name, "a") as file:
+            file.write("\n")
+        hashes.add(self_check_results._sources.__wrapped__())
+        assert len(hashes) == number, name
 
 
 def damaged(content):
@@ -344,23 +366,6 @@ def damaged(content):
         yield json.dumps(copy)
 
 
-def test_an_outcome_is_of_its_sources(tmp_path, monkeypatch):
-    """In a checkout these change without a version."""
-    own = Path(self_check_results.__file__)
-    package = own.parents[2]
-    for name in ("attention", "masks"):
-        shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    monkeypatch.setattr(self_check_results, "__file__", str(tmp_path / own.relative_to(package)))
-    kernels = "attention/kernels/"
-    files = (f"{kernels}triton_steps.py", f"{kernels}csr_attention.cpp", f"{kernels}vectors.h", "masks/tiles.py")
-    hashes = {self_check_results._sources.__wrapped__()}
-    for number, name in enumerate(files, 2):
-        with open(tmp_path / name, "a") as file:
-            file.write("\n")
-        hashes.add(self_check_results._sources.__wrapped__())
-        assert len(hashes) == number, name
-
-
 def test_damaged_files_are_as_none(cache):
     write_check("cpu", OUTCOME)
     path = result_file("cpu", SETTING)
@@ -375,25 +380,27 @@ def test_damaged_files_are_as_none(cache):
     assert known_outcome("cpu", SETTING) is None
 
 
-def test_what_does_not_last_is_not_kept(cache):
-    write_check("cpu", replace(OUTCOME, lasting=False))
-    assert not result_file("cpu", SETTING).exists()
-
-
-def checked(cache, code=PASSES, order=ORDER):
-    """The result of `found_out`, and how many checks have been run in all."""
+def checked(cache, code=PASSES, setting=SETTING, mask=None):
+    """The outcome of a check, and how many have been run in all."""
     count = f"open({str(cache / 'runs')!r}, 'a').write('x')\n"
-    outcome = found_out(order, timeout=60.0, command=[sys.executable, "-c", count + code])
-    return outcome, (cache / "runs").stat().st_size
+    outcome = outcome_of("cpu", setting, ("sparse_cpu",), mask, True, 60.0, [sys.executable, "-c", count + code])
+    return outcome, (cache / "runs").stat().st_size if (cache / "runs").exists() else 0
 
 
 def test_a_check_is_run_once(cache, monkeypatch):
+    assert outcome_of("cpu", SETTING, ("sparse_cpu",), may_run=False) is None
     first = checked(cache)
     assert first[1] == 1 and first[0].fastest()[0] == "sparse_cpu"
     assert checked(cache) == first
     monkeypatch.setattr(self_check_process, "_KNOWN", {})  # as in another process
+    assert outcome_of("cpu", SETTING, ("sparse_cpu",), may_run=False) == first[0]
     assert checked(cache) == first
-    assert checked(cache, order=replace(ORDER, setting=replace(SETTING, padded=False)))[1] == 2
+    assert checked(cache, setting=replace(SETTING, padded=False))[1] == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_check_of_a_gpu_that_is_not_there(cache):
+    assert outcome_of("cuda:0", SETTING, ("sparse_flex",)) is None
 
 
 def test_a_check_is_run_once_in_a_process_without_a_cache(cache):
@@ -418,23 +425,18 @@ def test_two_processes_run_one_check(cache):
     assert other.exitcode == 0 and (cache / "runs").read_text() == "x"
 
 
-def test_times_are_taken_with_the_mask(cache):
+def test_times_are_taken_with_the_mask(cache, monkeypatch):
     mask, copy = build_pattern("window", 64, 3), cache / "copy"
-    code = f"import json, shutil, sys; shutil.copytree(json.loads(sys.argv[1])[0]['mask'], {str(copy)!r})\n"
-    outcome = found_out(ORDER, mask, 60.0, [sys.executable, "-c", code + PASSES])
-    assert outcome.ended == FINISHED and SparseMask.from_pretrained(copy) == mask
-
-
-def test_a_mask_that_cannot_be_written_is_no_error(cache, monkeypatch):
-    """As on a full disk."""
-    monkeypatch.setattr(tempfile, "tempdir", str(cache / "missing"))
-    outcome = found_out(ORDER, TILES, 60.0, [sys.executable, "-c", PASSES])
+    code = f"import json, shutil, sys; shutil.copytree(json.loads(sys.argv[1])['mask'], {str(copy)!r})\n"
+    assert checked(cache, code + PASSES, mask=mask)[0].ended == FINISHED and SparseMask.from_pretrained(copy) == mask
+    monkeypatch.setattr(tempfile, "tempdir", str(cache / "missing"))  # as on a full disk
+    outcome, _ = checked(cache, PASSES, replace(SETTING, padded=False), mask)
     assert outcome.ended.startswith("it could not be started: ") and not outcome.lasting
 
 
 def test_a_failure_is_said_once_and_names_the_doctor(cache, caplog):
     self_check_process.logger.warning_once.cache_clear()
-    crash = MESSAGES + 'say(doing="x"); os.kill(os.getpid(), signal.SIGSEGV)'
+    crash = MESSAGES + 'say("x"); os.kill(os.getpid(), signal.SIGSEGV)'
     with caplog.at_level(logging.WARNING, logger="sparsebert"):
         for _ in range(3):
             assert checked(cache, crash)[0].fastest()[0] == TRUSTED
@@ -451,65 +453,83 @@ REQUEST = Request("cuda", torch.bfloat16, 1, HEADS, 500, 500, 64, index=1)
 TILES = near_tiles(512, 2, HEADS)
 
 
-def outcome_of(asked=(), **milliseconds):
-    """A function that answers with these times and notes what it is asked."""
-    findings = {name: Finding(ms is not None, "off", milliseconds=ms) for name, ms in milliseconds.items()}
+@pytest.fixture
+def finds(monkeypatch):
+    """`finds(**milliseconds)`: what self-checks find, `None` for what is wrong. Returns what they are asked for."""
 
-    def ask(order, mask):
-        asked.append(order)
-        return Outcome(order.setting, findings)
+    def answer(outcome=Outcome, **milliseconds):
+        asked = []
+        findings = {name: finding_of(ms is not None, "off", milliseconds=ms) for name, ms in milliseconds.items()}
 
-    return ask
+        def answer_of(device, setting, backends, mask, may_run):
+            asked.append((device, setting, backends))
+            return outcome(setting, findings)
+
+        monkeypatch.setattr(choice, "outcome_of", answer_of)
+        return asked
+
+    return answer
 
 
-def auto(ask, mask=TILES, **fields):
-    return by_table(mask, replace(REQUEST, **fields), ask)
+def crashed(setting, findings):
+    return Outcome(setting, findings, "it was ended by SIGSEGV")
+
+
+def unknown(setting, findings):
+    return None
+
+
+def auto(mask=TILES, **fields):
+    return automatic(mask, replace(REQUEST, **fields))
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "found, expected",
+    "triton, flex, sdpa, expected",
     [
-        ({"sparse_triton": 1.0, "sparse_flex": 2.0, "sparse_sdpa": 3.0}, "sparse_triton"),
-        ({"sparse_triton": 2.0, "sparse_flex": 1.0, "sparse_sdpa": 3.0}, "sparse_flex"),
-        ({"sparse_triton": 2.0, "sparse_flex": 3.0, "sparse_sdpa": 1.0}, "sparse_sdpa"),
-        ({"sparse_triton": None, "sparse_flex": 2.0, "sparse_sdpa": 3.0}, "sparse_flex"),
-        ({"sparse_triton": None, "sparse_flex": None, "sparse_sdpa": 3.0}, "sparse_sdpa"),
-        ({"sparse_triton": None, "sparse_flex": None, "sparse_sdpa": None}, "sparse_sdpa"),
+        (1.0, 2.0, 3.0, "sparse_triton"),
+        (2.0, 1.0, 3.0, "sparse_flex"),
+        (2.0, 3.0, 1.0, "sparse_sdpa"),
+        (None, 2.0, 3.0, "sparse_flex"),
+        (None, None, 3.0, "sparse_sdpa"),
+        (None, None, None, "sparse_sdpa"),
     ],
-    ids=str,
 )
-def test_the_fastest_right_one_wins(found, expected):
-    name, reason = auto(outcome_of([], **found))
+def test_the_fastest_right_one_wins(finds, triton, flex, sdpa, expected):
+    found = {"sparse_triton": triton, "sparse_flex": flex, "sparse_sdpa": sdpa}
+    finds(**found)
+    name, reason = auto()
     assert name == expected
     assert all(f"{other} {ms:.3f} ms" in reason for other, ms in found.items() if ms is not None)
     assert all(other not in reason for other, ms in found.items() if ms is None)
 
 
 @needs_triton
-def test_many_shapes_are_not_compiled():
+def test_many_shapes_are_not_compiled(finds):
     """What is fastest once it is compiled is not if every batch needs a compilation."""
-    found = {"sparse_triton": 2.0, "sparse_flex": 1.0, "sparse_sdpa": 3.0}
+    finds(sparse_triton=2.0, sparse_flex=1.0, sparse_sdpa=3.0)
     flex._compiled.cache_clear()
     chosen = []
     for number in range(18):
-        chosen.append(auto(outcome_of([], **found))[0])
+        chosen.append(auto()[0])
         flex._compiled(1, 2, 500 + number, 64)
     flex._compiled.cache_clear()
     assert chosen == ["sparse_flex"] * 17 + ["sparse_triton"]
 
 
 @needs_triton
-def test_nothing_is_chosen_before_its_check():
-    name, reason = auto(lambda order, mask: None)
+def test_nothing_is_chosen_before_its_check(finds):
+    finds(unknown)
+    name, reason = auto()
     assert name == "sparse_sdpa" and "no self-check of sparse_triton and sparse_flex has passed on that GPU" in reason
-    name, reason = auto(lambda order, mask: Outcome(order.setting, {}, "it was ended by SIGSEGV"))
+    finds(crashed)
+    name, reason = auto()
     assert name == "sparse_sdpa" and "the self-check failed (it was ended by SIGSEGV)" in reason
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "fields, asked",
+    "fields, names",
     [
         ({}, ["sparse_triton", "sparse_flex"]),
         ({"dropout": True}, ["sparse_triton"]),
@@ -523,59 +543,45 @@ def test_nothing_is_chosen_before_its_check():
     ],
     ids=str,
 )
-def test_what_is_asked_for(fields, asked):
-    orders = []
-    name, _ = auto(outcome_of(orders, sparse_triton=1.0, sparse_flex=1.5, sparse_sdpa=2.0), **fields)
-    assert [order.backends for order in orders] == [(*asked, TRUSTED)] * bool(asked)
-    assert name == (asked[0] if asked else "sparse_sdpa")
+def test_what_is_asked_for(finds, fields, names):
+    asked = finds(sparse_triton=1.0, sparse_flex=1.5, sparse_sdpa=2.0)
+    assert auto(**fields)[0] == (names[0] if names else "sparse_sdpa")
+    assert [backends for _, _, backends in asked] == [(*names, TRUSTED)] * bool(names)
 
 
 @needs_triton
-def test_a_mask_without_empty_tiles_is_timed_only_where_a_kernel_fuses_more():
+def test_a_mask_without_empty_tiles_is_timed_only_where_a_kernel_fuses_more(finds):
     scattered = SparseMask(torch.rand(HEADS, 512, 512) < 0.1, 512, special_tokens="first")
-    orders = []
-    ask = outcome_of(orders, sparse_triton=1.0, sparse_sdpa=2.0)
+    asked = finds(sparse_triton=1.0, sparse_sdpa=2.0)
     for mask in (scattered, near_tiles(512, 6, HEADS)):  # of which it has 69 %
-        assert auto(ask, mask)[0] == "sparse_sdpa" and not orders
-    assert auto(ask, scattered, dropout=True)[0] == auto(ask, scattered, padded=True)[0] == "sparse_triton"
-    slow = outcome_of(orders, sparse_triton=2.0, sparse_sdpa=1.0)
-    assert auto(slow, scattered, dropout=True)[0] == "sparse_sdpa"
-    assert [(order.setting.live, order.setting.partial) for order in orders] == 3 * [(10, 10)]
+        assert auto(mask)[0] == "sparse_sdpa" and not asked
+    assert auto(scattered, dropout=True)[0] == auto(scattered, padded=True)[0] == "sparse_triton"
+    assert [(setting.live, setting.partial) for _, setting, _ in asked] == 2 * [(10, 10)]
+    finds(sparse_triton=2.0, sparse_sdpa=1.0)
+    assert auto(scattered, dropout=True)[0] == "sparse_sdpa"
 
 
 @needs_triton
-def test_times_of_whole_tiles_say_nothing_of_partial_ones():
-    """A kernel takes twice as long for those. `sparsebert doctor` takes times with whole tiles."""
+def test_the_setting_is_that_of_the_request(finds):
+    """Times of whole tiles say nothing of partial ones, for which a kernel takes twice as long."""
+    asked = finds()
+    auto(dropout=True, gradients=True, padded=True)
+    live = tile_shares(TILES.structure(500)[0], 64)[0]
+    expected = Setting("bfloat16", 64, True, True, True, False, 512, math.ceil(10 * live))
+    assert asked[0][:2] == ("cuda:1", expected)
+    auto(near_tiles(505, 2, HEADS))  # which takes no longer inputs
+    assert asked[1][1].length == 505
     whole = near_tiles(512, 10, HEADS)
     table = whole.structure(512)[0].clone()
     table[:, :256] &= torch.rand(256, 512) < 0.5
-    fields, orders, known = {"num_keys": 512, "num_queries": 512, "dropout": True}, [], {}
-
-    def ask(order, mask):
-        orders.append(order)
-        return known.get(order.setting)
-
-    auto(ask, whole, **fields)
-    setting = orders[0].setting
-    known[setting] = Outcome(setting, {"sparse_triton": Finding(True, milliseconds=1.0)})
-    assert auto(ask, whole, **fields)[0] == "sparse_triton"
-    assert auto(ask, SparseMask(table, 512, special_tokens="first"), **fields)[0] == "sparse_sdpa"
-    assert [(order.setting.live, order.setting.partial) for order in orders] == [(10, 0), (10, 0), (10, 5)]
-
-
-@needs_triton
-def test_the_setting_is_that_of_the_request():
-    orders = []
-    auto(outcome_of(orders), dropout=True, gradients=True, padded=True)
-    assert orders[0].device == "cuda:1"
-    live = tile_shares(TILES.structure(500)[0], 64)[0]
-    assert orders[0].setting == Setting("bfloat16", 64, True, True, True, False, 512, math.ceil(10 * live))
-    auto(outcome_of(orders), near_tiles(505, 2, HEADS))  # which takes no longer inputs
-    assert orders[1].setting.length == 505
-    assert setting_for(REQUEST, 505, 0.21, 0.19) == Setting("bfloat16", 64, length=505, live=3, partial=1)
-    assert setting_for(REQUEST, 505, 0.0, 0.0) == Setting("bfloat16", 64, length=505, live=0)
-    request = request_of("cuda:1", orders[0].setting, 512)
-    assert request.on_device() == torch.device("cuda:1") and request.dtype == torch.bfloat16 and request.padded
+    for mask in (whole, SparseMask(table, 512, special_tokens="first")):
+        auto(mask, num_keys=512, num_queries=512, dropout=True)
+    assert [(setting.live, setting.partial) for _, setting, _ in asked[2:]] == [(10, 0), (10, 5)]
+    assert Setting.of(REQUEST, 505, 0.21, 0.19) == Setting("bfloat16", 64, length=505, live=3, partial=1)
+    assert Setting.of(REQUEST, 505, 0.0, 0.0) == Setting("bfloat16", 64, length=505, live=0)
+    request = expected.request("cuda:1", 512, 1, HEADS)
+    fields = {"num_queries": 512, "num_keys": 512, "dropout": True, "gradients": True, "padded": True}
+    assert request == replace(REQUEST, **fields)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -583,8 +589,8 @@ def test_no_check_while_a_graph_is_made(name, monkeypatch):
     """An ordinary call may run one; a call that is compiled or captured may not."""
     calls = []
 
-    def noted(mask, request):
-        calls.append(request)
+    def noted(mask, request, may_run):
+        calls.append(may_run)
         return "sparse_eager", "asked"
 
     monkeypatch.setitem(CHOICES, name, noted)
@@ -596,13 +602,13 @@ def test_no_check_while_a_graph_is_made(name, monkeypatch):
 
     torch.compiler.reset()  # a graph made for another name would be made again, for any name
     attention()
-    assert len(calls) == 1
+    assert calls == [True]
     torch.compile(attention, backend="eager", fullgraph=True)()
-    assert len(calls) == 1
-    assert not choice._capturing("cpu")
+    assert not choice._capturing("cpu") and not any(calls[1:])
+    number = len(calls)
     monkeypatch.setattr(choice, "_capturing", lambda device: True)
     attention()
-    assert len(calls) == 1
+    assert calls[number:] == [False]
 
 
 # What sparse_measure makes of it
@@ -631,51 +637,48 @@ PLAIN = ("sparse_eager", "sparse_sdpa")
     [
         ({"sparse_triton": 1.0, "sparse_flex": 2.0, "sparse_sdpa": 3.0}, ("sparse_triton", "sparse_flex")),
         ({"sparse_triton": None, "sparse_flex": 2.0, "sparse_sdpa": 3.0}, ("sparse_flex",)),
-        ({"sparse_triton": None, "sparse_flex": None, "sparse_sdpa": 3.0}, ()),
         ({}, ()),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("length", [77, 500])
-def test_only_what_has_passed_is_timed(found, right, length, timed):
-    orders = []
+def test_only_what_has_passed_is_timed(finds, found, right, length, timed):
+    asked = finds(**found)
     request = replace(REQUEST, num_queries=length, num_keys=length)
-    name, reason = by_measurement(TILES, request, outcome_of(orders, **found))
+    name, reason = by_measurement(TILES, request)
     assert timed == [(*PLAIN, *right)] and name == timed[0][-1]
     for other in {"sparse_triton", "sparse_flex"} - set(right):
         assert f"not {other}: it has not passed the self-check on that GPU" in reason
-    (order,) = orders
-    assert order.backends == ("sparse_triton", "sparse_flex", TRUSTED) and order.device == "cuda:1"
-    assert by_measurement(TILES, request, outcome_of(orders)) == (name, reason) and len(orders) == 1
+    assert [(device, backends) for device, _, backends in asked] == [
+        ("cuda:1", ("sparse_triton", "sparse_flex", TRUSTED))
+    ]
+    assert by_measurement(TILES, request) == (name, reason) and len(asked) == 1
 
 
 @needs_triton
-def test_nothing_is_timed_before_its_check(timed):
-    passed = {"sparse_triton": Finding(True, milliseconds=1.0)}  # before the check crashed
-    for ask in (
-        lambda order, mask: None,
-        lambda order, mask: Outcome(order.setting, passed, "it was ended by SIGSEGV"),
-    ):
-        name, reason = by_measurement(TILES, REQUEST, ask)
-        assert name == PLAIN[-1] and "not sparse_triton: " in reason and "not sparse_flex: " in reason
-        choice._MEASURED.clear()
-    assert timed == [PLAIN, PLAIN]
+@pytest.mark.parametrize("outcome", [unknown, crashed])
+def test_nothing_is_timed_before_its_check(finds, timed, outcome):
+    finds(outcome, sparse_triton=1.0)  # as it was before the crash
+    name, reason = by_measurement(TILES, REQUEST)
+    assert name == PLAIN[-1] and "not sparse_triton: " in reason and "not sparse_flex: " in reason and timed == [PLAIN]
 
 
 @needs_triton
-def test_what_sparse_auto_does_not_check_is_not_timed(timed):
+def test_what_sparse_auto_does_not_check_is_not_timed(finds, timed):
     """In float32 no check is about `sparse_triton`; with dropout none is needed."""
-    orders = []
-    by_measurement(TILES, replace(REQUEST, dtype=torch.float32), outcome_of(orders, sparse_flex=1.0))
-    assert timed == [(*PLAIN, "sparse_flex")] and orders[0].backends == ("sparse_flex", TRUSTED)
-    by_measurement(TILES, replace(REQUEST, dtype=torch.float32, dropout=True), outcome_of(orders))
-    assert timed[1:] == [PLAIN] and len(orders) == 1
+    asked = finds(sparse_flex=1.0)
+    by_measurement(TILES, replace(REQUEST, dtype=torch.float32))
+    assert timed == [(*PLAIN, "sparse_flex")] and asked[0][2] == ("sparse_flex", TRUSTED)
+    by_measurement(TILES, replace(REQUEST, dtype=torch.float32, dropout=True))
+    assert timed[1:] == [PLAIN] and len(asked) == 1
 
 
 @needs_triton
-def test_in_a_graph_only_earlier_measurements_count(timed):
+def test_in_a_graph_only_earlier_measurements_count(finds, timed):
     """Nothing is timed, and what was chosen then does not stand for a measurement."""
-    assert by_earlier_measurement(TILES, REQUEST)[0] == TRUSTED and not timed
-    name, reason = by_measurement(TILES, REQUEST, outcome_of([], sparse_triton=1.0, sparse_flex=2.0))
+    finds(unknown)
+    assert by_measurement(TILES, REQUEST, may_run=False)[0] == TRUSTED and not timed
+    finds(sparse_triton=1.0, sparse_flex=2.0)
+    name, reason = by_measurement(TILES, REQUEST)
     assert len(timed) == 1 and name != TRUSTED
-    assert by_earlier_measurement(TILES, REQUEST) == (name, reason) and len(timed) == 1
+    assert by_measurement(TILES, REQUEST, may_run=False) == (name, reason) and len(timed) == 1

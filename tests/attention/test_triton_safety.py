@@ -1,16 +1,15 @@
 """
-What `sparse_triton` refuses, and what it does where it can only be run in Triton's interpreter, which must be chosen
-before Triton is imported: in a process of its own, which this file starts on itself.
+What `sparse_triton` refuses, and how it behaves in Triton's interpreter; `test_triton.py` runs this file in the
+process that has it.
 """
 
 import importlib.util
+import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import test_not_finite
 import torch
 
 from sparsebert import SparseMask, sparse_dot_product_attention
@@ -18,33 +17,17 @@ from sparsebert.attention.backends import BACKENDS, refusal
 from sparsebert.attention.capabilities import Request
 from sparsebert.attention.choosing.self_check import examine
 from sparsebert.attention.choosing.self_check_process import run_self_checks
-from sparsebert.attention.choosing.self_check_results import FINISHED, Order, Setting
+from sparsebert.attention.choosing.self_check_results import FINISHED, Setting
 from sparsebert.attention.kernels import triton as backend
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 REQUEST = Request("cuda", torch.float16, 2, 2, 512, 512, 64)
 SETTING = Setting("float32", 32, padded=True, gradients=True, length=64)
-ORDER = Order("cpu", SETTING, ("sparse_triton",), lengths=(9,))
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
-@pytest.mark.parametrize("marker", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(marker):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marker, __file__]
-    result = subprocess.run(
-        [*command, "-k", "interpret"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+on_gpus = pytest.mark.skipif(INTERPRETED, reason="the interpreter needs no GPU")
 
 
 # GPUs, by what PyTorch says of them
@@ -61,6 +44,7 @@ def gpus(monkeypatch):
     return make
 
 
+@on_gpus
 @pytest.mark.parametrize(
     "capability, head_sizes",
     [
@@ -91,6 +75,7 @@ def test_only_known_gpus_are_served(gpus, capability, head_sizes):
             assert reason == f"{needed}, got {major}.{minor}"
 
 
+@on_gpus
 def test_the_gpu_is_that_of_the_tensors(gpus):
     gpus((7, 5), (9, 0))
     assert "got 7.5" in refusal("sparse_triton", REQUEST)
@@ -98,6 +83,7 @@ def test_the_gpu_is_that_of_the_tensors(gpus):
     assert refusal("sparse_triton", replace(REQUEST, index=1)) is None
 
 
+@on_gpus
 def test_rocm_is_refused(gpus, monkeypatch):
     gpus((9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -140,34 +126,21 @@ def test_interpreter_refuses_bfloat16():
 
 
 @interpreted
-def test_interpreter_keeps_padding_away_from_real_tokens():
-    tensors = torch.randn(4, 2, 2, 12, 32)
-    padding = torch.arange(12) < torch.tensor([12, 7])[:, None]
-    mask = SparseMask(torch.rand(2, 12, 12) < 0.4, 12, special_tokens="first_last")
-    real, results = padding[:, None, :, None].expand_as(tensors[0]), []
-    for given in (tensors, torch.where(real, tensors, torch.nan)):
-        leaves = [leaf.clone().requires_grad_() for leaf in given[:3]]
-        output = sparse_dot_product_attention(*leaves, mask, padding, backend="sparse_triton")
-        results.append([output.detach(), *torch.autograd.grad(output, leaves, tensors[3])])
-    for want, got in zip(*results, strict=True):
-        assert torch.equal(got[real], want[real]) and want.abs().sum() > 0
-    assert (results[1][0][~real] == 0).all()
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.25, marks=pytest.mark.slow)])
+def test_interpreter_keeps_padding_away_from_real_tokens(dropout):
+    test_not_finite.test_padding_never_reaches_real_tokens("sparse_triton", dropout, math.nan)
+    test_not_finite.test_gradients_of_padding_never_reach_real_tokens("sparse_triton", dropout)
 
 
 @interpreted
 def test_interpreter_refuses_second_derivatives():
-    leaves = [leaf.requires_grad_() for leaf in torch.randn(3, 1, 2, 8, 32)]
-    mask = SparseMask(torch.rand(2, 8, 8) < 0.7, 8)
-    output = sparse_dot_product_attention(*leaves, mask, backend="sparse_triton")
-    gradient = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="sparse_triton has no second derivatives: use sparse_eager"):
-        gradient[0].sum().backward()
+    test_not_finite.test_second_derivatives_are_right_or_refused("sparse_triton")
 
 
 @interpreted
 def test_interpreter_passes_the_self_check():
-    finding = examine("sparse_triton", replace(ORDER, setting=replace(SETTING, dropout=True)))
-    assert finding.right, finding.reason
+    finding = examine("sparse_triton", "cpu", SETTING, (9,))
+    assert finding["right"], finding["reason"]
 
 
 @interpreted
@@ -182,8 +155,8 @@ def test_interpreter_with_a_fault_does_not_pass(fault, monkeypatch):
         return row.prepare(mask, inputs) | {"first_token": None, "last_token": None}
 
     monkeypatch.setitem(BACKENDS, "sparse_triton", replace(row, prepare=prepare))
-    finding = examine("sparse_triton", ORDER)
-    assert not finding.right and "is off by" in finding.reason
+    finding = examine("sparse_triton", "cpu", SETTING, (9,))
+    assert not finding["right"] and "is off by" in finding["reason"]
 
 
 OTHERS = [(32, "float16", True), (64, "float32", True), (128, "float16", False)]
@@ -194,13 +167,13 @@ OTHERS = [(32, "float16", True), (64, "float32", True), (128, "float16", False)]
 @pytest.mark.parametrize("size, dtype, dropout", OTHERS)
 def test_interpreter_passes_at_other_sizes(size, dtype, dropout):
     setting = Setting(dtype, size, True, dropout, True)
-    finding = examine("sparse_triton", replace(ORDER, setting=setting, lengths=(77,)))
-    assert finding.right, finding.reason
+    finding = examine("sparse_triton", "cpu", setting, (77,))
+    assert finding["right"], finding["reason"]
 
 
 @interpreted
 @pytest.mark.slow
 def test_interpreter_passes_in_a_process_of_its_own():
-    (outcome,) = run_self_checks([replace(ORDER, setting=replace(SETTING, gradients=False), num_heads=1)], 600.0)
-    assert outcome.ended == FINISHED and outcome.problems() == []
-    assert outcome.backends["sparse_triton"].milliseconds > 0
+    asked = [(replace(SETTING, gradients=False), ("sparse_triton",))]
+    (outcome,) = run_self_checks("cpu", asked, 600.0, lengths=(9,), num_heads=1)
+    assert outcome.ended == FINISHED and outcome.problems() == [] and outcome.passed()["sparse_triton"] > 0

@@ -48,17 +48,9 @@ def token_entries(
     tokens: Sequence[torch.Tensor], queries: slice, num_keys: int, with_diagonal: bool, causal: bool
 ) -> torch.Tensor:
     """
-    The rows and columns of some tokens of each sequence.
-
-    Args:
-        tokens (`Sequence` of `torch.Tensor` of shape `(B,)`): Positions of one or more tokens.
-        queries (`slice`): Positions of the n queries.
-        num_keys (`int`): m.
-        with_diagonal (`bool`): Whether the entries where a token's row and column meet are included.
-        causal (`bool`): Whether keys j > query i are left out.
-
-    Returns:
-        `torch.Tensor` of shape `(B, n, m)`, bool.
+    The rows and columns of some tokens of each sequence, bool `(B, n, m)`, where `tokens` are positions `(B,)` and
+    `queries` those of the n queries. `with_diagonal` includes the entries where a token's row and column meet;
+    `causal` leaves out keys j > query i.
     """
     position = torch.arange(num_keys, device=tokens[0].device)
     chosen = functools.reduce(torch.logical_or, [position == token[:, None] for token in tokens])  # (B, m)
@@ -85,18 +77,9 @@ def set_entries(
     values: torch.Tensor, special: torch.Tensor, diagonal: bool | None, on: float, off: float
 ) -> torch.Tensor:
     """
-    Values with those of special tokens and of a fixed diagonal set.
-
-    Args:
-        values (`torch.Tensor` of shape `(..., n, m)`): Values of all entries, of a floating-point dtype.
-        special (`torch.Tensor` of shape `(B or 1, 1, n, m)` or `(n, m)`): Bool, the entries of special tokens, which
-            are set to `on`.
-        diagonal (`bool`, *optional*): `True` sets the diagonal to `on` and `False` to `off`, special tokens included.
-        on (`float`): Value of an entry that is kept.
-        off (`float`): Value of an entry that is removed.
-
-    Returns:
-        `torch.Tensor`: The values, broadcast to the batch of `special`.
+    Values `(..., n, m)`, broadcast to the batch of `special`, with those of special tokens, bool `(B or 1, 1, n, m)`
+    or `(n, m)`, set to `on`. A `diagonal` of `True` sets the diagonal to `on` and `False` to `off`, special tokens
+    included.
     """
     kept, removed = (torch.as_tensor(value, dtype=values.dtype, device=values.device) for value in (on, off))
     values = torch.where(special, kept, values)

@@ -27,16 +27,7 @@ def _table_form(table):
 
 
 def prepare_bias(mask: SparseMask, inputs: MaskInputs) -> dict[str, Any]:
-    """
-    A frozen mask as a bias, padding and causality included.
-
-    Args:
-        mask ([`SparseMask`]): The mask.
-        inputs ([`MaskInputs`]): Everything known so far about this forward.
-
-    Returns:
-        `dict`: The fields `bias` and `live` of [`MaskInputs`].
-    """
+    """A frozen mask as a bias, padding and causality included: the fields `bias` and `live` of [`MaskInputs`]."""
     first_row = inputs.num_keys - inputs.num_queries
     if exporting():
         keep = exported_structure(mask, inputs.num_keys, inputs.device)[:, None, :, first_row:]
@@ -63,17 +54,8 @@ def bias_and_live(
     keep: torch.Tensor, inputs: MaskInputs, special_tokens: str, last_token: str, diagonal: bool | None
 ) -> dict[str, Any]:
     """
-    A bool mask as a bias, with what depends on the sequence: special tokens, padding and a sliding window.
-
-    Args:
-        keep (`torch.Tensor` of shape `(L, 1, H, n, m)`): Bool, True = may attend, causality included.
-        inputs ([`MaskInputs`]): Everything known so far about this forward.
-        special_tokens (`str`): See [`SparseMask`].
-        last_token (`str`): See [`SparseMask`].
-        diagonal (`bool`, *optional*): See [`SparseMask`].
-
-    Returns:
-        `dict`: The fields `bias` and `live` of [`MaskInputs`].
+    A bool mask `(L, 1, H, n, m)`, causality included, as the fields `bias` and `live` of [`MaskInputs`], with what
+    depends on the sequence: special tokens, padding and a sliding window.
     """
     special = special_rows(inputs, special_tokens, last_token)
     if inputs.causal:
@@ -102,16 +84,8 @@ def real_tokens(
     inputs: MaskInputs, special_tokens: str, last_token: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
-    The special tokens whose positions depend on the padding.
-
-    Args:
-        inputs ([`MaskInputs`]): Its padding is read.
-        special_tokens (`str`): See [`SparseMask`].
-        last_token (`str`): See [`SparseMask`].
-
-    Returns:
-        `tuple`: Positions of the first and of the last token of each sequence, int64 `(B,)`; `None` for a token that
-        is not special or has the same position in all sequences.
+    Positions of the first and of the last token of each sequence, int64 `(B,)`; `None` for a token that is not special
+    or has the same position in all sequences.
     """
     if inputs.padding is None or special_tokens == "none":
         return None, None
@@ -130,18 +104,8 @@ def fix_entries(
     bias: torch.Tensor, inputs: MaskInputs, special_tokens: str, diagonal: bool | None, off: float
 ) -> torch.Tensor:
     """
-    A learned bias with the entries that are not learned set: special tokens, a fixed diagonal, causality.
-
-    Args:
-        bias (`torch.Tensor` of shape `(..., n, m)`): Any values; those of fixed entries are ignored and get no
-            gradient.
-        inputs ([`MaskInputs`]): Sizes, device and causality.
-        special_tokens (`str`): Special tokens at a fixed position, see [`SparseMask`].
-        diagonal (`bool`, *optional*): See [`SparseMask`].
-        off (`float`): Bias of a removed diagonal.
-
-    Returns:
-        `torch.Tensor` of shape `(..., n, m)`.
+    A learned bias `(..., n, m)` with the entries that are not learned set: special tokens at a fixed position, a fixed
+    diagonal (`off` is the bias of a removed one), causality. Their values are ignored and get no gradient.
     """
     special = special_entries(inputs.num_keys, special_tokens, device=inputs.device)
     special = special[inputs.num_keys - inputs.num_queries :]

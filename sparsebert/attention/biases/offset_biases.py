@@ -37,13 +37,7 @@ class OffsetBias:
         return replace(self, values=self.values.to(dtype))
 
     def table(self, length: int, causal: bool) -> torch.Tensor:
-        """
-        The bias of all entries, `(H, n, n)`.
-
-        Args:
-            length (`int`): n.
-            causal (`bool`): Whether keys j > i are removed.
-        """
+        """The bias of all entries, `(H, n, n)`; `causal` removes keys j > i."""
         num_rows = self.values.shape[1] * self.tile
         table = offset_table(self.values, num_rows, self.tile, self.diagonal, causal)[:, :length, :length]
         tokens = list(self.special[:, None])
@@ -63,17 +57,8 @@ def _distances(num_tiles, num_rows, tile, device):
 
 def offset_table(values: torch.Tensor, num_rows: int, tile: int, diagonal: float | None, causal: bool) -> torch.Tensor:
     """
-    The table from which [`offset_place`] cuts the rows of a block of queries.
-
-    Args:
-        values (`torch.Tensor` of shape `(H, T)`): See [`OffsetBias`].
-        num_rows (`int`): R, queries of a block, at most T B.
-        tile (`int`): B.
-        diagonal (`float`, *optional*): See [`OffsetBias`].
-        causal (`bool`): Whether keys j > i are removed.
-
-    Returns:
-        `torch.Tensor` of shape `(H, R, W)`.
+    The table `(H, R, W)` from which [`offset_place`] cuts the rows of a block of `num_rows` queries (R, at most T B),
+    of `values`, `tile` and `diagonal` as in [`OffsetBias`].
     """
     distance, ahead = _distances(values.shape[1], num_rows, tile, values.device)
     table = values[:, distance]
@@ -84,12 +69,7 @@ def offset_table(values: torch.Tensor, num_rows: int, tile: int, diagonal: float
 
 def offset_sums(table: torch.Tensor, num_tiles: int, tile: int, diagonal: float | None, causal: bool) -> torch.Tensor:
     """
-    The gradient of the values of [`offset_table`], `(H, T)`, from that of the table. Changes `table`.
-
-    Args:
-        table (`torch.Tensor` of shape `(H, R, W)`): The gradient of the table.
-        num_tiles (`int`): T.
-        tile, diagonal, causal: See [`offset_table`].
+    The gradient `(H, T)` of the values of [`offset_table`], from that of the table `(H, R, W)`, which is changed.
     """
     distance, ahead = _distances(num_tiles, table.shape[1], tile, table.device)
     if diagonal is not None:
@@ -102,13 +82,7 @@ def offset_sums(table: torch.Tensor, num_tiles: int, tile: int, diagonal: float 
 
 def offset_place(start: int, stop: int, length: int, num_rows: int, tile: int) -> tuple[slice, slice]:
     """
-    Where in [`offset_table`] the rows of some queries and their n keys are.
-
-    Args:
-        start, stop (`int`): The queries, at most R. `start` is a multiple of R.
-        length (`int`): n.
-        num_rows (`int`): R.
-        tile (`int`): B.
+    Where in [`offset_table`] the rows of the queries from `start`, a multiple of R, to `stop` and their n keys are.
     """
     tiles = -(-(stop - start) // tile)
     row = num_rows - tiles * tile

@@ -13,8 +13,8 @@ from ...masks.tiles import mask_tile_shares
 from ..backends import BACKENDS, check_request, refusal
 from ..capabilities import Request
 from ..kernels.flex import num_compiled
-from .self_check_process import found_out, known_outcome
-from .self_check_results import TRUSTED, Order, Outcome, setting_for
+from .self_check_process import outcome_of
+from .self_check_results import TRUSTED, Setting
 from .timing import measure, trial
 
 
@@ -23,6 +23,8 @@ logger = logging.get_logger(__name__)
 TILE_SIZE = 64
 # What `sparse_auto` may choose on GPUs besides PyTorch's own attention, once a self-check there has passed.
 GPU_BACKENDS = ("sparse_triton", "sparse_flex")
+# Up to so many tokens the reference is fast on CPUs.
+SHORT = 128
 # With more tokens than this, a mask that is not frozen is evaluated by fused attention.
 LONG = 512
 # With more kinds of inputs than this, compiling `sparse_flex` for each costs more than it saves.
@@ -41,26 +43,16 @@ def _density(handle, length, causal):
     return mask.density if own else mask.density_at(length, causal)
 
 
-# Gives the outcome of a self-check, `None` if it is not known.
-Ask = Callable[[Order, SparseMask], Outcome | None]
-
-
-def _known(order: Order, mask: SparseMask) -> Outcome | None:
-    return known_outcome(order.device, order.setting) if torch.cuda.is_available() else None
-
-
-def _checked(order: Order, mask: SparseMask) -> Outcome | None:
-    return found_out(order, mask) if torch.cuda.is_available() else None
-
-
-def by_table(mask: SparseMask | None, request: Request, ask: Ask = _known) -> tuple[str, str]:
+def automatic(mask: SparseMask | None, request: Request, may_run: bool = True) -> tuple[str, str]:
     """
-    What [`automatic`] chooses from what is known, without a self-check.
+    The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md) or, on a GPU, in a
+    self-check there, which is done once; the reference where nothing was measured.
 
     Args:
         mask ([`SparseMask`], *optional*): The frozen mask; `None` while searching.
         request ([`Request`]): The request to serve.
-        ask (`Callable`, *optional*): Gives the [`Outcome`] of a self-check, or `None` if it is not known.
+        may_run (`bool`, *optional*, defaults to `True`): Whether a self-check may be run; if not, only what earlier
+            ones found counts.
 
     Returns:
         `tuple` of `str`: The name of the backend and the reason for it.
@@ -71,20 +63,11 @@ def by_table(mask: SparseMask | None, request: Request, ask: Ask = _known) -> tu
         return "sparse_eager", "attention probabilities or a multiplicative mask are needed"
     if "export" in request.needs:
         return "sparse_sdpa", "an exported graph holds operators of PyTorch only"
-    short = request.num_keys <= 128
     if mask is None:
-        if "learned" not in request.needs:
-            if request.device == "cpu" and not request.gradients and request.num_keys > LONG:
-                return "sparse_sdpa", "the mask is not frozen; without gradients, which fused attention is fast at"
-            return "sparse_eager", "the mask is not frozen"
-        if request.device != "cpu" or "additive" in request.needs or not request.gradients:
-            return "sparse_eager", "the mask is being learned, where fused attention would take its slow path"
-        if short and not request.dropout:
-            return "sparse_eager", "the mask is being learned, without dropout and with at most 128 tokens"
-        return "sparse_sdpa", "the mask is being learned; its gradient is summed over the sequences block by block"
+        return _without_mask(request)
     name: str | None
     if request.device == "cuda":
-        name, reason = _on_cuda(mask, request, ask)
+        name, reason = _on_cuda(mask, request, may_run)
     else:
         limit = _csr_limit(request)
         density = _density(mask.handle, request.num_keys, request.causal)
@@ -96,11 +79,25 @@ def by_table(mask: SparseMask | None, request: Request, ask: Ask = _known) -> tu
         if why_not is None:
             return name, reason
         reason = f"{name} cannot run: {why_not}"
-    if request.device == "cpu" and request.dropout and short:
-        return "sparse_eager", f"{reason}; dropout on CPU at up to 128 tokens"
-    if request.device == "cpu" and request.dtype == torch.bfloat16 and short:
-        return "sparse_eager", f"{reason}; bfloat16 on CPU at up to 128 tokens"
+    if request.device == "cpu" and request.num_keys <= SHORT:
+        if request.dropout:
+            return "sparse_eager", f"{reason}; dropout on CPU at up to {SHORT} tokens"
+        if request.dtype == torch.bfloat16:
+            return "sparse_eager", f"{reason}; bfloat16 on CPU at up to {SHORT} tokens"
     return "sparse_sdpa", f"{reason}; PyTorch's fused attention with the mask as a bias"
+
+
+def _without_mask(request):
+    """The choice while the mask is being searched."""
+    if "learned" not in request.needs:
+        if request.device == "cpu" and not request.gradients and request.num_keys > LONG:
+            return "sparse_sdpa", "the mask is not frozen; without gradients, which fused attention is fast at"
+        return "sparse_eager", "the mask is not frozen"
+    if request.device != "cpu" or "additive" in request.needs or not request.gradients:
+        return "sparse_eager", "the mask is being learned, where fused attention would take its slow path"
+    if request.num_keys <= SHORT and not request.dropout:
+        return "sparse_eager", f"the mask is being learned, without dropout and with at most {SHORT} tokens"
+    return "sparse_sdpa", "the mask is being learned; its gradient is summed over the sequences block by block"
 
 
 @functools.cache
@@ -118,10 +115,10 @@ def _csr_limit(request):
         return 0.7 if full else 0.3
     if not full and _has_amx():
         return 0.0  # dense attention uses matrix units here, for which there are no measurements
-    return 0.5 if full and request.num_keys <= 128 else 0.3
+    return 0.5 if full and request.num_keys <= SHORT else 0.3
 
 
-def _on_cuda(mask, request, ask):
+def _on_cuda(mask, request, may_run):
     if request.num_keys <= 256:
         return None, "with at most 256 tokens a masked kernel has little to skip"
     live, _ = _tile_shares(mask.handle, request.num_keys, request.causal)
@@ -131,7 +128,7 @@ def _on_cuda(mask, request, ask):
     able, why_not = _to_check(request)
     if not able:
         return None, "; ".join(f"not {name}: {reason}" for name, reason in why_not.items())
-    outcome = ask(_order(mask, request, able), mask)
+    outcome = _checked(mask, request, able, may_run)
     if outcome is None:
         return None, _unchecked(able)
     worth = [name for name in (*able, TRUSTED) if name != "sparse_flex" or num_compiled() <= FEW_COMPILED]
@@ -148,75 +145,55 @@ def _to_check(request):
     return able, {name: reason for name, reason in why_not.items() if reason is not None}
 
 
-def _order(mask, request, able):
-    """The self-check of these backends for a request, on the GPU of its tensors."""
+def _checked(mask, request, able, may_run):
+    """The outcome of the self-check of these backends for a request, on the GPU of its tensors."""
     longest = mask.length if mask.length_policy == "error" else None
     index = torch.cuda.current_device() if request.index is None and torch.cuda.is_available() else request.index
     shares = _tile_shares(mask.handle, request.num_keys, request.causal)
-    return Order(f"cuda:{index or 0}", setting_for(request, longest, *shares), (*able, TRUSTED))
+    return outcome_of(f"cuda:{index or 0}", Setting.of(request, longest, *shares), (*able, TRUSTED), mask, may_run)
 
 
 def _unchecked(able):
     return f"no self-check of {' and '.join(able)} has passed on that GPU yet"
 
 
-def automatic(mask: SparseMask | None, request: Request) -> tuple[str, str]:
-    """
-    The choice of `sparse_auto`: the backend that was fastest in our measurements (docs/kernels.md) or, on a GPU, in a
-    self-check there, which is done once; the reference where nothing was measured. Arguments and result are those of
-    [`by_table`].
-    """
-    return by_table(mask, request, _checked)
-
-
 _MEASURED: dict[tuple[int | None, Request], tuple[str, str]] = {}
 
 
-def _question(mask, request):
-    return None if mask is None else mask.handle, request
-
-
-def by_measurement(mask: SparseMask | None, request: Request, ask: Ask = _checked) -> tuple[str, str]:
+def by_measurement(mask: SparseMask | None, request: Request, may_run: bool = True) -> tuple[str, str]:
     """
     The choice of `sparse_measure`: the fastest of all backends that can serve the request, measured once per mask and
     request; on a GPU, of those that a self-check there has found right. Arguments and result are those of
-    [`by_table`].
+    [`automatic`]; on a GPU where nothing may run, a request that has not been measured gets what that gives.
     """
-    key = _question(mask, request)
-    if key not in _MEASURED:
-        names = [name for name in BACKENDS if refusal(name, request) is None]
-        if request.device == "cpu":
-            # On CPUs it is compiled for every shape, which takes half a minute each time.
-            names = [name for name in names if name != "sparse_flex"]
-        if mask is None or len(names) == 1 or "export" in request.needs:
-            _MEASURED[key] = by_table(mask, request)
-        else:
-            why_not = _not_passed(mask, request, ask) if request.device == "cuda" else {}
-            times = _times([name for name in names if name not in why_not], mask, request)
-            if not times:  # such as under vmap, where the random inputs are refused
-                return by_table(mask, request)
-            best = min(times, key=times.__getitem__)
-            listed = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
-            left_out = "".join(f"; not {name}: {why_not[name]}" for name in names if name in why_not)
-            _MEASURED[key] = best, f"the fastest of {listed}{left_out}"
+    key = None if mask is None else mask.handle, request
+    if key in _MEASURED:
+        return _MEASURED[key]
+    on_gpu = request.device == "cuda"
+    names = [name for name in BACKENDS if refusal(name, request) is None]
+    if request.device == "cpu":
+        # On CPUs it is compiled for every shape, which takes half a minute each time.
+        names = [name for name in names if name != "sparse_flex"]
+    if on_gpu and not may_run:
+        return automatic(mask, request, may_run=False)
+    if mask is None or len(names) == 1 or "export" in request.needs:
+        _MEASURED[key] = automatic(mask, request, may_run=False)
+        return _MEASURED[key]
+    why_not = _not_passed(mask, request) if on_gpu else {}
+    times = _times([name for name in names if name not in why_not], mask, request)
+    if not times:  # such as under vmap, where the random inputs are refused
+        return automatic(mask, request, may_run=False)
+    listed = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in sorted(times.items()))
+    left_out = "".join(f"; not {name}: {why_not[name]}" for name in names if name in why_not)
+    _MEASURED[key] = min(times, key=times.__getitem__), f"the fastest of {listed}{left_out}"
     return _MEASURED[key]
 
 
-def by_earlier_measurement(mask: SparseMask | None, request: Request) -> tuple[str, str]:
-    """
-    [`by_measurement`] in the middle of a graph: on a GPU nothing is run, so a request that has not been measured yet
-    gets what [`by_table`] gives.
-    """
-    if request.device != "cuda":
-        return by_measurement(mask, request)
-    return _MEASURED.get(_question(mask, request)) or by_table(mask, request)
-
-
-def _not_passed(mask, request, ask):
+def _not_passed(mask, request):
     """The backends for GPUs that no self-check has found right, with reasons. They are not to run in this process."""
     able, why_not = _to_check(request)
     if able:
-        outcome = ask(_order(mask, request, able), mask)
+        outcome = _checked(mask, request, able, may_run=True)
         if outcome is None:
             return why_not | dict.fromkeys(able, _unchecked(able))
         passed = outcome.passed()
@@ -243,15 +220,7 @@ def _times(names, mask, request):
 
 
 # The names that choose a backend for each request.
-CHOICES: dict[str, Callable[..., tuple[str, str]]] = {
-    "sparse_auto": automatic,
-    "sparse_measure": by_measurement,
-}
-# What they do while a graph is captured or compiled, when nothing may be checked or, on a GPU, timed.
-CHOICES_IN_A_GRAPH: dict[str, Callable[..., tuple[str, str]]] = {
-    "sparse_auto": by_table,
-    "sparse_measure": by_earlier_measurement,
-}
+CHOICES: dict[str, Callable[..., tuple[str, str]]] = {"sparse_auto": automatic, "sparse_measure": by_measurement}
 ATTENTION_NAMES = (*BACKENDS, *CHOICES)
 # What the names of transformers mean on a model that carries a mask.
 TWINS = {"eager": "sparse_eager", "sdpa": "sparse_sdpa", "flex_attention": "sparse_flex"}
@@ -263,9 +232,6 @@ def sparse_name(name: str | None) -> str:
     """
     The name in `ATTENTION_NAMES` that an attention implementation means on a model that carries a mask: for a name of
     transformers its twin in `TWINS`, which is said once, and `sparse_auto` for `None`.
-
-    Raises:
-        ValueError: If there is no such name.
     """
     if name is None:
         return "sparse_auto"
@@ -281,12 +247,7 @@ def sparse_name(name: str | None) -> str:
 
 
 def check_backend(name: str, probability_map: str = "softmax") -> None:
-    """
-    Check that there is a backend of this name that applies the probability map.
-
-    Raises:
-        ValueError: If `name` is none that [`sparse_name`] knows, or cannot apply the probability map.
-    """
+    """Check that there is a backend of this name that applies the probability map."""
     name = sparse_name(name)
     able = [other for other, backend in BACKENDS.items() if probability_map in backend.probability_maps]
     if name in BACKENDS and name not in able:
@@ -303,8 +264,8 @@ def _choose(name, handle, fields, compiling):
     if name in BACKENDS:
         check_request(name, request)
         return name
-    choices = CHOICES_IN_A_GRAPH if compiling or _capturing(request.device) else CHOICES
-    chosen, reason = choices[name](mask, request)
+    # While a graph is captured or compiled nothing may be checked or, on a GPU, timed.
+    chosen, reason = CHOICES[name](mask, request, not (compiling or _capturing(request.device)))
     # Inputs of other lengths, and a mask that grows sparser, have the same reason with other numbers.
     if (said := (name, chosen, re.sub(r"\d+(\.\d+)?", "", reason))) not in _SAID:
         _SAID.add(said)

@@ -12,8 +12,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,37 +21,23 @@ import torch
 from ...masks.sparse_mask import SparseMask
 from ..biases.bias_entries import REMOVED, REMOVED_BELOW
 from ..biases.mask_biases import prepare_bias
-from ..capabilities import Request
 from ..dot_product import sparse_dot_product_attention
 from ..kernels.eager import power_of_two
 from ..mask_inputs import MaskInputs
-from .self_check_results import TRUSTED, Finding, Order, Setting
+from .self_check_results import FINISHED, TRUSTED, Outcome, Setting, finding_of
 from .timing import measure, trial
 
 
 HEADS = 2
 # A multiple of 1/65536, to which sparse_triton rounds.
 DROPOUT = 0.125
+# By default one for the kernels of short inputs and one for those of long inputs, neither a multiple of a tile.
+LENGTHS = (77, 333)
 # Tokens of a call that is timed, and number of calls.
 TOKENS = {"cpu": 1024, "cuda": 8192}
 ROUNDS = {"cpu": 3, "cuda": 20}
 # Units in the last place that are allowed beside twice the error of plain PyTorch, whose own may be 0.
 UNITS = {torch.float32: 16}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """An error, and what is allowed."""
-
-    tokens: int
-    what: str
-    error: float
-    allowed: float
-
-    @property
-    def right(self) -> bool:
-        """Whether the error is allowed; NaN is not."""
-        return self.error <= self.allowed
 
 
 def masks(length: int) -> Iterable[tuple[SparseMask, bool]]:
@@ -79,18 +65,11 @@ def padding_for(length: int) -> torch.Tensor:
     return padding
 
 
-def compare(name: str, device: torch.device, setting: Setting, length: int) -> list[Comparison]:
+def compare(name: str, device: torch.device, setting: Setting, length: int) -> Iterator[tuple[str, float, float]]:
     """
-    Errors of a backend on small inputs: output and, with gradients, those of query, key and value, under several
-    masks.
-
-    Args:
-        name (`str`): A key of `BACKENDS`.
-        device (`torch.device`): Device to run on.
-        setting ([`Setting`]): Its dtype, head size, padding, dropout and gradients count.
-        length (`int`): n.
+    What a backend computes on small inputs, its error and what is allowed: output and, with gradients, those of query,
+    key and value, under several masks.
     """
-    found = []
     padding = padding_for(length).to(device) if setting.padded else None
     shape = (4, 2 if padding is None else len(padding), length, HEADS, setting.head_size)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(length))
@@ -109,8 +88,8 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> l
         factors = None
         if setting.dropout:
             with torch.no_grad():
-                factors, wrong = _dropout_factors(attention, keep, query)
-            found += [Comparison(length, *each) for each in wrong]
+                factors, compared = _dropout_factors(attention, keep, query)
+            yield from compared
 
         def formula(*leaves, keep=keep, factors=factors):
             return _dense(*leaves, keep, factors, scaling)
@@ -122,9 +101,8 @@ def compare(name: str, device: torch.device, setting: Setting, length: int) -> l
         units = UNITS.get(query.dtype, 1) * torch.finfo(query.dtype).eps
         for what, got, want, other in zip(names, results, truth, plain, strict=False):
             error, allowed = (_largest(each.double() - want) for each in (got, other))
-            found.append(Comparison(length, what, error, 2 * allowed + units * max(1.0, _largest(want))))
-        found.append(Comparison(length, "output without a key", _largest(results[0][~keep.any(-1)]), 0.0))
-    return found
+            yield what, error, 2 * allowed + units * max(1.0, _largest(want))
+        yield "output without a key", _largest(results[0][~keep.any(-1)]), 0.0
 
 
 def _largest(tensor):
@@ -160,7 +138,7 @@ def _results(function, query, key, value, grad, gradients):
 def _dropout_factors(attention, keep, query):
     """
     What dropout multiplies each probability with, read from uniform probabilities and one-hot values, and what is
-    compared on the way: `(what, error, allowed)`.
+    compared on the way.
     """
     length, width = query.shape[2:]
     zeros = torch.zeros_like(query)
@@ -179,47 +157,45 @@ def _dropout_factors(attention, keep, query):
     ]
 
 
-def examine(name: str, order: Order, say: Callable[[str], None] = lambda text: None) -> Finding:
+def examine(
+    name: str,
+    device: str,
+    setting: Setting,
+    lengths: Sequence[int] = LENGTHS,
+    say: Callable[[str], None] = lambda doing: None,
+) -> dict[str, Any]:
     """
-    Compare one backend at all lengths of an order.
-
-    Args:
-        name (`str`): A key of `BACKENDS`.
-        order ([`Order`]): The check.
-        say (`Callable`, *optional*): Called with what is about to be done.
-
-    Raises:
-        RuntimeError: If the device cannot be used any more.
+    Compare one backend at some lengths; `say` is called with what is about to be done. The result is that of
+    [`finding_of`]; a `RuntimeError` if the device cannot be used any more.
     """
-    device, found, reason = torch.device(order.device), [], None
-    for length in order.lengths:
+    worst: dict[str, dict[str, float]] = {}
+    reason = None
+    for length in lengths:
         say(f"{name} at {length} tokens")
         try:
-            found += compare(name, device, order.setting, length)
+            for what, error, allowed in compare(name, torch.device(device), setting, length):
+                found = {"tokens": length, "error": error, "allowed": allowed}
+                if what not in worst or _excess(found) > _excess(worst[what]):
+                    worst[what] = found
         except Exception as error:  # whatever it is, a backend that raises is not to be chosen
             reason = _described(error)
             break
     _synchronize(device)
-    worst: dict[str, Comparison] = {}
-    for each in found:
-        if each.what not in worst or _excess(each) > _excess(worst[each.what]):
-            worst[each.what] = each
-    wrong = [each for each in worst.values() if not each.right]
+    wrong = [what for what, found in worst.items() if not found["error"] <= found["allowed"]]
     if wrong and reason is None:
-        each = max(wrong, key=_excess)
-        reason = f"{each.what} at {each.tokens} tokens is off by {each.error:.3g}, allowed {each.allowed:.3g}"
-    errors = {
-        each.what: {"tokens": each.tokens, "error": each.error, "allowed": each.allowed} for each in worst.values()
-    }
-    return Finding(reason is None, reason, errors)
+        what = max(wrong, key=lambda what: _excess(worst[what]))
+        tokens, error, allowed = worst[what].values()
+        reason = f"{what} at {tokens} tokens is off by {error:.3g}, allowed {allowed:.3g}"
+    return finding_of(reason is None, reason, worst)
 
 
-def _excess(comparison):
-    if math.isnan(comparison.error):
+def _excess(found):
+    """An error as a multiple of what is allowed."""
+    if math.isnan(found["error"]):
         return math.inf
-    if comparison.allowed == 0:
-        return math.inf if comparison.error else 0.0
-    return comparison.error / comparison.allowed
+    if found["allowed"] == 0:
+        return math.inf if found["error"] else 0.0
+    return found["error"] / found["allowed"]
 
 
 def _described(error):
@@ -228,7 +204,7 @@ def _described(error):
 
 
 def _synchronize(device):
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
@@ -242,54 +218,74 @@ def near_tiles(length: int, live: int, num_heads: int) -> SparseMask:
     return SparseMask(table.expand(num_heads, -1, -1).contiguous(), length, special_tokens="first")
 
 
-def times(names: Iterable[str], order: Order) -> tuple[dict[str, float], dict[str, str]]:
+def times(
+    names: Iterable[str], device: str, setting: Setting, mask: str | None = None, num_heads: int = 12
+) -> tuple[dict[str, float], dict[str, str]]:
     """
-    Milliseconds of a call of each backend, and the reasons why some could not be timed.
-
-    Args:
-        names (`Iterable` of `str`): Keys of `BACKENDS`.
-        order ([`Order`]): The check.
+    Milliseconds of a call of each backend, and the reasons why some could not be timed, under the mask of a folder or
+    one of tiles near the diagonal.
     """
-    setting, device = order.setting, torch.device(order.device)
-    if order.mask is None:
-        mask = near_tiles(setting.length, setting.live, order.num_heads)
+    if mask is None:
+        timed = near_tiles(setting.length, setting.live, num_heads)
     else:
-        mask = SparseMask.from_pretrained(order.mask)
-    request = request_of(
-        order.device, setting, setting.length, max(1, TOKENS[device.type] // setting.length), mask.num_heads
-    )
+        timed = SparseMask.from_pretrained(mask)
+    kind = torch.device(device).type
+    batch = max(1, TOKENS[kind] // setting.length)
+    request = setting.request(device, setting.length, batch, timed.num_heads)
     trials, reasons = {}, {}
     with torch.enable_grad():
         for name in names:
             try:
-                trials[name] = trial(name, mask, request)
+                trials[name] = trial(name, timed, request)
                 trials[name]()
                 _synchronize(device)
             except Exception as error:
                 trials.pop(name, None)
                 reasons[name] = _described(error)
                 _synchronize(device)
-        found = measure(trials, order.device, ROUNDS[device.type])
+        found = measure(trials, device, ROUNDS[kind])
     return {name: 1e3 * seconds for name, seconds in found.items()}, reasons
 
 
-def request_of(device: str, setting: Setting, length: int = 77, batch: int = 2, num_heads: int = HEADS) -> Request:
-    """The [`Request`] of a call of a self-check."""
-    where = torch.device(device)
-    return Request(
-        where.type,
-        getattr(torch, setting.dtype),
-        batch,
-        num_heads,
-        length,
-        length,
-        setting.head_size,
-        setting.dropout,
-        setting.gradients,
-        setting.padded,
-        setting.causal,
-        index=where.index,
-    )
+def check(
+    device: str,
+    setting: Setting,
+    backends: Sequence[str],
+    say: Callable[[Outcome], None],
+    mask: str | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    num_heads: int = 12,
+) -> None:
+    """
+    Compare and time backends; `TRUSTED` is only timed on GPUs. `say` is called with the outcome so far before each
+    step, and at the end.
+
+    Args:
+        device (`str`): Such as `"cuda:0"`.
+        setting ([`Setting`]): What to check.
+        backends (`Sequence` of `str`): Keys of `BACKENDS`.
+        say (`Callable`): Takes an [`Outcome`].
+        mask (`str`, *optional*): Folder of the mask with which to take times; by default tiles near the diagonal.
+        lengths (`Sequence` of `int`, *optional*): Numbers of tokens with which to compare.
+        num_heads (`int`, *optional*, defaults to 12): Heads of the inputs that are timed without a mask.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    outcome = Outcome(setting)
+
+    def doing(step):
+        say(replace(outcome, ended=step))
+
+    for name in backends:
+        trusted = name == TRUSTED and device != "cpu"
+        outcome.backends[name] = finding_of(True) if trusted else examine(name, device, setting, lengths, doing)
+    doing("taking times")
+    right = [name for name, finding in outcome.backends.items() if finding["right"]]
+    found, reasons = times(right, device, setting, mask, num_heads)
+    for name in right:
+        changes = {"right": False, "reason": reasons[name]} if name in reasons else {"milliseconds": found[name]}
+        outcome.backends[name] |= changes
+    say(replace(outcome, ended=FINISHED))
 
 
 def _end_with_the_input():
@@ -299,37 +295,16 @@ def _end_with_the_input():
 
 
 def main(text: str) -> None:
-    """
-    Do the checks that are asked for. Writes a line of JSON for each step: `{"doing": ...}`, `{"backend": ...,
-    "finding": ...}` and at the end of each check `{"done": true}`.
-
-    Args:
-        text (`str`): The orders, as a JSON list.
-    """
+    """Do the checks that are asked for as JSON, see [`run_self_checks`]. Writes each [`Outcome`] as a line of JSON."""
     threading.Thread(target=_end_with_the_input, daemon=True).start()
     # Whatever a library prints must not get between the lines.
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def say(**message: Any) -> None:
-        output.write(json.dumps(message) + "\n")
+    def say(outcome: Outcome) -> None:
+        output.write(json.dumps(outcome.as_json()) + "\n")
         output.flush()
 
-    for fields in json.loads(text):
-        order = Order(**fields | {"setting": Setting(**fields["setting"])})
-        if torch.device(order.device).type == "cuda":
-            torch.cuda.set_device(order.device)
-        findings = {}
-        for name in order.backends:
-            trusted = name == TRUSTED and order.device != "cpu"
-            findings[name] = Finding(True) if trusted else examine(name, order, lambda doing: say(doing=doing))
-            say(backend=name, finding=asdict(findings[name]))
-        say(doing="taking times")
-        found, reasons = times([name for name, finding in findings.items() if finding.right], order)
-        for name, finding in findings.items():
-            if name in found or name in reasons:
-                fields = asdict(finding) | {"milliseconds": found.get(name)}
-                if name in reasons:
-                    fields |= {"right": False, "reason": reasons[name]}
-                say(backend=name, finding=fields)
-        say(done=True)
+    options = json.loads(text)
+    for setting, backends in options.pop("asked"):
+        check(setting=Setting(**setting), backends=backends, say=say, **options)

@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 from ...masks.sparse_mask import SparseMask
-from .self_check_results import FINISHED, Finding, Order, Outcome, Setting, read_check, result_file, write_check
+from .self_check_results import FINISHED, Outcome, Setting, read_check, result_file, write_check
 
 
 logger = logging.get_logger(__name__)
@@ -42,7 +43,7 @@ _KNOWN: dict[tuple[str, Setting], Outcome] = {}
 
 
 def program() -> list[str]:
-    """The command of the self-check, to which the orders are added as JSON."""
+    """The command of the self-check, to which what is asked is added as JSON."""
     root = __package__.split(".")[0]
     path = [entry for entry in sys.path if isinstance(entry, str)]
     found = [path, (root, sys.modules[root].__file__), f"{__package__}.self_check"]
@@ -50,29 +51,35 @@ def program() -> list[str]:
 
 
 def run_self_checks(
-    orders: Sequence[Order], timeout: float = TIMEOUT, command: Sequence[str] | None = None
+    device: str,
+    asked: Sequence[tuple[Setting, Sequence[str]]],
+    timeout: float = TIMEOUT,
+    command: Sequence[str] | None = None,
+    **options: Any,
 ) -> list[Outcome]:
     """
-    Check backends in another process. If it ends before all is done, another one goes on with the next order.
+    Check backends in another process. If it ends before all is done, another one goes on with the next setting.
 
     Args:
-        orders (`Sequence` of [`Order`]): What to check.
+        device (`str`): Such as `"cuda:0"`.
+        asked (`Sequence`): The settings, each with the backends to compare and time.
         timeout (`float`, *optional*, defaults to 600.0): Seconds that each may take.
         command (`Sequence` of `str`, *optional*): The program to run. Defaults to [`program`].
-
-    Returns:
-        `list` of [`Outcome`], one per order.
+        options: Of [`self_check.check`]: `mask`, `lengths` and `num_heads`.
     """
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(orders):
-        outcomes += _one_process(orders[len(outcomes) :], timeout, command or program())
+    while len(outcomes) < len(asked):
+        rest = [(asdict(setting), list(backends)) for setting, backends in asked[len(outcomes) :]]
+        text = json.dumps({"device": device, "asked": rest} | options)
+        outcomes += _one_process(
+            [setting for setting, _ in asked[len(outcomes) :]], timeout, command or program(), text
+        )
     return outcomes
 
 
-def _one_process(orders: Sequence[Order], timeout: float, command: Sequence[str]) -> list[Outcome]:
-    """The outcomes of the orders that a process finishes, and of the one at which it ends."""
+def _one_process(settings: Sequence[Setting], timeout: float, command: Sequence[str], text: str) -> list[Outcome]:
+    """The outcomes of the settings that a process finishes, and of the one at which it ends."""
     outcomes: list[Outcome] = []
-    text = json.dumps([asdict(order) for order in orders])
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
             process = subprocess.Popen(
@@ -85,12 +92,11 @@ def _one_process(orders: Sequence[Order], timeout: float, command: Sequence[str]
                 start_new_session=True,  # so that the compilers that it starts can be ended with it
             )
         except (OSError, TypeError, ValueError) as error:
-            return [Outcome(orders[0].setting, {}, f"its process could not be started: {error}", lasting=False)]
-        findings: dict[str, Finding] = {}
-        doing, end = None, time.monotonic() + timeout
+            return [Outcome(settings[0], {}, f"its process could not be started: {error}", lasting=False)]
+        begun, end = None, time.monotonic() + timeout
         try:
             lines = _lines(process)
-            while len(outcomes) < len(orders):
+            while len(outcomes) < len(settings):
                 try:
                     line = lines.get(timeout=max(0.0, end - time.monotonic()))
                 except queue.Empty:
@@ -99,21 +105,19 @@ def _one_process(orders: Sequence[Order], timeout: float, command: Sequence[str]
                 if line is None:
                     ended, lasting = _ending(process, max(0.0, end - time.monotonic()))
                     break
-                message = _message(line)
-                doing = message.get("doing", doing)
-                if "finding" in message:
-                    findings[message["backend"]] = Finding(**message["finding"])
-                if "done" in message:
-                    lasting = not any("OutOfMemory" in (each.reason or "") for each in findings.values())
-                    outcomes.append(Outcome(orders[len(outcomes)].setting, findings, FINISHED, lasting))
-                    findings, doing, end = {}, None, time.monotonic() + timeout
+                with suppress(ValueError, KeyError, TypeError, AttributeError):  # what a library prints
+                    begun = Outcome.from_json(json.loads(line))
+                    if begun.ended == FINISHED:
+                        memory = any("OutOfMemory" in (found["reason"] or "") for found in begun.backends.values())
+                        outcomes.append(replace(begun, lasting=not memory))
+                        begun, end = None, time.monotonic() + timeout
         finally:
             _stop(process)
-        if len(outcomes) < len(orders):
-            where = f" (at: {doing})" if doing else ""
-            said = _last_line(log)
+        if len(outcomes) < len(settings):
+            where, said = f" (at: {begun.ended})" if begun else "", _last_line(log)
             ended = f"{ended}{where}{': ' if said else ''}{said}"
-            outcomes.append(Outcome(orders[len(outcomes)].setting, findings, ended, lasting and doing is not None))
+            found = begun.backends if begun else {}
+            outcomes.append(Outcome(settings[len(outcomes)], found, ended, lasting and begun is not None))
     return outcomes
 
 
@@ -129,14 +133,6 @@ def _lines(process: "subprocess.Popen[str]") -> "queue.Queue[str | None]":
 
     threading.Thread(target=read, daemon=True).start()
     return lines
-
-
-def _message(line: str) -> dict[str, Any]:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def _ending(process, patience):
@@ -170,10 +166,9 @@ def _last_line(log):
 
 def known_outcome(device: str, setting: Setting) -> Outcome | None:
     """What this process or an earlier one found, `None` if nothing is known."""
-    key = (device, setting)
-    if key not in _KNOWN and (found := read_check(device, setting)) is not None:
+    if (device, setting) not in _KNOWN and (found := read_check(device, setting)) is not None:
         _remember(device, found)
-    return _KNOWN.get(key)
+    return _KNOWN.get((device, setting))
 
 
 def _remember(device, outcome):
@@ -183,6 +178,12 @@ def _remember(device, outcome):
             f"the self-check of backends failed on {device} ({outcome.setting}): {problem}. sparse_sdpa or another "
             "backend runs instead. `sparsebert doctor` repeats the check; please report what it prints."
         )
+
+
+def keep_outcome(device: str, outcome: Outcome) -> None:
+    """Use the outcome of a check in this process and, if it is a lasting one, in later ones."""
+    write_check(device, outcome)
+    _remember(device, outcome)
 
 
 @contextmanager
@@ -200,49 +201,42 @@ def _turn(device: str, setting: Setting, timeout: float) -> Iterator[None]:
             lock.release()
 
 
-def found_out(
-    order: Order, mask: SparseMask | None = None, timeout: float = TIMEOUT, command: Sequence[str] | None = None
-) -> Outcome:
+def outcome_of(
+    device: str,
+    setting: Setting,
+    backends: Sequence[str],
+    mask: SparseMask | None = None,
+    may_run: bool = True,
+    timeout: float = TIMEOUT,
+    command: Sequence[str] | None = None,
+) -> Outcome | None:
     """
-    The outcome of a check, from this process, from disk, or from a new process if nothing is known.
-
-    Args:
-        order ([`Order`]): What to check.
-        mask ([`SparseMask`], *optional*): The mask with which to take times.
-        timeout (`float`, *optional*, defaults to 600.0): Seconds that it may take.
-        command (`Sequence` of `str`, *optional*): The program to run. Defaults to [`program`].
+    The outcome of a check, from this process, from disk, or from a new process if nothing is known and one `may_run`.
+    Times are taken with `mask`. `None` if nothing is known, or the device is a GPU and there is none here.
     """
-    device, setting = order.device, order.setting
-    found = _KNOWN.get((device, setting))
-    if found is not None:
-        return found
+    if device != "cpu" and not torch.cuda.is_available():
+        return None
+    if (device, setting) in _KNOWN or not may_run:
+        return known_outcome(device, setting)
     with _LOCK:
         found = known_outcome(device, setting)
         if found is None:
             with _turn(device, setting, 2 * timeout):
                 found = known_outcome(device, setting)
                 if found is None:
-                    logger.warning_once(
-                        f"checking {' and '.join(order.backends)} on {device} ({setting}), once; this takes about a "
-                        "minute."
-                    )
-                    found = _with_mask(order, mask, timeout, command)
+                    names = " and ".join(backends)
+                    logger.warning_once(f"checking {names} on {device} ({setting}), once; this takes about a minute.")
+                    found = _with_mask(device, setting, backends, mask, timeout, command)
                     keep_outcome(device, found)
         return found
 
 
-def _with_mask(order, mask, timeout, command):
+def _with_mask(device, setting, backends, mask, timeout, command):
     try:
         with tempfile.TemporaryDirectory(prefix="sparsebert-") as folder:
             if mask is not None:
                 mask.save_pretrained(folder)
-                order = replace(order, mask=folder)
-            return run_self_checks([order], timeout, command)[0]
+            options = {"mask": None if mask is None else folder}
+            return run_self_checks(device, [(setting, backends)], timeout, command, **options)[0]
     except OSError as error:  # a full disk
-        return Outcome(order.setting, {}, f"it could not be started: {error}", lasting=False)
-
-
-def keep_outcome(device: str, outcome: Outcome) -> None:
-    """Use the outcome of a check in this process and, if it is a lasting one, in later ones."""
-    write_check(device, outcome)
-    _remember(device, outcome)
+        return Outcome(setting, {}, f"it could not be started: {error}", lasting=False)

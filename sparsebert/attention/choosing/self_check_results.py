@@ -1,4 +1,4 @@
-"""What a self-check of attention backends is about and what it found, on disk and in the decision of `sparse_auto`."""
+"""What a self-check of attention backends is about, what it found, and the file that keeps it."""
 
 import functools
 import hashlib
@@ -56,88 +56,65 @@ class Setting:
         flags = [name for name in ("padded", "dropout", "gradients", "causal") if getattr(self, name)]
         return ", ".join([self.dtype, f"heads of {self.head_size}", *flags])
 
+    @classmethod
+    def of(cls, request: Request, longest: int | None, live: float, full: float) -> "Setting":
+        """
+        The setting whose check covers a request; lengths share the times of the next power of two, up to the `longest`
+        that the mask takes. `live` and `full` are the shares of tiles that hold an entry, and that hold nothing else.
+        """
+        length = 1 << (request.num_keys - 1).bit_length()
+        return cls(
+            str(request.dtype).removeprefix("torch."),
+            request.head_size,
+            request.padded,
+            request.dropout,
+            request.gradients,
+            request.causal,
+            length if longest is None else min(length, longest),
+            math.ceil(10 * live),
+            math.ceil(10 * (live - full) / live) if live else 0,
+        )
 
-@dataclass(frozen=True)
-class Order:
-    """
-    A self-check to be done.
-
-    Args:
-        device (`str`): Such as `"cuda:0"`.
-        setting ([`Setting`]): What to check.
-        backends (`tuple` of `str`): The backends to compare and time. `TRUSTED` is only timed on GPUs.
-        lengths (`tuple` of `int`): Numbers of tokens with which to compare: by default one for the kernels of short
-            inputs and one for those of long inputs, neither a multiple of a tile.
-        mask (`str`, *optional*): Folder of the mask with which to take times; by default tiles near the diagonal.
-        num_heads (`int`): Number of heads with which to take times by default.
-    """
-
-    device: str
-    setting: Setting
-    backends: tuple[str, ...]
-    lengths: tuple[int, ...] = (77, 333)
-    mask: str | None = None
-    num_heads: int = 12
-
-
-@dataclass(frozen=True)
-class Finding:
-    """
-    What was found about one backend.
-
-    Args:
-        right (`bool`): Whether everything that was compared is right.
-        reason (`str`, *optional*): Why it is not.
-        errors (`dict`): By what was compared, the worst comparison: `tokens`, `error` and `allowed`.
-        milliseconds (`float`, *optional*): Median time of one call, `None` if it was not timed.
-    """
-
-    right: bool
-    reason: str | None = None
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    milliseconds: float | None = None
+    def request(self, device: str, length: int, batch: int, num_heads: int) -> Request:
+        """The [`Request`] of a call in this setting."""
+        where, shape = torch.device(device), (batch, num_heads, length, length, self.head_size)
+        flags = (self.dropout, self.gradients, self.padded, self.causal)
+        return Request(where.type, getattr(torch, self.dtype), *shape, *flags, index=where.index)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """
-    How a self-check ended.
+    What a self-check found. As JSON it is a line of what the checking process writes, the content of the file that
+    keeps it, and a part of the report of `sparsebert doctor`.
 
     Args:
         setting ([`Setting`]): What was checked.
-        backends (`dict`): What was found about each backend, by name.
-        ended (`str`): `FINISHED`, or how the process of the check ended before that.
+        backends (`dict`): What was found about each backend, by name: `right` (bool), `reason` (why it is not),
+            `errors` (by what was compared, the worst comparison: `tokens`, `error` and `allowed`) and `milliseconds`
+            (median time of a call, `None` if it was not timed).
+        ended (`str`): `FINISHED`, or how the process ended before that; while it runs, what it does.
         lasting (`bool`): Whether another check would find the same: not if it was stopped from outside, could not
             start or found too little memory.
     """
 
     setting: Setting
-    backends: dict[str, Finding] = field(default_factory=dict)
+    backends: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: str = FINISHED
     lasting: bool = True
 
     def problems(self) -> list[str]:
         """What went wrong, a line each."""
-        found = [f"{name}: {finding.reason}" for name, finding in self.backends.items() if not finding.right]
+        found = [f"{name}: {finding['reason']}" for name, finding in self.backends.items() if not finding["right"]]
         return found if self.ended == FINISHED else [*found, self.ended]
 
     def passed(self) -> dict[str, float]:
         """Milliseconds of the backends that may run, by name; none if the check did not finish."""
-        if self.ended != FINISHED:
-            return {}
-        return {
-            name: finding.milliseconds
-            for name, finding in self.backends.items()
-            if finding.right and finding.milliseconds is not None
-        }
+        times = {name: found["milliseconds"] for name, found in self.backends.items() if found["right"]}
+        return {name: ms for name, ms in times.items() if ms is not None and self.ended == FINISHED}
 
     def fastest(self, among: Collection[str] | None = None) -> tuple[str, str]:
-        """
-        The fastest backend that is right, and the reason for it; `TRUSTED` if the check did not finish.
-
-        Args:
-            among (`Collection` of `str`, *optional*): Backends that may be chosen. Defaults to all.
-        """
+        """The fastest backend that is right (and one of `among`), and why; `TRUSTED` if the check did not finish."""
         if self.ended != FINISHED:
             return TRUSTED, f"the self-check failed ({self.ended})"
         times = {name: ms for name, ms in self.passed().items() if among is None or name in among}
@@ -154,45 +131,23 @@ class Outcome:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Outcome":
-        """
-        The inverse of `as_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: If that did not write it.
-        """
-        backends = {str(name): Finding(**values) for name, values in content["backends"].items()}
-        for finding in backends.values():
-            ms = finding.milliseconds
-            if type(finding.right) is not bool or not (ms is None or (isinstance(ms, (int, float)) and ms > 0)):
-                raise ValueError(f"right and milliseconds must be a truth value and a time, got {finding}")
+        """The inverse of `as_json`; a `KeyError`, `TypeError` or `ValueError` if that did not write it."""
+        backends = {str(name): finding_of(**found) for name, found in content["backends"].items()}
         outcome = cls(Setting(**content["setting"]), backends, content["ended"], content["lasting"])
         if type(outcome.ended) is not str or type(outcome.lasting) is not bool:
             raise TypeError(f"ended and lasting must be text and a truth value, got {outcome}")
         return outcome
 
 
-def setting_for(request: Request, mask_length: int | None, live: float, full: float) -> Setting:
-    """
-    The setting whose check covers a request. Lengths share the times of the next power of two.
-
-    Args:
-        request ([`Request`]): The request.
-        mask_length (`int`, *optional*): The length that the mask cannot exceed.
-        live (`float`): Share of the tiles that hold an entry.
-        full (`float`): Share of the tiles in which all entries are on.
-    """
-    length = 1 << (request.num_keys - 1).bit_length()
-    return Setting(
-        str(request.dtype).removeprefix("torch."),
-        request.head_size,
-        request.padded,
-        request.dropout,
-        request.gradients,
-        request.causal,
-        length if mask_length is None else min(length, mask_length),
-        math.ceil(10 * live),
-        math.ceil(10 * (live - full) / live) if live else 0,
-    )
+def finding_of(
+    right: bool, reason: str | None = None, errors: dict[str, Any] | None = None, milliseconds: float | None = None
+) -> dict[str, Any]:
+    """What was found about one backend, see [`Outcome`]; a `ValueError` if it cannot be read."""
+    if type(right) is not bool or not (milliseconds is None or milliseconds > 0):
+        raise ValueError(
+            f"right and milliseconds must be a truth value and a time, got {right!r} and {milliseconds!r}"
+        )
+    return {"right": right, "reason": reason, "errors": errors or {}, "milliseconds": milliseconds}
 
 
 def installed(package: str) -> str | None:
@@ -228,12 +183,7 @@ def _sources():
 
 @functools.cache
 def surroundings(device: str) -> dict[str, str | None]:
-    """
-    All that the outcome of a self-check depends on besides its setting.
-
-    Args:
-        device (`str`): Such as `"cuda:0"`.
-    """
+    """All that the outcome of a self-check depends on besides its setting; the device is such as `"cuda:0"`."""
     gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else torch.device(device).type,
@@ -247,16 +197,7 @@ def surroundings(device: str) -> dict[str, str | None]:
 
 
 def result_file(device: str, setting: Setting) -> Path | None:
-    """
-    The file that holds the outcome of a self-check, in the folder of `huggingface_hub` for assets.
-
-    Args:
-        device (`str`): Such as `"cuda:0"`.
-        setting ([`Setting`]): What is checked.
-
-    Returns:
-        `Path`, or `None` if there is no such folder and none can be made.
-    """
+    """The file of an outcome in the assets folder of `huggingface_hub`, `None` if that cannot be made."""
     key = json.dumps([surroundings(device), asdict(setting)], sort_keys=True)
     with suppress(OSError, ValueError):
         folder = cached_assets_path("sparsebert", namespace="self_check", subfolder="1")

@@ -3,13 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...masks.sparse_mask import SparseMask
-from ..backends import BACKENDS
+from ..backends import prepared, run_backend
 from ..capabilities import Request
 from ..mask_inputs import MaskInputs
 
@@ -20,15 +19,8 @@ _DROPOUT = 0.1
 
 
 def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
-    """
-    A function that runs a backend once on random inputs, forward and, with gradients, backward.
-
-    Args:
-        name (`str`): A key of `BACKENDS`.
-        mask ([`SparseMask`]): The mask.
-        request ([`Request`]): Shapes and options of the inputs.
-    """
-    backend, device = BACKENDS[name], request.on_device()
+    """A function that runs a backend once on random inputs, forward and, with gradients, backward."""
+    device = request.on_device()
     # The host's memory layout: (B, n, H, d), transposed.
     query, key, value = (
         torch.randn(request.batch, rows, request.num_heads, request.head_size, dtype=request.dtype, device=device)
@@ -40,15 +32,12 @@ def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
     if request.padded:
         padding = torch.ones(request.batch, request.num_keys, dtype=torch.bool, device=device)
         padding[:, request.num_keys - request.num_keys // 8 :] = False
-    inputs = MaskInputs(
-        name, request.num_queries, request.num_keys, device, mask, padding=padding, causal=request.causal
-    )
-    inputs = replace(inputs, **backend.prepare(mask, inputs)).for_layer(0)
-
+    inputs = MaskInputs(name, request.num_queries, request.num_keys, device, mask, padding, request.causal)
+    inputs = prepared(inputs).for_layer(0)
     dropout = _DROPOUT if request.dropout else 0.0
 
     def run():
-        output, _ = backend.function(query, key, value, inputs, request.head_size**-0.5, dropout)
+        output, _ = run_backend(query, key, value, inputs, request.head_size**-0.5, dropout)
         if request.gradients:
             output.backward(output.detach())
 
@@ -57,15 +46,8 @@ def trial(name: str, mask: SparseMask, request: Request) -> Callable[[], None]:
 
 def measure(functions: Mapping[str, Callable[[], Any]], device: str, rounds: int = ROUNDS) -> dict[str, float]:
     """
-    Median time of each function. The functions take turns, and the first call of each is not counted.
-
-    Args:
-        functions (`Mapping`): Functions without arguments, by name.
-        device (`str`): The device, such as `"cpu"`; a GPU is synchronized after every call.
-        rounds (`int`, *optional*): Number of counted calls of each function.
-
-    Returns:
-        `dict`: Seconds by name.
+    Median seconds of each function, which take turns; the first call of each is not counted. A GPU (`"cuda:0"`) is
+    synchronized after every call.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):

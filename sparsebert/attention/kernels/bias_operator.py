@@ -87,13 +87,10 @@ def _blocks(
     diagonal,
 ):
     """
-    The attention probabilities, block by block. A block is one head of some sequences, or of some queries of one
-    sequence. The order of the blocks and their random numbers are always the same.
-
-    Yields:
-        The sequences, head and queries of the block, its place in `table`, its probabilities `(b, r, m)`, what dropout
-        keeps of them (0 or 1; `None` without dropout), a buffer of that shape, and the factor of the bias (`None` for
-        1).
+    The attention probabilities, block by block: one head of some sequences, or of some queries of one sequence. The
+    order of the blocks and their random numbers are always the same. Yields the sequences, head and queries of the
+    block, its place in `table`, its probabilities `(b, r, m)`, what dropout keeps of them (0 or 1; `None` without
+    dropout), a buffer of that shape, and the factor of the bias (`None` for 1).
     """
     batch, num_heads, num_queries = query.shape[:3]
     num_keys = key.shape[2]
@@ -259,28 +256,13 @@ def bias_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """
-    Attention under a bias that gets a gradient.
+    Attention under a bias that gets a gradient: `(B, H, n, d)`, in the memory order `(B, n, H, d)`.
 
-    Args:
-        query (`torch.Tensor` of shape `(B, H, n, d)`): The last n of m positions; any strides.
-        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys, in the dtype of the query; any strides.
-        value (`torch.Tensor` of shape `(B, H, m, d)`): Values, in the dtype of the query; any strides.
-        bias (`torch.Tensor` of shape `(H, n, m)` or [`OffsetBias`]): Added to the scores of every sequence; float32
-            (float64 for float64 inputs). The softmax is computed in this dtype. An [`OffsetBias`] needs n = m.
-        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Padded keys are removed.
-        first (`torch.Tensor` of shape `(B,)`, *optional*): Position in each sequence of a token in whose row and
-            column the bias does not count.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for another token.
-        learned_diagonal (`bool`, *optional*, defaults to `True`): Whether these rows and columns contain their
-            diagonal entries. If not, the bias counts there.
-        causal (`bool`, *optional*, defaults to `False`): Whether these rows and columns end at the diagonal. If so,
-            the bias counts at keys j > query i; an [`OffsetBias`] removes them.
-        dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout, in [0, 1), rounded to
-            multiples of 2^-16. Its seed is drawn from the global generator.
-        scale (`float`, *optional*): Factor of the scores. Defaults to `d ** -0.5`.
-
-    Returns:
-        `torch.Tensor` of shape `(B, H, n, d)`, in the memory order `(B, n, H, d)`.
+    `bias` `(H, n, m)` or an [`OffsetBias`] (n = m) is added to the scores of every sequence, in float32 (float64 for
+    float64 inputs), in which the softmax is computed. Keys that are padded `(B, m)` are removed. In the rows and
+    columns of the tokens at `first` and `last` `(B,)` the bias does not count; they contain their diagonal entries
+    unless `learned_diagonal` is false, and end at the diagonal if `causal`. An [`OffsetBias`] removes keys j > i if
+    `causal`. `dropout` is rounded to multiples of 2^-16; its seed is drawn from the global generator.
     """
     offsets = bias if isinstance(bias, OffsetBias) else None
     assert offsets is None or query.shape[2] == key.shape[2]

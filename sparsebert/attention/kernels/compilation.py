@@ -39,12 +39,7 @@ def library_name(level: str) -> str:
 
 
 def find_compiler() -> list[str]:
-    """
-    The command of the C++ compiler: the environment variable `CXX`, or `c++`.
-
-    Raises:
-        CompilationError: If there is no such program.
-    """
+    """The command of the C++ compiler: the environment variable `CXX`, or `c++`."""
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if shutil.which(command[0]) is None:
         raise CompilationError(
@@ -54,17 +49,7 @@ def find_compiler() -> list[str]:
 
 
 def compile_library(level: str, target: Path, flags: Sequence[str] = ()) -> None:
-    """
-    Compile the operator, which takes some seconds.
-
-    Args:
-        level (`str`): One of `LEVELS`.
-        target (`Path`): The library to write.
-        flags (`Sequence` of `str`, *optional*): Further flags of the compiler.
-
-    Raises:
-        CompilationError: If there is no compiler, or it fails.
-    """
+    """Compile the operator for one of `LEVELS`, which takes some seconds; `flags` are further ones of the compiler."""
     command = [*find_compiler(), *FLAGS, *LEVELS[level], *flags, str(SOURCE), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

@@ -208,16 +208,8 @@ torch.library.register_autograd("sparsebert::csr_attention", _differentiate, set
 
 def compressed_rows(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The live entries of a mask, row by row.
-
-    Args:
-        table (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-
-    Returns:
-        `tuple` of `torch.Tensor`: `begin` and `end` of shape `(H, m)`, int32, and `columns` of shape `(E,)`, uint16.
-        The keys of query i of head h are `columns[begin[h, i] : end[h, i]]`, in ascending order.
-    Raises:
-        ValueError: If there are 2^31 live entries or more.
+    The live entries of a mask `(H, m, m)`, row by row: `begin` and `end` `(H, m)`, int32, and `columns` `(E,)`,
+    uint16. The keys of query i of head h are `columns[begin[h, i] : end[h, i]]`, in ascending order.
     """
     counts = table.sum(-1)  # (H, m)
     end = counts.flatten().cumsum(0).view_as(counts)
@@ -231,18 +223,10 @@ def signed_offsets(
     keep: torch.Tensor, block_size: int, diagonal: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The live keys of a query under a Toeplitz mask, as offsets from the first token of the query's block.
-
-    Args:
-        keep (`torch.Tensor` of shape `(H, K)`): Bool, the parameters of one layer, see [`SparseMask`].
-        block_size (`int`): Size of a block, B; 1 for form `"offsets"`.
-        diagonal (`bool`, *optional*): See [`SparseMask`]. Only blocks of one token can express it; for others the
-            operator applies it itself.
-
-    Returns:
-        `tuple` of `torch.Tensor`: `begin` and `end` of shape `(H, 1)` and `offsets` of shape `(E,)`, int32. Query i of
-        head h attends to `i - i % B + offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as far as there are such
-        positions.
+    The live keys of a query under the parameters `(H, K)` of a Toeplitz mask, as offsets from the first token of its
+    block: `begin` and `end` `(H, 1)` and `offsets` `(E,)`, int32. Query i of head h attends to `i - i % B +
+    offsets[begin[h, 0] : end[h, 0]]`, in ascending order, as far as there are such positions. Only blocks of one token
+    can express a fixed diagonal; for others the operator applies it itself.
     """
     if block_size == 1 and diagonal is not None:
         keep = keep.clone()
@@ -262,18 +246,7 @@ def find_level() -> str:
 
 
 def load_library(level: str) -> ctypes.CDLL:
-    """
-    The compiled operator: as it was installed, or else compiled on this machine, once.
-
-    Args:
-        level (`str`): One of `LEVELS`.
-
-    Returns:
-        `ctypes.CDLL`: The library.
-    Raises:
-        CompilationError: If there is neither a library nor a compiler that can make it.
-        OSError: If it cannot be written or loaded.
-    """
+    """The compiled operator for one of `LEVELS`: as it was installed, or else compiled on this machine, once."""
     path = FOLDER / library_name(level)
     if not path.is_file():
         from torch.utils import cpp_extension
@@ -304,9 +277,8 @@ def _operator():
 @functools.cache
 def unavailable() -> str | None:
     """
-    The reason why the operator cannot be used on this machine, or `None` if it can.
-
-    Compiles the operator if none was installed and this machine has none of this version yet.
+    The reason why the operator cannot be used on this machine, or `None` if it can. Compiles it if that was not done
+    yet.
     """
     try:
         _operator()

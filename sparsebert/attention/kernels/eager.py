@@ -7,7 +7,6 @@ from torch import nn
 
 from ..biases.bias_entries import REMOVED_BELOW
 from ..mask_inputs import MaskInputs
-from ..padded_tokens import without_padding
 
 
 def power_of_two(scaling: float) -> tuple[float, float]:
@@ -28,11 +27,9 @@ def eager_attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The reference in plain PyTorch, with the whole score matrix in memory. See [`Backend`] for the shapes.
-
-    Mask and softmax are computed in float32 (float64 for float64 inputs), whatever the autocast dtype.
+    The reference in plain PyTorch, with the whole score matrix in memory. Mask and softmax are computed in float32
+    (float64 for float64 inputs), whatever the autocast dtype.
     """
-    query, key, value = without_padding(inputs, scaling, query, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
     power, rest = power_of_two(scaling)
     scores = torch.matmul(query * power, key.transpose(2, 3)).to(dtype) * rest  # (B, H, n, m)
@@ -48,6 +45,4 @@ def eager_attention(
         weights = weights * inputs.live[0]
     weights = weights.to(value.dtype)
     output = torch.matmul(nn.functional.dropout(weights, p=dropout), value)
-    if inputs.live[0] is not None:  # again, since 0 times a gradient that is NaN is NaN
-        output = torch.where(inputs.live[0], output, output.new_zeros(()))
     return output.transpose(1, 2).contiguous(), weights

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from ...masks.compiled_forms import compiled, remember
 from ...masks.sparse_mask import SparseMask
 from ..mask_inputs import MaskInputs
-from ..padded_tokens import without_padding
 
 
 if TYPE_CHECKING:
@@ -57,30 +56,15 @@ def _tiles(values, block):
 
 
 def live_tiles(base: torch.Tensor, block: int) -> torch.Tensor:
-    """
-    The tiles of a mask that have any entry on.
-
-    Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        block (`int`): Side of a tile.
-
-    Returns:
-        `torch.Tensor` of shape `(H, t, t)`, bool.
-    """
+    """The tiles of a mask `(H, m, m)` that have any entry on: bool `(H, t, t)`."""
     rows = _tiles(base.mT, block).any(-1).mT  # (H, t, m)
     return _tiles(rows, block).any(-1)
 
 
 def full_tiles(base: torch.Tensor, block: int) -> torch.Tensor:
     """
-    The tiles of a mask whose entries are all on. A tile that reaches beyond the mask is never full.
-
-    Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        block (`int`): Side of a tile.
-
-    Returns:
-        `torch.Tensor` of shape `(H, t, t)`, bool.
+    The tiles of a mask `(H, m, m)` whose entries are all on: bool `(H, t, t)`. One that reaches beyond the mask is
+    never full.
     """
     rows = _tiles(base.mT, block).all(-1).mT  # (H, t, m)
     return _tiles(rows, block).all(-1)
@@ -112,25 +96,13 @@ def make_block_mask(
     full_map: torch.Tensor | None = None,
 ) -> BlockMask:
     """
-    The block mask of one layer, made from the cached maps of its tiles.
+    The block mask of one layer, `(B or 1, H, m, m)`, made from the cached maps of its tiles.
 
-    Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend: the mask with its `diagonal` override and,
-            in a decoder, without future keys, but without special tokens.
-        live_map (`torch.Tensor` of shape `(H, t, t)`): The result of [`live_tiles`].
-        block (`int`): Side of a tile.
-        padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token. Without it the block mask
-            serves a batch of any size.
-        first (`torch.Tensor` of shape `(B,)`, *optional*): int32, position of each sequence's first token, whose row
-            and column are on; of shape `(1,)` if it is the same for all sequences.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): The same for the last token.
-        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
-        causal (`bool`): Whether to remove keys j > query i.
-        full_map (`torch.Tensor` of shape `(H, t, t)`, *optional*): The result of [`full_tiles`]. These tiles are not
-            masked entry by entry unless they contain a padded token, which is faster and changes no result.
-
-    Returns:
-        `BlockMask` of shape `(B or 1, H, m, m)`.
+    `base` `(H, m, m)` is the mask with its `diagonal` override and, in a decoder, without future keys, but without
+    special tokens: `first` and `last` are their positions, int32 `(B,)`, or `(1,)` if they are the same for all
+    sequences. `live_map` and `full_map` are the results of [`live_tiles`] and [`full_tiles`]; full tiles are not
+    masked entry by entry unless they contain a padded token, which is faster and changes no result. `padding` is bool
+    `(B, m)`; without it the block mask serves a batch of any size.
     """
     length, num_tiles = base.shape[-1], live_map.shape[-1]
     tile = torch.arange(num_tiles, device=base.device)
@@ -258,40 +230,18 @@ def flex_backend(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """
-    PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout. See [`Backend`] for the
-    shapes; returns no probabilities.
-
-    Raises:
-        ValueError: If `dropout` is not 0.
-    """
+    """PyTorch's FlexAttention under a block mask: gradients on CUDA only, no attention dropout."""
     if dropout:
         raise ValueError(f"sparse_flex has no attention dropout, got a layer with dropout {dropout}")
-    query, key, value = without_padding(inputs, scaling, query, key, value)
-    output = block_attention(query, key, value, inputs.compiled[0], scaling)
-    if inputs.padding is not None and torch.is_grad_enabled():  # 0 times a gradient that is NaN is NaN
-        output = torch.where(inputs.padding[:, -output.shape[1] :, None, None], output, output.new_zeros(()))
-    return output, None
+    return block_attention(query, key, value, inputs.compiled[0], scaling), None
 
 
 def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask, scaling: float
 ) -> torch.Tensor:
     """
-    Attention under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a scale, a mask with
-    or without padding, and so on.
-
-    Padded queries and queries without a live key give exactly 0 and get no gradient.
-
-    Args:
-        query (`torch.Tensor` of shape `(B, H, m, d)`): Any strides; see [`refuse`] for the limits of all three.
-        key (`torch.Tensor` of shape `(B, H, m, d)`): Keys.
-        value (`torch.Tensor` of shape `(B, H, m, d)`): Values.
-        block_mask (`BlockMask`): The result of [`make_block_mask`].
-        scaling (`float`): Factor of the scores.
-
-    Returns:
-        `torch.Tensor` of shape `(B, m, H, d)`, contiguous.
+    Attention `(B, m, H, d)` under a block mask, compiled on first use for each kind of inputs: a shape, a dtype, a
+    scale, a mask with or without padding, and so on. Queries without a live key give exactly 0 and get no gradient.
     """
     if not torch.is_grad_enabled():
         # On CPU the operator refuses inputs that require a gradient, even if none is computed.

@@ -4,7 +4,6 @@ import torch
 
 from ...masks.exported import exporting
 from ..mask_inputs import MaskInputs, autocast_dtype
-from ..padded_tokens import without_padding
 from .bias_operator import bias_attention
 
 
@@ -16,11 +15,7 @@ def sdpa_attention(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """
-    PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned. See
-    [`Backend`] for the shapes; returns no probabilities.
-    """
-    query, key, value = without_padding(inputs, scaling, query, key, value)
+    """PyTorch's fused attention with the mask as a bias, or our own operator if that bias is being learned."""
     if inputs.learned[0] is not None:
         # PyTorch's attention would take its slow path and keep the gradient of the bias for every sequence.
         output = bias_attention(
@@ -37,14 +32,14 @@ def sdpa_attention(
             scaling,
         )
         return output.transpose(1, 2), None
-    bias, live = inputs.bias[0], inputs.live[0]
+    bias = inputs.bias[0]
     if dropout and query.device.type == "cpu" and (bias is None or len(bias) == 1) and not exporting():
         # PyTorch has no fused attention with dropout on CPUs, and would keep the scores of all sequences and heads.
         fixed = torch.zeros(1) if bias is None else bias[0]
         fixed = fixed.to(torch.promote_types(query.dtype, torch.float32))
         shape = (query.shape[1], query.shape[2], key.shape[2])
         output = bias_attention(query, key, value, fixed.expand(shape), dropout=dropout, scale=scaling)
-        return _of_live_queries(output, live).transpose(1, 2).contiguous(), None
+        return output.transpose(1, 2).contiguous(), None
     if bias is not None:
         # Under autocast the operator casts its inputs, the bias included.
         dtype = autocast_dtype(query.device.type, query.dtype)
@@ -57,12 +52,7 @@ def sdpa_attention(
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, scale=scaling
     )
-    return _of_live_queries(output, live).transpose(1, 2).contiguous(), None
-
-
-def _of_live_queries(output, live):
-    """0 for padded queries and those without a key, whose gradient must not spread even if it is NaN."""
-    return output if live is None else torch.where(live, output, output.new_zeros(()))
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _aligned(tensor):

@@ -18,7 +18,6 @@ from ...masks.compiled_forms import compiled
 from ...masks.sparse_mask import SparseMask
 from ...masks.tiles import TILE, TileForm, tile_form
 from ..mask_inputs import MaskInputs, per_sequence
-from ..padded_tokens import without_padding
 from .triton_launch import configurations, interpreted, launch
 from .triton_limits import capability, check
 
@@ -46,31 +45,14 @@ def tile_attention(
     spans: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Attention under a mask in tile form. Padded queries and queries without a key give 0.
+    Attention `(B, n, H, d)` under a mask in tile form; queries without a key give 0.
 
-    Args:
-        query (`torch.Tensor` of shape `(B, H, n, d)`): bfloat16, float16 or float32; any strides.
-        key (`torch.Tensor` of shape `(B, H, n, d)`): Keys, in the dtype of the query; any strides.
-        value (`torch.Tensor` of shape `(B, H, n, d)`): Values, in the dtype of the query; any strides.
-        tiles ([`TileForm`] or sequence of `torch.Tensor`): The result of [`tile_form`] in tiles of 64 by 64, on the
-            device of the query. It includes the mask's diagonal and causality but not its special tokens.
-        padding (`torch.Tensor` of shape `(B, n)`, *optional*): Bool, True = real token.
-        first (`torch.Tensor` of shape `(B,)` or `(1,)`, *optional*): int32, position of each sequence's first token,
-            whose row and column are on.
-        last (`torch.Tensor` of shape `(B,)` or `(1,)`, *optional*): The same for the last token.
-        diagonal (`bool`, *optional*): `False` turns off the diagonal entries of special tokens.
-        causal (`bool`): Whether to remove keys j > query i from the rows and columns of special tokens.
-        seed (`torch.Tensor` of shape `(2,)`, *optional*): int64, on the device of the query; required for dropout.
-        dropout (`float`): Probability of attention dropout, in [0, 1), rounded to multiples of 1/65536.
-        scaling (`float`): Positive factor of the scores.
-        spans (`torch.Tensor` of shape `(B, 3 + n / 64)`, *optional*): The [`real_spans`] of the padding, if they are
-            at hand.
-
-    Returns:
-        `torch.Tensor` of shape `(B, n, H, d)`, contiguous.
-    Raises:
-        ValueError: If the kernels cannot serve the request because of its head size, dtype, device, lengths, tiles,
-            dropout or scaling.
+    `tiles` is a [`TileForm`] on the device of the query, with the mask's diagonal and causality but not its special
+    tokens: `first` and `last` are their positions, int32 `(B,)` or `(1,)`, whose rows and columns are on, without
+    their diagonal entries if `diagonal` is false, and cut if `causal`. `padding` is bool `(B, n)`, `spans` its
+    [`real_spans`] if they are at hand. `dropout` needs a `seed`, int64 `(2,)`, and is rounded to multiples of 1/65536;
+    `scaling` is positive. Query, key and value `(B, H, n, d)` have any strides and the same dtype: bfloat16, float16
+    or float32.
     """
     check(query, key, value, tiles, seed, dropout, scaling)
     threshold = min(max(round((1 - dropout) * 65536), 1), 65536)
@@ -107,15 +89,9 @@ def _observed(*tensors):
 
 def real_spans(padding: torch.Tensor) -> torch.Tensor:
     """
-    Where the real tokens of each sequence are.
-
-    Args:
-        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
-
-    Returns:
-        `torch.Tensor` of shape `(B, 3 + n / 64)`, int64: the position of the first real token, one past that of the
-        last, and whether there is padding between them; `(n, 0, 0)` if there is no real token. Then a word for each
-        64 tokens, whose bits are on for real ones.
+    Where the real tokens of each sequence are, int64 `(B, 3 + n / 64)`: the position of the first one, one past that
+    of the last, and whether there is padding between them, `(n, 0, 0)` if there is none; then a word for each 64
+    tokens, whose bits are on for real ones.
     """
     length = padding.shape[1]
     position = torch.arange(length, device=padding.device)
@@ -331,13 +307,9 @@ def triton_backend(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, None]:
-    """
-    Triton kernels on the tile form of the mask, on CUDA devices, or on any device in Triton's interpreter. See
-    [`Backend`] for the shapes; returns no probabilities.
-    """
+    """Triton kernels on the tile form of the mask, on CUDA devices, or on any device in Triton's interpreter."""
     mask = inputs.sparse_mask
     assert mask is not None
-    query, key, value = without_padding(inputs, scaling, query, key, value)
     seed = inputs.seeds[0]
     if dropout and seed is None:
         (seed,) = draw_seeds(1, query.device)

@@ -65,12 +65,7 @@ _LOCKS: dict[torch.device, threading.Lock] = {}
 
 
 def interpreted() -> bool:
-    """
-    Whether Triton runs its interpreter, that is, whether `TRITON_INTERPRET=1` was set when Triton was imported.
-
-    Raises:
-        ValueError: If Triton is not installed, or `TRITON_INTERPRET` was changed after it was imported.
-    """
+    """Whether Triton runs its interpreter, that is, whether `TRITON_INTERPRET=1` was set when Triton was imported."""
     try:
         from . import triton_kernels
     except ImportError as error:
@@ -85,18 +80,8 @@ def configurations(
     kernel: str, head_size: int, dtype: torch.dtype, capability: int, dropout: bool = False
 ) -> Configurations:
     """
-    The launch configurations that may be chosen, the best guess first.
-
-    Args:
-        kernel (`str`): `"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or `"short_backward"`.
-        head_size (`int`): d.
-        dtype (`torch.dtype`): Dtype of the inputs.
-        capability (`int`): Compute capability of the GPU times 10, such as 80 or 90.
-        dropout (`bool`, *optional*, defaults to `False`): Whether there is dropout.
-
-    Returns:
-        `list` of `tuple`: Warps, pipeline stages, keys per step (queries per step in the column kernel), and, if there
-        is a limit, the most registers of a thread.
+    The launch configurations of a kernel (`"forward"`, `"short_forward"`, `"query_grad"`, `"column"` or
+    `"short_backward"`) that may be chosen, the best guess first. `capability` is that of the GPU times 10.
     """
     if dtype == torch.float32:
         return FLOAT32
@@ -116,15 +101,8 @@ def launch(
     bucket: int,
 ) -> None:
     """
-    Run a kernel.
-
-    Args:
-        kernel (`str`): Name of a function in `triton_kernels`.
-        grid (`int`): Number of programs.
-        arguments (`Sequence`): Its arguments at run time, a tensor first.
-        constants (`dict`): Its compile-time arguments.
-        choices (`Sequence`): Launch [`configurations`], see [`chosen`].
-        bucket (`int`): Stands for the length; lengths of the same bucket share a configuration.
+    Run a kernel of `triton_kernels` on `grid` programs, with arguments at run time, a tensor first, and at compile
+    time, in one of several [`configurations`], see [`chosen`]. Lengths of the same `bucket` share a configuration.
     """
     from . import triton_kernels
 
@@ -155,17 +133,10 @@ def chosen(
     run: Callable[[Configuration], None],
 ) -> Configuration:
     """
-    The fastest configuration, timed at the first call. While a CUDA graph is captured or a graph is compiled nothing
-    is timed, and under `torch.use_deterministic_algorithms` neither, since results depend on the configuration in
-    their last bits: then it is the first, unless one has been chosen before.
-
-    Threads may call this at the same time, as those of `DataParallel` and of autograd do.
-
-    Args:
-        key (`Hashable`): What the choice depends on.
-        device (`torch.device`): Where it runs.
-        choices (`Sequence`): Launch [`configurations`].
-        run (`Callable`): Launches the kernel in a configuration.
+    The fastest configuration of a kernel that `run` launches, timed at the first call with this `key`. While a CUDA
+    graph is captured or a graph is compiled nothing is timed, and under `torch.use_deterministic_algorithms` neither,
+    since results depend on the configuration in their last bits: then it is the first, unless one has been chosen
+    before. Threads may call this at the same time, as those of `DataParallel` and of autograd do.
     """
     if len(choices) == 1 or torch.are_deterministic_algorithms_enabled():
         return choices[0]

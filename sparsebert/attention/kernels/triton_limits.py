@@ -30,12 +30,7 @@ def check(
     dropout: float,
     scaling: float,
 ) -> None:
-    """
-    Check that the kernels serve these arguments.
-
-    Raises:
-        ValueError: If the kernels cannot serve these arguments of [`tile_attention`].
-    """
+    """Refuse arguments of [`tile_attention`] that the kernels cannot serve."""
     _, num_heads, length, head_size = query.shape
     form = TileForm(*tiles)
     if key.shape[2] != length:
@@ -85,13 +80,7 @@ def capability(index: int | None = None) -> int:
 
 
 def unsupported_gpu(head_size: int, index: int | None = None) -> str | None:
-    """
-    The reason why the kernels do not run on a GPU, or `None` if they do.
-
-    Args:
-        head_size (`int`): d, one of `HEAD_SIZES`.
-        index (`int`, *optional*): Index of the GPU; by default the current one.
-    """
+    """The reason why the kernels do not run on a GPU (by default the current one), or `None` if they do."""
     if torch.version.hip is not None:
         return "it runs on NVIDIA GPUs, and this PyTorch is built for ROCm"
     found = capability(index)
