@@ -73,8 +73,8 @@ class Run(SavedMask):
     What one run found.
 
     `quantity` says what `found_probs` holds, P or the frozen mask where P was not saved: float32, of the entries
-    `(L, H, n, n)` or the parameters `(L, H, K)`, see [`LearnedMask.found_probs`]. `log_odds`, if they were saved, order
-    the positions where P is 0 or 1. `setup` holds the settings that all seeds of one search share.
+    `(L, H, n, n)` or the parameters `(L, H, K)`, see [`LearnedMask.found_probs`]. `log_odds`, if they were saved,
+    order the positions where P is 0 or 1. `setup` holds the settings that all seeds of one search share.
     """
 
     quantity: str

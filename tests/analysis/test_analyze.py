@@ -60,20 +60,29 @@ def test_reads_p_before_freezing(tmp_path, fields):
     assert run.mask.sparsity == pytest.approx(0.5, abs=0.3 if run.mask.form == "blocks" else 0.06)
 
 
-def test_reads_a_searching_checkpoint(tmp_path):
+def test_reads_what_is_still_searching(tmp_path):
     probs = search(tmp_path / "run", share_layers=False)
     run = read_run(tmp_path / "run")
     assert run.quantity.startswith("P, probability") and torch.equal(run.probs, probs)
     assert torch.equal(run.mask.to_table(), probs > 0.5)
-
-
-def test_reads_a_search_attached_to_another_model(tmp_path):
     model = attach(BertModel(BertConfig(**TINY)), "dam_s", mask_length=20)
     model.sparse_attention.mask_logits.data.normal_()
-    model.save_pretrained(tmp_path / "run")
-    run = read_run(tmp_path / "run")
-    assert torch.equal(run.probs, model.sparse_attention.mask_probs())
-    assert run.setup["search"] == "dam_s"
+    model.save_pretrained(tmp_path / "attached")
+    run = read_run(tmp_path / "attached")
+    assert torch.equal(run.probs, model.sparse_attention.mask_probs()) and run.setup["search"] == "dam_s"
+
+
+@pytest.mark.parametrize(
+    "model, fields, is_decoder, mixers",
+    [
+        (SparseBertForMaskedLM, {"token_mixers": ["average", "attention"]}, False, ("average",)),
+        (SparseBertLMHeadModel, {"is_decoder": True}, True, ()),
+    ],
+)
+def test_runs_of_decoders_and_mixers_say_so(tmp_path, tiny_config, model, fields, is_decoder, mixers):
+    model(tiny_config(pattern="window", mask_length=20, **fields)).save_pretrained(tmp_path)
+    run = read_run(tmp_path)
+    assert (run.is_decoder, run.token_mixers) == (is_decoder, mixers)
 
 
 def test_reads_masks(tmp_path, runs):
@@ -81,6 +90,10 @@ def test_reads_masks(tmp_path, runs):
     mask.save_pretrained(tmp_path / "mask")
     run = read_run(tmp_path / "mask")
     assert run.quantity.startswith("M, 1 where") and torch.equal(run.probs, mask.to_table().float())
+    assert not run.is_decoder and run.token_mixers == ()
+    numbers = measure_importance([run])
+    assert numbers["fixed_groups"] == []
+    assert importance_table(numbers).columns == ["group", "mean of M", "95 % over_heads"]
     # A mask of other origin in a folder where a search ended before: its P does not count.
     shutil.copytree(runs[0], tmp_path / "run")
     model = SparseBertForMaskedLM.from_pretrained(tmp_path / "run")
@@ -99,20 +112,6 @@ def test_names_of_patterns_and_masks(tmp_path, monkeypatch):
     star = find_mask("star", 20, 3, window_size=2)
     assert (star.length, star.num_heads) == (20, 3)
     assert torch.equal(star.to_table(), build_pattern("star", 20, 3, window_size=2).to_table())
-
-
-def test_runs_of_decoders_and_mixers_say_so(tmp_path, tiny_config):
-    mixed = tiny_config(pattern="window", mask_length=20, token_mixers=["average", "attention"])
-    SparseBertForMaskedLM(mixed).save_pretrained(tmp_path / "mixed")
-    run = read_run(tmp_path / "mixed")
-    assert not run.is_decoder and run.token_mixers == ("average",)
-    decoder = tiny_config(pattern="window", mask_length=20, is_decoder=True)
-    SparseBertLMHeadModel(decoder).save_pretrained(tmp_path / "decoder")
-    run = read_run(tmp_path / "decoder")
-    assert run.is_decoder and run.token_mixers == ()
-    build_pattern("window", 12, 2).save_pretrained(tmp_path / "mask")
-    run = read_run(tmp_path / "mask")
-    assert not run.is_decoder and run.token_mixers == ()
 
 
 def test_numbers(runs):
@@ -153,8 +152,6 @@ def test_groups_that_the_search_did_not_decide_are_named(tmp_path):
     assert measure_importance([run], "first")["fixed_groups"] == ["special_tokens", "diagonal"]
     # The search decided on the last token.
     assert measure_importance([run], "first_last")["fixed_groups"] == ["diagonal"]
-    build_pattern("bigbird", 20, 4).save_pretrained(tmp_path / "mask")
-    assert measure_importance([read_run(tmp_path / "mask")])["fixed_groups"] == []
 
 
 def test_analyze_writes_numbers_and_pictures(tmp_path, runs):
@@ -175,12 +172,6 @@ def test_analyze_writes_numbers_and_pictures(tmp_path, runs):
     assert ["special_tokens", "1.000"] == table.rows[-1][:2]
 
 
-def test_table_of_a_mask_has_no_seeds(tmp_path):
-    build_pattern("window", 20, 2).save_pretrained(tmp_path / "mask")
-    table = importance_table(measure_importance(read_runs([tmp_path / "mask"])))
-    assert table.columns == ["group", "mean of M", "95 % over_heads"]
-
-
 def test_short_mask_has_no_sketch(tmp_path):
     pytest.importorskip("matplotlib")
     build_pattern("window", 8, 2).save_pretrained(tmp_path / "mask")
@@ -196,16 +187,18 @@ def refused(sources, match, out):
 
 
 def test_folders_without_a_mask(tmp_path, tiny_config):
+    out = tmp_path / "out"
     (tmp_path / "empty").mkdir()
-    refused([tmp_path / "empty"], "holds no mask", tmp_path / "out")
-    refused([tmp_path / "missing folder"], "there is no folder .*missing folder", tmp_path / "out")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[]")
     BertModel(tiny_config(BertConfig)).save_pretrained(tmp_path / "bert")
-    refused([tmp_path / "bert"], "holds no mask", tmp_path / "out")
-    (tmp_path / "empty" / "config.json").write_text("[]")
-    refused([tmp_path / "empty"], "not a configuration", tmp_path / "out")
-    refused([], "at least one run", tmp_path / "out")
     build_pattern("dense", 2, 1).save_pretrained(tmp_path / "two")
-    refused([tmp_path / "two"], "no position outside special_tokens", tmp_path / "out")
+    refused([], "at least one run", out)
+    for name, said in (
+        ("empty", "holds no mask"), ("missing folder", "there is no folder .*missing folder"),
+        ("bert", "holds no mask"), ("list", "not a configuration"), ("two", "no position outside special_tokens"),
+    ):  # fmt: skip
+        refused([tmp_path / name], said, out)
 
 
 def test_damaged_runs(tmp_path):
@@ -245,7 +238,7 @@ def test_runs_that_are_no_seeds_of_one_search(tmp_path, runs):
     refused([runs[0], tmp_path / "heads"], "quantity is 'M, 1 where", out)
 
 
-# Values that are not the defaults.
+# Settings of a search, with values that are not the defaults.
 OTHERS = {
     "mask_form": "log", "mask_constant": 0.25, "mask_logit_scale": 0.25, "temperature": 0.25, "temperature_end": 0.25,
     "noise_scale": 0.25, "share_noise": True, "hard": True, "symmetric": False, "share_layers": False,
@@ -254,12 +247,11 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_seeds_of_one_search_have_all_its_settings(tmp_path, runs, name):
+def test_seeds_of_one_search_have_all_its_settings(tmp_path, runs):
     shutil.copytree(runs[1], tmp_path / "run")
     path = tmp_path / "run" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: OTHERS[name]}))
-    with pytest.raises(
-        ValueError, match=f"{name} is {OTHERS[name]!r}, but .* in .*seed0; runs analyzed together must"
-    ):
-        read_runs([runs[0], tmp_path / "run"])
+    saved = json.loads(path.read_text())
+    for name, value in OTHERS.items():
+        path.write_text(json.dumps(saved | {name: value}))
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* in .*seed0; runs analyzed together must"):
+            read_runs([runs[0], tmp_path / "run"])

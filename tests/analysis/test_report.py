@@ -97,14 +97,8 @@ def test_searches_in_trained_models_are_compared(tmp_path):
     learned |= {"sparsity": {"dense": 0.0, "learned": 0.9}, "inference_seconds": {"dense": 3.0, "masked": 2.0}}
     learned["agreement"] = {"dense": {"cosine": 1.0, "score": 0.86}, "learned": numbers}
     learned["agreement"]["learned, recovered"] = numbers | {"cosine": 0.98, "score": 0.85}
-    given = {
-        "model": "m",
-        "mask": "window",
-        "search": None,
-        "task": None,
-        "seconds": {"total": 9.0},
-        "inference_seconds": None,
-    }
+    given = {"model": "m", "mask": "window", "search": None, "task": None, "seconds": {"total": 9.0}}
+    given |= {"inference_seconds": None}
     given |= {"sparsity": {"dense": 0.0, "given": 0.92}, "agreement": {"given": {"cosine": 0.9}}}
     for name, metrics in (("learned", learned), ("given", given)):
         (tmp_path / name).mkdir()
@@ -132,11 +126,6 @@ def test_damaged_metrics_are_refused(tmp_path, change):
         scores({tmp_path.name: read_metrics([tmp_path])[tmp_path]})
 
 
-def test_a_terminal_obeys_no_cell():
-    table = Table.of("Title", [{"run": "\x1b[31mred\x1b]0;title\x07"}], ["a\x1bb"])
-    assert table.rows == [["\ufffd[31mred\ufffd]0;title\ufffd"]] and table.notes == ("a\ufffdb",)
-
-
 def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
     plain = {"probability_map": "softmax", "token_mixers": None}
     other = {"probability_map": "topk", "token_mixers": ["sepconv", "sepconv", "attention"]}
@@ -148,53 +137,38 @@ def test_map_and_mixers_are_named_where_they_are_not_plain_attention(tmp_path):
     assert found == [("", ""), ("topk", "2 sepconv, 1 attention")]
 
 
-def test_markdown():
+def test_runs_are_called_by_what_tells_them_apart(folders, monkeypatch):
+    found = next(iter(read_metrics(folders).values()))
+    (table, *_) = report_tables({Path("a/dense"): found, Path("b/dense"): found})
+    assert {row[0] for row in table.rows} == {"a/dense", "b/dense"}
+    monkeypatch.chdir(folders[0])
+    (table, *_) = report_tables(read_metrics(["."]))
+    assert table.rows[0][0] == folders[0].name
+    with pytest.raises(FileNotFoundError, match="metrics.json: no such file"):
+        read_metrics([folders[0].parent])
+
+
+def test_tables_as_markdown_and_json():
     table = Table.of("Title", [{"run": "a", "x": "1", "empty": ""}, {"run": "b", "y": "2"}], ["note"])
     assert table.markdown() == (
         "**Title**\n\n| run | x | y |\n| --- | --- | --- |\n| a | 1 |  |\n| b |  | 2 |\n\nnote\n"
     )
-
-
-def test_markdown_of_names_that_look_like_it():
+    rows = [{"run": "a", "x": "1", "y": ""}, {"run": "b", "x": "", "y": "2"}]
+    assert table.as_json() == {"title": "Title", "rows": rows, "notes": ["note"]}
+    # Names that look like Markdown.
     table = Table("<b>", ["run"], [["a|b <img src=x>"], ["c\nd"]], ("R&D <i> | x",))
     assert table.markdown() == (
         "**&lt;b>**\n\n| run |\n| --- |\n| a\\|b &lt;img src=x> |\n| c d |\n\nR&amp;D &lt;i> \\| x\n"
     )
 
 
-def test_the_present_folder_has_its_name(folders, monkeypatch):
-    monkeypatch.chdir(folders[0])
-    (table, *_) = report_tables(read_metrics(["."]))
-    assert table.columns[0] == "run" and table.rows[0][0] == Path(folders[0]).name
-
-
-def test_json():
-    table = Table("Title", ["run", "x"], [["a", "1"], ["b", ""]], ("note",))
-    assert table.as_json() == {
-        "title": "Title",
-        "rows": [{"run": "a", "x": "1"}, {"run": "b", "x": ""}],
-        "notes": ["note"],
-    }
-
-
-def test_tables_are_printed(folders, capsys):
+def test_tables_are_printed_as_text(folders, capsys):
+    """Neither markup nor a terminal's control characters are obeyed."""
     print_tables(report_tables(read_metrics(folders)))
     printed = capsys.readouterr().out
     assert "Pre-training" in printed and "80.0 ± 2.0" in printed and "difference from runs/dense" in printed
-
-
-def test_tables_are_text(capsys):
     print_tables([Table("Runs in [exp]", ["run"], [["[lr_1]/x :smile:"], ["[/usr] bad"]], ("from [a]",))])
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("Runs in [exp]", "[lr_1]/x :smile:", "[/usr] bad", "from [a]"))
-
-
-def test_runs_with_the_same_name_are_told_apart(folders):
-    found = next(iter(read_metrics(folders).values()))
-    (table, *_) = report_tables({Path("a/dense"): found, Path("b/dense"): found})
-    assert {row[0] for row in table.rows} == {"a/dense", "b/dense"}
-
-
-def test_a_folder_without_metrics(tmp_path):
-    with pytest.raises(FileNotFoundError, match="metrics.json: no such file; expected the output folder"):
-        read_metrics([tmp_path])
+    table = Table.of("Title", [{"run": "\x1b[31mred\x1b]0;title\x07"}], ["a\x1bb"])
+    assert table.rows == [["\ufffd[31mred\ufffd]0;title\ufffd"]] and table.notes == ("a\ufffdb",)

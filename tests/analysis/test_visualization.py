@@ -34,8 +34,11 @@ def test_plots(tmp_path):
     plot_offset_profile(probs, tmp_path / "offsets.png")
     plot_offset_profile(probs[:1, :5, :5], tmp_path / "short.pdf", "none")
     plot_gallery(tmp_path / "gallery.png")
+    curves = {"learned": ([0.5, 0.9], [0.8, 0.7], [None, 0.01]), "random": ([0.5], [0.6], [None])}
+    for dense in (None, 0.5):
+        plot_scores(curves, tmp_path / f"scores_{dense}.png", "accuracy", "Title", dense=dense)
     assert all(map(is_picture, tmp_path.rglob("*.png")))
-    assert len(list(tmp_path.rglob("*.png"))) == 6
+    assert len(list(tmp_path.rglob("*.png"))) == 8
     assert (tmp_path / "short.pdf").read_bytes().startswith(b"%PDF")
 
 
@@ -86,10 +89,3 @@ def test_bad_shapes(tmp_path):
     with pytest.raises(ValueError, match="a sketch needs at least 16 tokens, got 10"):
         plot_sketch(torch.rand(1, 10, 10), tmp_path / "bad.png")
     assert not (tmp_path / "bad.png").exists()
-
-
-@pytest.mark.parametrize("dense", [None, 0.5])
-def test_charts(tmp_path, dense):
-    curves = {"learned": ([0.5, 0.9], [0.8, 0.7], [None, 0.01]), "random": ([0.5], [0.6], [None])}
-    plot_scores(curves, tmp_path / "scores.png", "accuracy", "Title", dense=dense)
-    assert is_picture(tmp_path / "scores.png")
