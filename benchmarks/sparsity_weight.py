@@ -18,11 +18,11 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.analysis.pictures.figures import new_figure, save_figure
 from sparsebert.analysis.tables import Table
+from sparsebert.commands import parse
 from sparsebert.data.documents import load_documents
 from sparsebert.data.examples import pretraining_collator, pretraining_dataset
 from sparsebert.data.tokenization import train_tokenizer
 from sparsebert.training.pretraining.pretraining_arguments import PretrainingArguments
-from sparsebert.training.recipes import load_recipe
 from sparsebert.training.trainer import SparseBertTrainer
 
 from ._pretraining import add_options, folder_name, run
@@ -58,9 +58,7 @@ def gradients(flags, options):
     arguments = [str(options.recipe), "--sparsity_weight", "0", "--max_grad_norm", "0"]
     for name, value in flags.items():
         arguments += [f"--{name}", str(value)]
-    recipe = load_recipe(
-        arguments, {"data": PretrainingArguments, "model": SparseBertConfig, "training": TrainingArguments}
-    )
+    _, recipe = parse(["pretrain", *arguments])
     data = PretrainingArguments(**recipe["data"])
     training = TrainingArguments(**recipe["training"] | {"max_steps": options.steps, "report_to": "none"})
     set_seed(training.seed)

@@ -13,7 +13,7 @@ PACKAGE = Path(sparsebert.__file__).parent
 # Each part may import those before it; parts on one line do not import each other.
 FLOORS = (
     ("version", "checks", "files", "hub"),
-    ("masks", "data"),
+    ("masks", "data", "recipe_files"),
     ("attention",),
     ("learning",),
     ("models",),
@@ -110,6 +110,13 @@ def test_no_function_or_class_has_the_name_of_a_module():
 def test_commands_are_the_verbs():
     names = {path.stem for path in (PACKAGE / "commands").glob("*.py") if not path.stem.startswith("_")}
     assert names == set(VERBS)
+
+
+def test_only_verbs_that_train_import_training():
+    verbs = ("finetune", "lengthen", "pretrain", "prune", "search")
+    for module in MODULES:
+        if module.parts[0] == "commands" and any(part_of(imported) == "training" for imported in imports(module)):
+            assert module.stem in verbs
 
 
 def test_every_module_says_what_it_is():

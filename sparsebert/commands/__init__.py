@@ -46,23 +46,13 @@ VERBS = {
     "reproduce": "repeat the papers' tables and figures",
     "translate": "train a translation model with sparse attention",
 }
-# What ends in one line on the error stream instead of a traceback.
-REFUSED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, StrictDataclassError)
+# What says that the command line, a recipe or an input is wrong, or that a field asks for what is not installed.
+REFUSED = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, StrictDataclassError, ImportError)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
-    """
-    Read a command line without running it.
-
-    Args:
-        arguments (`Sequence[str]`): What follows `sparsebert`.
-
-    Returns:
-        `tuple`: The [`Command`], and the values that were set, by section and field.
-    Raises:
-        ValueError, FileNotFoundError: If verb, recipe, field or value is wrong, or a word is not text.
-    """
-    from ..training.recipes import load_recipe
+    """The [`Command`] of a command line, and the values that it sets, by section and field; nothing is run."""
+    from ._words import read_words
 
     for word in arguments:
         if not is_unicode(word):  # recipes, cards and weights could not be written with it
@@ -74,11 +64,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, dict[str, dict]]:
     if verb not in VERBS:
         raise nearest("verb", verb, list(VERBS))
     command = _command_of(verb, rest)
-    rest = [command.short.get(word, word) for word in rest]
-    values = load_recipe(rest, command.sections, command.positional, command.excluded, command.replaced)
-    if command.positional is None and not any(values.values()):
-        raise ValueError(f"recipe {rest[0]} sets nothing: expected sections with fields")
-    return command, values
+    return command, read_words(rest, command)
 
 
 def _command_of(verb, arguments):
@@ -91,6 +77,8 @@ _PREFIXES = {
     r"Validation error for field '(\w+)': ValueError: ": r"\1 ",
     r"Validation error for field '\w+': \w+: ": "",
 }
+# What torch says if a CPU or a GPU has no memory left.
+_NO_MEMORY = "out of memory|can't allocate memory|CUDNN_STATUS_NOT_SUPPORTED"
 
 
 class Terminated(KeyboardInterrupt):
@@ -119,14 +107,6 @@ def _termination() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _say(verb, error, code):
-    text = " ".join(f"sparsebert {verb}: {error}".split())
-    for prefix, needed in _PREFIXES.items():
-        text = re.sub(prefix, needed, text)
-    print(text, file=sys.stderr)
-    return code
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run a command line.
@@ -139,36 +119,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         143 if a signal stopped it.
     """
     arguments = list(map(str, sys.argv[1:] if arguments is None else arguments))
-    verb = arguments[0] if arguments else ""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what stands for the output stream need not be a file
         # A terminal that lacks a character must not cost the results of a run.
         sys.stdout.reconfigure(errors="replace")
     try:
-        return _run(verb, arguments)
-    except REFUSED as error:
-        return _say(verb, error, 2)
-    except RecursionError:
-        return _say(verb, "what was given is nested too deeply", 2)
-    except ImportError as error:  # what a field asks for is not installed
-        return _say(verb, error, 2)
+        return _run(arguments)
     except BrokenPipeError:  # the reader of the output has what it wanted, as in `... | head`
         return _close_output()
-    except HTTPError as error:
-        return _say(verb, explained(error), 1)
-    except SafetensorError as error:
-        return _say(verb, f"a file of weights is damaged or truncated: {error}", 1)
-    except (OSError, FloatingPointError, MaskMismatchError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            return _say(verb, f"too long for the name of a file or folder: {shortened(repr(error.filename))}", 2)
-        return _say(verb, error, 1)
-    except (MemoryError, RuntimeError) as error:
-        from accelerate.utils.memory import should_reduce_batch_size
-
-        if not should_reduce_batch_size(error) and not isinstance(error, MemoryError):
+    except (Exception, KeyboardInterrupt) as error:
+        text, code = _outcome(error)
+        if text is None:
             raise
-        return _say(verb, f"there is not enough memory for these sizes: {error}", 1)
-    except KeyboardInterrupt as error:
-        return _say(verb, str(error) or "interrupted", getattr(error, "exit_code", 130))
+        text = " ".join(f"{' '.join(['sparsebert', *arguments[:1]])}: {text}".split())
+        for prefix, needed in _PREFIXES.items():
+            text = re.sub(prefix, needed, text)
+        print(text, file=sys.stderr)
+        return code
+
+
+def _outcome(error):
+    """The line and the exit code that an error ends with; no line for one that needs a traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted", getattr(error, "exit_code", 130)
+    if isinstance(error, RecursionError):
+        return "what was given is nested too deeply", 2
+    if isinstance(error, REFUSED):
+        return error, 2
+    if isinstance(error, HTTPError):
+        return explained(error), 1
+    if isinstance(error, SafetensorError):
+        return f"a file of weights is damaged or truncated: {error}", 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"too long for the name of a file or folder: {shortened(repr(error.filename))}", 2
+    if isinstance(error, (OSError, FloatingPointError, MaskMismatchError)):
+        return error, 1
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and re.search(_NO_MEMORY, str(error))):
+        return f"there is not enough memory for these sizes: {error}", 1
+    return None, 1
 
 
 def _close_output():
@@ -178,9 +165,9 @@ def _close_output():
     return 1
 
 
-def _run(verb, arguments):
+def _run(arguments):
     """The exit code of a command line that does not fail."""
-    exit_code = 0
+    verb, exit_code = (arguments or [""])[0], 0
     if verb == "--version":
         print(__version__)
     elif verb in ("", "-h", "--help", "--help-all"):
@@ -188,14 +175,13 @@ def _run(verb, arguments):
 
         print(overview(VERBS))
     elif verb in VERBS and {"-h", "--help", "--help-all"} & set(arguments):
-        from ._help import long_help, short_help
+        from ._help import verb_help
 
-        explain = long_help if "--help-all" in arguments else short_help
-        print(explain(verb, _command_of(verb, arguments[1:])))
+        print(verb_help(verb, _command_of(verb, arguments[1:]), "--help-all" in arguments))
     else:
         command, values = parse(arguments)
         plugin.enable()  # whatever the environment says of an import
-        as_json = values.get("print", {}).get("json", False)
+        as_json = values["print"].get("json", False)
         # What a run logs on the way must not get between the lines of the JSON.
         with _termination(), redirect_stdout(sys.stderr) if as_json else nullcontext():
             results = command.run(values)

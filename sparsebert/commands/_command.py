@@ -2,13 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from ..analysis.tables import Table, print_tables
 from ..files import process_state
+
+
+if TYPE_CHECKING:
+    from ..analysis.tables import Table
 
 
 @dataclass
@@ -30,27 +33,37 @@ class Command:
 
     Args:
         run (`Callable[[dict], Results]`): Does the work with the values that were set, by section and field.
-        sections (`dict[str, type]`): Dataclasses whose fields are the flags.
+        sections (`dict[str, type]`): Dataclasses whose fields are the flags; those without a default are required.
         examples (`tuple[str, ...]`): Command lines for the help, without the program's name.
-        words (`str`): What stands before the first flag, for the help: `"[RECIPE]"`.
-        choices (`tuple[str, ...]`, *optional*): What these words can be, if that is known.
-        positional (`str`, *optional*): `"section.field"` that these words set; by default they name a recipe.
+        words (`str`): What stands before the first flag, for the help. If this is not a recipe, it sets the first
+            field of the first section.
         excluded (`dict[str, tuple]`): By section, fields that the verb sets itself.
         defaults (`dict[str, dict]`): By section, defaults that differ from those of the dataclass, for the help.
+        choices (`dict[str, Iterable[str]]`): What fields accept, for the help; registries of the package are known.
         replaced (`dict[str, tuple]`): By the `"section.field"` of a flag, fields of the recipe that it drops.
-        short (`dict[str, str]`): Flags by a shorter name that they have as well: `{"-o": "--output"}`.
     """
 
     run: "Callable[[dict], Results]"
     sections: Mapping[str, type]
     examples: tuple
     words: str = "[RECIPE]"
-    choices: tuple[str, ...] = ()
-    positional: str | None = None
     excluded: Mapping[str, tuple] = field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    choices: Mapping[str, Iterable[str]] = field(default_factory=dict)
     replaced: Mapping[str, tuple] = field(default_factory=dict)
-    short: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", {**self.sections, "print": Printing})
+
+    @property
+    def positional(self) -> tuple[str, str] | None:
+        """Section and field that the words before the first flag set; `None` if they name a recipe."""
+        section, cls = next(iter(self.sections.items()))
+        return (
+            None
+            if self.words == "[RECIPE]"
+            else (section, next(item.name for item in fields(cls) if not item.kw_only))
+        )
 
 
 @dataclass(frozen=True)
@@ -66,12 +79,14 @@ class Results:
     """
 
     content: object
-    tables: Sequence[Table] = ()
+    tables: "Sequence[Table]" = ()
     notes: Sequence[str] = ()
     exit_code: int = 0
 
     def show(self, as_json: bool) -> None:
         """Print them, in the main process alone. Numbers that JSON does not know become `null`."""
+        from ..analysis.tables import print_tables
+
         if not process_state().is_main_process:
             return
         if as_json:
@@ -90,31 +105,9 @@ def _finite(content):
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def needed(values: dict, *names: str) -> None:
-    """
-    Check that fields were given that have no default.
-
-    Args:
-        values (`dict`): What was set, by section and field.
-        names (`str`): `"section.field"` of what must be there.
-
-    Raises:
-        ValueError: If one of these fields was not given.
-    """
-    for name in names:
-        section, field_name = name.split(".")
-        if values[section].get(field_name) is None:
-            raise ValueError(f"--{field_name} is needed")
-
-
 @contextmanager
 def advising(advice: str) -> Iterator[None]:
-    """
-    Say how a verb that is interrupted is continued, instead of what a training within it says of itself.
-
-    Args:
-        advice (`str`): What was kept, and what to do.
-    """
+    """Say how a verb that is interrupted is continued, instead of what a training within it says of itself."""
     try:
         yield
     except KeyboardInterrupt as error:

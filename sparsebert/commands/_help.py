@@ -1,62 +1,49 @@
 """The help of the command line, from the docstrings of verbs and dataclasses and the keys of registries."""
 
+import importlib
 import inspect
 import re
 import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
 
-from ..attention.choosing.choice import ATTENTION_NAMES
-from ..attention.probability_maps import PROBABILITY_MAPS
-from ..data.tasks import TASKS
 from ..hub import HubArguments
-from ..learning.mask_description import MASK_FORMS
-from ..learning.searches import SEARCHES
-from ..learning.selection import SCOPES
-from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS
-from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS
-from ..masks.sparse_mask import DIAGONALS, LAST_TOKENS
-from ..models.bert.configuration_sparsebert import SparseBertConfig
-from ..models.bert.token_mixers import MIXERS
-from ..models.lengthening import METHODS
-from ..training.recipes import recipe_names
-from ..training.searching.objectives import OBJECTIVES
-from ._command import Command
+from ..recipe_files import recipe_names
+from ._command import Command, Printing
 
 
 WIDTH = 100
 INDENT = 34
-# What a field accepts, by its name.
+# Where the package has what a field accepts, by the field's name.
 CHOICES = {
-    "attn_implementation": ATTENTION_NAMES,
-    "diagonal": DIAGONALS,
-    "head_configuration": HEAD_CONFIGURATIONS,
-    "last_token": LAST_TOKENS,
-    "length_policy": LENGTH_POLICIES,
-    "mask_form": MASK_FORMS,
-    "method": METHODS,
-    "objective": OBJECTIVES,
-    "pattern": PATTERNS,
-    "probability_map": PROBABILITY_MAPS,
-    "search": SEARCHES,
-    "sparsity_scope": SCOPES,
-    "special_tokens": SPECIAL_TOKENS,
-    "task": TASKS,
-    "token_mixers": MIXERS,
+    "attn_implementation": "attention.choosing.choice.ATTENTION_NAMES",
+    "diagonal": "masks.sparse_mask.DIAGONALS",
+    "head_configuration": "masks.patterns.HEAD_CONFIGURATIONS",
+    "last_token": "masks.sparse_mask.LAST_TOKENS",
+    "length_policy": "masks.expansion.LENGTH_POLICIES",
+    "mask_form": "learning.mask_description.MASK_FORMS",
+    "method": "models.lengthening.METHODS",
+    "objective": "training.searching.objectives.OBJECTIVES",
+    "pattern": "masks.patterns.PATTERNS",
+    "probability_map": "attention.probability_maps.PROBABILITY_MAPS",
+    "search": "learning.searches.SEARCHES",
+    "sparsity_scope": "learning.selection.SCOPES",
+    "special_tokens": "masks.expansion.SPECIAL_TOKENS",
+    "task": "data.tasks.TASKS",
+    "token_mixers": "models.bert.token_mixers.MIXERS",
 }
-# Those of `TrainingArguments`, which has more than a hundred.
-COMMON_TRAINING = (
+# Fields of classes of transformers that the short help shows: they have more than a hundred.
+COMMON = {
     "output_dir", "seed", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size",
     "gradient_accumulation_steps", "warmup_steps", "weight_decay", "bf16", "eval_strategy", "logging_steps",
     "save_strategy", "torch_compile", "deepspeed", "fsdp",
-)  # fmt: skip
-# Fields of `BertConfig` that the short help shows.
-COMMON_MODEL = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "is_decoder",
-)  # fmt: skip
+}  # fmt: skip
 
 
-def overview(verbs: dict[str, str]) -> str:
+def overview(verbs: Mapping[str, str]) -> str:
     """The help of `sparsebert` itself."""
     lines = ["usage: sparsebert VERB [RECIPE or names ...] [--field value ...]", ""]
     lines += [f"  {verb:<11} {summary}" for verb, summary in verbs.items()]
@@ -66,40 +53,36 @@ def overview(verbs: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def short_help(verb: str, command: Command) -> str:
-    """What a verb does, examples, and its fields with their defaults, a line each."""
-    description = (inspect.getdoc(inspect.getmodule(command.run)) or "").split("\n\n")
-    lines = [f"usage: sparsebert {verb} {command.words} [--field value ...]", ""]
-    lines += [*_wrapped(" ".join(description[0].split()), hanging=""), "", "examples:"]
-    lines += [f"  sparsebert {verb} {example}" for example in command.examples]
-    if command.choices:
-        lines += ["", *_wrapped(f"{command.words}: {', '.join(command.choices)}")]
+def verb_help(verb: str, command: Command, everything: bool) -> str:
+    """What a verb does, examples, and a line per field with its default, or `everything` that is said about them."""
+    text = inspect.getdoc(inspect.getmodule(command.run)) or ""
+    parts = [f"usage: sparsebert {verb} {command.words} [--field value ...]"]
+    parts.append(text if everything else _wrapped(text.partition("\n\n")[0], hanging=""))
+    parts.append("\n".join(["examples:", *(f"  sparsebert {verb} {example}" for example in command.examples)]))
     if recipes := command.positional is None and recipe_names(command.sections):
-        lines += ["", *_wrapped(f"recipes: {', '.join(recipes)}, or the path of one")]
+        parts.append(_wrapped(f"recipes: {', '.join(recipes)}, or the path of one"))
     for section, cls in command.sections.items():
-        lines += ["", f"{section}:", *_fields(section, cls, command)]
-    lines += ["", f"All fields, explained: sparsebert {verb} --help-all"]
-    return "\n".join(lines)
+        if everything:
+            parts += _explained_fields(section, cls, command.excluded.get(section, ()))
+        elif cls is not Printing:
+            parts.append("\n".join([f"{section}:", *_listed_fields(section, cls, command)]))
+    if not everything:
+        parts.append(f"With --json, results are printed as JSON. All fields, explained: sparsebert {verb} --help-all")
+    return "\n\n".join(parts)
 
 
-def long_help(verb: str, command: Command) -> str:
-    """All that the docstrings say about a verb and its fields."""
-    texts = [f"usage: sparsebert {verb} {command.words} [--field value ...]"]
-    texts.append(inspect.getdoc(inspect.getmodule(command.run)) or "")
-    texts.append("examples:\n" + "\n".join(f"  sparsebert {verb} {example}" for example in command.examples))
-    if recipes := command.positional is None and recipe_names(command.sections):
-        texts.append("\n".join(_wrapped(f"recipes: {', '.join(recipes)}, or the path of one")))
-    for section, cls in command.sections.items():
-        own = [kind for kind in cls.__mro__ if is_dataclass(kind) and kind.__module__.startswith("sparsebert")]
-        texts += [f"{section}: {inspect.getdoc(kind)}" for kind in own]
-        host = [kind for kind in cls.__mro__ if is_dataclass(kind) and kind not in own]
-        if host:
-            names = [item.name for item in fields(host[0]) if item.init]
-            text = f"{section}{', too' if own else ''}: the fields of transformers' {host[0].__name__}: "
-            texts.append("\n".join(_wrapped(text + ", ".join(names))))
-        if command.excluded.get(section):
-            texts.append(f"{section}: not to be set here: {', '.join(command.excluded[section])}")
-    return "\n\n".join(texts)
+def _is_ours(cls):
+    return is_dataclass(cls) and not cls.__module__.startswith("transformers.")
+
+
+def _explained_fields(section: str, cls: type, excluded: Iterable[str]) -> Iterator[str]:
+    kinds = [kind for kind in cls.__mro__ if is_dataclass(kind)]
+    yield from (f"{section}: {inspect.getdoc(kind)}" for kind in kinds if _is_ours(kind))
+    if host := next((kind for kind in kinds if not _is_ours(kind)), None):
+        names = ", ".join(item.name for item in fields(host) if item.init)
+        yield _wrapped(f"{section}: the fields of transformers' {host.__name__}: {names}")
+    if excluded:
+        yield f"{section}: not to be set here: {', '.join(excluded)}"
 
 
 def explanations(cls: type) -> dict[str, str]:
@@ -108,80 +91,72 @@ def explanations(cls: type) -> dict[str, str]:
     for kind in reversed(cls.__mro__):
         doc = inspect.cleandoc(kind.__dict__.get("__doc__") or "")
         part = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", doc, re.M | re.S)
-        if kind.__module__.startswith("sparsebert") and part:
-            for entry in re.split(r"\n(?=\S)", textwrap.dedent(part.group(1))):
-                names, _, text = entry.partition(":")
-                for name in re.findall(r"\w+", names.partition("(")[0]):
-                    result[name] = " ".join(text.split())
+        for entry in re.split(r"\n(?=\S)", textwrap.dedent(part[1])) if part and _is_ours(kind) else ():
+            names, _, text = entry.partition(":")
+            result |= dict.fromkeys(re.findall(r"\w+", names.partition("(")[0]), " ".join(text.split()))
     return result
 
 
-def _fields(section, cls, command):
+def _listed_fields(section: str, cls: type, command: Command) -> Iterator[str]:
     explained = explanations(cls)
-    inherited = {item.name for item in fields(HubArguments)}
+    items = {item.name: item for item in fields(cls) if item.init}
     # Those that many verbs share come last.
-    found = sorted((item for item in fields(cls) if item.init), key=lambda item: item.name in inherited)
-    items, defaults = {item.name: item for item in found}, command.defaults.get(section, {})
-    for name in command.excluded.get(section, ()):
-        items.pop(name, None)
-    if cls.__module__.startswith("sparsebert"):
-        shown = [name for name in items if name in explained]
-        others = [name for name in items if name not in explained and not name.startswith("_")]
-        if issubclass(cls, SparseBertConfig):
-            others = [name for name in COMMON_MODEL if name in others]
-    else:
-        shown, others = [], [name for name in COMMON_TRAINING if name in items]
-    for name in shown:
-        default = defaults[name] if name in defaults else _value(items[name])
-        yield from _field(name, _shown(default), explained[name])
-    if others:
-        text = ", ".join(f"{name} {_shown(_value(items[name]))}".rstrip() for name in others)
-        kind = next(kind for kind in cls.__mro__ if not kind.__module__.startswith("sparsebert"))
-        yield from _wrapped(f"and the fields of transformers' {kind.__name__}: {text}, ...", "  ")
+    shared = {item.name for item in fields(HubArguments)}
+    names = [name for name in items if name not in command.excluded.get(section, ())]
+    names.sort(key=lambda name: name in shared)
+    defaults = {name: _default(items[name]) for name in names} | command.defaults.get(section, {})
+    for name in names:
+        if name in explained:
+            allowed = command.choices.get(name) or choices(name)
+            yield from _field(name, _shown(defaults[name]), " | ".join(allowed) or _first_clause(explained[name]))
+    if host := next((kind for kind in cls.__mro__ if is_dataclass(kind) and not _is_ours(kind)), None):
+        common = [f"{name} {_shown(defaults[name])}".strip() for name in names if name in COMMON - explained.keys()]
+        if common:
+            yield _wrapped(f"and the fields of transformers' {host.__name__}: {', '.join(common)}, ...", "  ")
 
 
 def _field(name, default, text):
     head = f"  --{name} {default}".rstrip()
-    text = " | ".join(CHOICES[name]) if name in CHOICES else _first_clause(text)
     if len(head) > INDENT - 2:
         yield head
         head = ""
-    limit = 3 if name in CHOICES else 1
+    limit = None if " | " in text else 1
     lines = textwrap.wrap(text, WIDTH - INDENT, max_lines=limit, placeholder=" ...") or [""]
     yield f"{head:<{INDENT}}{lines[0]}"
     yield from (" " * INDENT + line for line in lines[1:])
 
 
+def choices(name: str) -> Iterable[str]:
+    """What the field of this name accepts, if it is a key of `CHOICES`."""
+    module, _, attribute = CHOICES.get(name, "").rpartition(".")
+    return getattr(importlib.import_module(f"..{module}", __package__), attribute) if module else ()
+
+
 def _first_clause(text):
-    """An explanation up to its first stop that is not within code or brackets."""
-    depth = 0
-    for index, character in enumerate(text):
-        if character == "`":
-            depth = 0 if depth else 1
-        elif character in ".;:" and not depth and text[index + 1 : index + 2] in ("", " "):
-            text = text[:index]
-            break
-    return re.sub(r"\[`(\w+)`\]", r"\1", text).replace("`", "")
+    """An explanation up to its first stop that is not within code."""
+    clause = re.match(r"(`[^`]*`|[.;:](?=\S)|[^`.;:])*", text)
+    return re.sub(r"\[`(\w+)`\]", r"\1", clause[0] if clause else "").replace("`", "")
 
 
-def _value(item):
-    """The default of a field of a dataclass, or `None`."""
+def _default(item) -> Any:
     if item.default_factory is not MISSING:
         return item.default_factory()
     return None if item.default is MISSING else item.default
 
 
 def _shown(value):
-    if value is None:
+    if value is None or isinstance(value, (dict, tuple)):
         return ""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return "" if isinstance(value, (dict, tuple)) else str(getattr(value, "value", value))
+    return " ".join(map(str, value)) if isinstance(value, list) else str(getattr(value, "value", value))
 
 
 def _wrapped(text, indent="", hanging="  "):
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False
+    return textwrap.fill(
+        " ".join(text.split()),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + hanging,
+        break_on_hyphens=False,
     )

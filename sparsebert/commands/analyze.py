@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..analysis.importance_analysis import analyze, importance_table
 from ..files import check_output_dir, locked_output
 from ..hub import HubArguments
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -27,24 +27,18 @@ class AnalysisArguments(HubArguments):
         overwrite (`bool`): Accept an output folder that is not empty.
     """
 
-    runs: list[str] | None = None
-    output_dir: str | None = None
+    runs: list[str]
+    output_dir: str
     special_tokens: str | None = None
     overwrite: bool = False
 
 
 def command(words):
-    return Command(
-        run,
-        {"analysis": AnalysisArguments, "print": Printing},
-        examples=("runs/demo/dam_s --output_dir DIR", "RUN_SEED_0 RUN_SEED_1 RUN_SEED_2 --output_dir DIR"),
-        words="RUN_OR_MASK ...",
-        positional="analysis.runs",
-    )
+    examples = ("runs/demo/dam_s --output_dir DIR", "RUN_SEED_0 RUN_SEED_1 RUN_SEED_2 --output_dir DIR")
+    return Command(run, {"analysis": AnalysisArguments}, examples, "RUN_OR_MASK ...")
 
 
 def run(values):
-    needed(values, "analysis.runs", "analysis.output_dir")
     options = AnalysisArguments(**values["analysis"])
     check_output_dir(options.output_dir, options.overwrite)
     hub_arguments = options.hub_arguments(*options.runs)

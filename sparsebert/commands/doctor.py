@@ -15,7 +15,7 @@ from ..analysis.doctor import DTYPES, diagnose
 from ..analysis.saved_runs import read_saved_mask
 from ..attention.choosing.self_check_process import TIMEOUT
 from ..hub import HubArguments
-from ._command import Command, Printing, Results
+from ._command import Command, Results
 
 
 @dataclass
@@ -42,13 +42,8 @@ class DoctorArguments(HubArguments):
 
 
 def command(words):
-    return Command(
-        run,
-        {"doctor": DoctorArguments, "print": Printing},
-        examples=("--json", "cuda:1 --dtypes bfloat16 --head_sizes 32 64"),
-        words="[DEVICE]",
-        positional="doctor.device",
-    )
+    examples = ("--json", "cuda:1 --dtypes bfloat16 --head_sizes 32 64")
+    return Command(run, {"doctor": DoctorArguments}, examples, "[DEVICE]")
 
 
 def run(values):

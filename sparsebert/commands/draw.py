@@ -4,14 +4,14 @@ Draw the heads of patterns and masks, or without names a gallery of all patterns
 Masks are read from folders or the Hub; for a run or a model, its mask is drawn. Needs the extra `viz`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..analysis.pictures.mask_pictures import plot_gallery, plot_heads
 from ..analysis.saved_runs import find_mask, is_pattern
 from ..files import make_folder
 from ..hub import HubArguments
-from ._command import Command, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -29,7 +29,7 @@ class DrawingArguments(HubArguments):
     """
 
     sources: list[str] | None = None
-    output_dir: str | None = None
+    output_dir: str = field(kw_only=True)
     length: int = 64
     num_heads: int = 4
     seed: int = 0
@@ -37,17 +37,11 @@ class DrawingArguments(HubArguments):
 
 
 def command(words):
-    return Command(
-        run,
-        {"drawing": DrawingArguments},
-        examples=("--output_dir DIR", "bigbird runs/demo/dam_s --output_dir DIR"),
-        words="[PATTERN_OR_MASK ...]",
-        positional="drawing.sources",
-    )
+    examples = ("--output_dir DIR", "bigbird runs/demo/dam_s --output_dir DIR")
+    return Command(run, {"drawing": DrawingArguments}, examples, "[PATTERN_OR_MASK ...]")
 
 
 def run(values):
-    needed(values, "drawing.output_dir")
     options = DrawingArguments(**values["drawing"])
     of_pattern = sorted(values["drawing"].keys() & {"length", "num_heads", "seed"})
     if of_pattern and not any(map(is_pattern, options.sources or ())):

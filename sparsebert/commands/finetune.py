@@ -9,19 +9,15 @@ Runs one seed or several (`--seeds`), fixed settings or the best of a grid (`--s
 from ..analysis.reporting.reports import read_metrics, report_tables
 from ..learning.mask_description import STATE_FIELDS
 from ..training.finetuning.finetuning_runs import SECTIONS, finetune
-from ._command import Command, Printing, Results
+from ._command import Command, Results
 
 
 def command(words):
-    return Command(
-        run,
-        {**SECTIONS, "print": Printing},
-        examples=(
-            "--task mrpc --model DIR_OR_HUB_ID --output_dir DIR",
-            "--task rte --model bert-base-uncased --mask bigbird --seeds 3 --output_dir DIR",
-        ),
-        excluded={"model": STATE_FIELDS},
+    examples = (
+        "--task mrpc --model DIR_OR_HUB_ID --output_dir DIR",
+        "--task rte --model bert-base-uncased --mask bigbird --seeds 3 --output_dir DIR",
     )
+    return Command(run, SECTIONS, examples, excluded={"model": STATE_FIELDS})
 
 
 def run(values):

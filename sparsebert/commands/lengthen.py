@@ -15,7 +15,7 @@ from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.sparse_attention import get_sparse_attention
 from ..training.runs.run_folders import is_half_written, run_folder
-from ._command import Command, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -26,36 +26,30 @@ class LengtheningArguments(HubArguments):
     Args:
         model (`str`): Folder or Hub id of the model.
         length (`int`): Tokens of the longest input.
+        output_dir (`str`): Folder to write, created if missing.
         method (`str`): How the new embeddings are made, see [`extend_positions`].
         length_policy (`str`, *optional*): What the mask does beyond its own length, see [`SparseMask`]; by default
             what it does so far.
-        output_dir (`str`): Folder to write, created if missing.
         overwrite (`bool`): Replace the model in an output folder that is not empty, and remove its checkpoints.
     """
 
-    model: str | None = None
-    length: int | None = None
+    model: str
+    length: int
+    output_dir: str
     method: str = METHODS[0]
     length_policy: str | None = None
-    output_dir: str | None = None
     overwrite: bool = False
 
 
 def command(words):
-    return Command(
-        run,
-        {"lengthening": LengtheningArguments},
-        examples=(
-            "DIR_OR_HUB_ID --length 2048 --output_dir DIR",
-            "DIR_OR_HUB_ID --length 1024 --method interpolate --output_dir DIR",
-        ),
-        words="MODEL",
-        positional="lengthening.model",
+    examples = (
+        "DIR_OR_HUB_ID --length 2048 --output_dir DIR",
+        "DIR_OR_HUB_ID --length 1024 --method interpolate --output_dir DIR",
     )
+    return Command(run, {"lengthening": LengtheningArguments}, examples, "MODEL")
 
 
 def run(values):
-    needed(values, "lengthening.model", "lengthening.length", "lengthening.output_dir")
     options = LengtheningArguments(**values["lengthening"])
     check_choice("method", options.method, METHODS)
     check_range("length", options.length, 1, MAX_POSITIONS)

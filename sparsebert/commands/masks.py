@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..analysis.tables import Table
 from ..hub import HubArguments
 from ..masks.pushing import list_masks
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -21,21 +21,15 @@ class ListingArguments(HubArguments):
         source (`str`): Hub id or folder.
     """
 
-    source: str | None = None
+    source: str
 
 
 def command(words):
-    return Command(
-        run,
-        {"listing": ListingArguments, "print": Printing},
-        examples=("user/masks", "runs/pruned --json"),
-        words="HUB_ID_OR_DIR",
-        positional="listing.source",
-    )
+    examples = ("user/masks", "runs/pruned --json")
+    return Command(run, {"listing": ListingArguments}, examples, "HUB_ID_OR_DIR")
 
 
 def run(values):
-    needed(values, "listing.source")
     options = ListingArguments(**values["listing"])
     masks = list_masks(options.source, **options.hub_arguments(options.source))
     rows = []

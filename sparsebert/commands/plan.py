@@ -13,7 +13,7 @@ from ..analysis.plans import saved_plan
 from ..checks import check_choice, check_range
 from ..hub import HubArguments
 from ..masks.mask_files import MAX_MASK_LENGTH
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -28,24 +28,18 @@ class PlanArguments(HubArguments):
         dtype (`str`): Type of query, key and value: `float32`, `bfloat16` or `float16`.
     """
 
-    source: str | None = None
+    source: str
     length: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
 
 
 def command(words):
-    return Command(
-        run,
-        {"plan": PlanArguments, "print": Printing},
-        examples=("runs/demo/dam_s", "DIR_OR_HUB_ID --length 2048 --dtype bfloat16"),
-        words="MODEL_OR_MASK",
-        positional="plan.source",
-    )
+    examples = ("runs/demo/dam_s", "DIR_OR_HUB_ID --length 2048 --dtype bfloat16")
+    return Command(run, {"plan": PlanArguments}, examples, "MODEL_OR_MASK")
 
 
 def run(values):
-    needed(values, "plan.source")
     options = PlanArguments(**values["plan"])
     check_choice("dtype", options.dtype, DTYPES)
     if options.length is not None:

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from ..analysis.reporting.reports import report_tables
 from ..learning.mask_description import PATTERN_FIELDS, STATE_FIELDS, allowed_fields
 from ..training.pretraining.pretraining_run import SECTIONS, pretrain
-from ._command import Command, Printing, Results
+from ._command import Command, Results
 
 
 # What describes a search, and what a fixed mask. Layers may share a mask that is pruned, whatever it was before.
@@ -28,13 +28,14 @@ _PATTERN = tuple(f"model.{name}" for name in ("pattern", *PATTERN_FIELDS) if nam
 
 
 def command(words):
+    examples = (
+        "demo_dam_s",
+        "learned_mask --text FILE --target_sparsity 0.9 --output_dir DIR",
+    )
     return Command(
         run,
-        {**SECTIONS, "print": Printing},
-        examples=(
-            "demo_dam_s",
-            "search --text FILE --validation FILE2 --target_sparsity 0.9 --output_dir DIR",
-        ),
+        SECTIONS,
+        examples,
         excluded={"model": STATE_FIELDS},
         replaced={
             "model.search": ("data.mask", *_PATTERN),

@@ -10,10 +10,10 @@ same command is run again, it continues where it stopped.
 
 from ..files import locked_output
 from ..learning.mask_description import STATE_FIELDS
+from ..recipe_files import load_recipe
 from ..training.finetuning.finetuning_runs import SECTIONS
 from ..training.pruning.pruning_run import PruningArguments, prune_run, pruning_table
-from ..training.recipes import load_recipe
-from ._command import Command, Printing, Results, advising, needed
+from ._command import Command, Results, advising
 
 
 # What this verb sets for each mask, what means several tasks, and what is about the run here.
@@ -24,25 +24,19 @@ _EXCLUDED = (
 
 
 def command(words):
-    return Command(
-        run,
-        {"pruning": PruningArguments, **SECTIONS, "print": Printing},
-        examples=(
-            "RUN --sparsities 0.5 0.8 0.9 --random_controls 3 --output_dir DIR",
-            "RUN --output_dir DIR --finetune finetune_small --task rte --model DIR2",
-        ),
-        words="RUN",
-        positional="pruning.run",
-        excluded={"data": _EXCLUDED, "model": STATE_FIELDS, "training": ("output_dir",)},
+    examples = (
+        "RUN --sparsities 0.5 0.8 0.9 --random_controls 3 --output_dir DIR",
+        "RUN --output_dir DIR --finetune finetune_small --task rte --model DIR2",
     )
+    excluded = {"data": _EXCLUDED, "model": STATE_FIELDS, "training": ("output_dir",)}
+    return Command(run, {"pruning": PruningArguments, **SECTIONS}, examples, "RUN", excluded=excluded)
 
 
 def run(values):
-    needed(values, "pruning.run", "pruning.output_dir")
     options, recipe = PruningArguments(**values["pruning"]), None
     given = next((f"--{name}" for section in SECTIONS for name in values[section]), None)
     if options.finetune is not None:
-        recipe = load_recipe([options.finetune], SECTIONS)
+        recipe = load_recipe(options.finetune, SECTIONS)
         recipe = {section: recipe[section] | values[section] for section in SECTIONS}
         recipe["data"] |= {"token": options.token} if options.token is not None else {}
     elif given:

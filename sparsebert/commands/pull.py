@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..hub import HubArguments
 from ..masks.pulling import pull_folder
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -23,31 +23,18 @@ class PullArguments(HubArguments):
         overwrite (`bool`): Replace the model or mask that is in the folder.
     """
 
-    repo_id: str | None = None
-    output_dir: str | None = None
+    repo_id: str
+    output_dir: str
     overwrite: bool = False
 
 
 def command(words):
-    return Command(
-        run,
-        {"pull": PullArguments, "print": Printing},
-        examples=("user/name --output_dir DIR", "user/masks --subfolder dam_s-90 --output_dir DIR"),
-        words="HUB_ID",
-        positional="pull.repo_id",
-    )
+    examples = ("user/name --output_dir DIR", "user/masks --subfolder dam_s-90 --output_dir DIR")
+    return Command(run, {"pull": PullArguments}, examples, "HUB_ID")
 
 
 def run(values):
-    needed(values, "pull.repo_id", "pull.output_dir")
     options = PullArguments(**values["pull"])
-    names = pull_folder(
-        options.repo_id,
-        options.output_dir,
-        revision=options.revision,
-        subfolder=options.subfolder,
-        token=options.token,
-        overwrite=options.overwrite,
-    )
+    names = pull_folder(**vars(options))
     content = {"output_dir": options.output_dir, "files": names}
-    return Results(content, notes=[*(f"written: {options.output_dir}/{name}" for name in names)])
+    return Results(content, notes=[f"written: {options.output_dir}/{name}" for name in names])

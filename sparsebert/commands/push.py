@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..hub import HubArguments
 from ..masks.mask_files import MASK_CONFIG_NAME
 from ..masks.pushing import push_folder
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Results
 
 
 @dataclass
@@ -28,8 +28,8 @@ class PushArguments(HubArguments):
         commit_message (`str`, *optional*): Message of the commit.
     """
 
-    folder: str | None = None
-    repo_id: str | None = None
+    folder: str
+    repo_id: str
     mask_only: bool = False
     private: bool | None = None
     create_pr: bool = False
@@ -37,29 +37,13 @@ class PushArguments(HubArguments):
 
 
 def command(words):
-    return Command(
-        run,
-        {"push": PushArguments, "print": Printing},
-        examples=("runs/demo/dam_s --repo_id user/name", "MASK_DIR --repo_id user/masks --subfolder dam_s-90"),
-        words="DIR",
-        positional="push.folder",
-    )
+    examples = ("runs/demo/dam_s --repo_id user/name", "MASK_DIR --repo_id user/masks --subfolder dam_s-90")
+    return Command(run, {"push": PushArguments}, examples, "DIR")
 
 
 def run(values):
-    needed(values, "push.folder", "push.repo_id")
     options = PushArguments(**values["push"])
-    done, names = push_folder(
-        options.folder,
-        options.repo_id,
-        subfolder=options.subfolder,
-        private=options.private,
-        token=options.token,
-        revision=options.revision,
-        create_pr=options.create_pr,
-        commit_message=options.commit_message,
-        mask_only=options.mask_only,
-    )
+    done, names = push_folder(**vars(options))
     url = done.pr_url or done.commit_url
     notes = [f"pushed {', '.join(names)}", url]
     if not any(name.endswith(MASK_CONFIG_NAME) for name in names):

@@ -14,7 +14,7 @@ from ..analysis.reporting.report_sources import Source, read_sources
 from ..analysis.reporting.reports import distinct_names, report_tables
 from ..analysis.reporting.web_page import PageMask, check_page, mask_table, write_page
 from ..theory.verdicts import Case, check_cases, details
-from ._command import Command, Printing, Results, needed
+from ._command import Command, Results
 
 
 # The theorems are checked at this length if a mask is longer.
@@ -32,24 +32,17 @@ class ReportArguments:
         overwrite (`bool`): Replace an existing page.
     """
 
-    runs: list[str] | None = None
+    runs: list[str]
     output: str | None = None
     overwrite: bool = False
 
 
 def command(words):
-    return Command(
-        run,
-        {"report": ReportArguments, "print": Printing},
-        examples=("runs/demo/dam_s runs/demo/dense", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html"),
-        words="RUN_OR_MASK ...",
-        positional="report.runs",
-        short={"-o": "--output"},
-    )
+    examples = ("runs/demo/dam_s runs/demo/dense", "runs/demo/dam_s MASK_OR_HUB_ID -o report.html")
+    return Command(run, {"report": ReportArguments}, examples, "RUN_OR_MASK ...")
 
 
 def run(values):
-    needed(values, "report.runs")
     options = ReportArguments(**values["report"])
     if options.output is not None:
         check_page(options.output, options.overwrite)

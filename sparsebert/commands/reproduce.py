@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..checks import nearest
 from ._checkout import study
-from ._command import Command, Printing, Results, advising
+from ._command import Command, Results, advising
 
 
 logger = logging.get_logger(__name__)
@@ -29,14 +29,8 @@ def command(words):
     sections = {"run": study("harness.reproduction").ReproductionArguments}
     if name is not None:
         sections["settings"] = experiments[name].arguments
-    return Command(
-        run,
-        sections | {"print": Printing},
-        examples=("copying --scale tiny --output DIR", "language_modelling --text FILE --output DIR --list_cells"),
-        words=name or "EXPERIMENT",
-        choices=() if name else tuple(experiments),
-        positional="run.experiment",
-    )
+    examples = ("copying --scale tiny --output DIR", "language_modelling --text FILE --output DIR --list_cells")
+    return Command(run, sections, examples, name or "EXPERIMENT", choices={"experiment": experiments})
 
 
 def run(values):

@@ -15,23 +15,19 @@ from ..learning.mask_description import allowed_fields
 from ..learning.searches import SEARCHES
 from ..training.searching.search_arguments import FIELDS, SECTIONS
 from ..training.searching.search_run import agreement_table, search_post_hoc
-from ._command import Command, Printing, Results, advising
+from ._command import Command, Results, advising
 
 
 def command(words):
     meaningful = {"search", *(name for search in SEARCHES for name in allowed_fields(search))} - {"mask_length"}
     fields = {item.name for item in dataclasses.fields(SECTIONS["model"])}
-    return Command(
-        run,
-        {**SECTIONS, "print": Printing},
-        examples=(
-            "--model DIR --data FILE --max_length 512 --target_sparsity 0.9 --output_dir DIR2",
-            "--model DIR --task mrpc --data GLUE_DIR --target_sparsity 0.9 --output_dir DIR3",
-        ),
-        # The model keeps its own configuration, and the mask is as long as the rows.
-        excluded={"model": tuple(sorted(fields - meaningful))},
-        defaults={"model": FIELDS},
+    examples = (
+        "--model DIR --data FILE --max_length 512 --target_sparsity 0.9 --output_dir DIR2",
+        "--model DIR --task mrpc --data GLUE_DIR --target_sparsity 0.9 --output_dir DIR3",
     )
+    # The model keeps its own configuration, and the mask is as long as the rows.
+    excluded = {"model": tuple(sorted(fields - meaningful))}
+    return Command(run, SECTIONS, examples, excluded=excluded, defaults={"model": FIELDS})
 
 
 def run(values):

@@ -23,7 +23,7 @@ from ..theory.verdicts import (
     verdict_table,
 )
 from ._checkout import study
-from ._command import Command, Printing, Results
+from ._command import Command, Results
 
 
 @dataclass
@@ -60,13 +60,8 @@ class TheoryArguments(HubArguments):
 
 
 def command(words):
-    return Command(
-        run,
-        {"theory": TheoryArguments, "print": Printing},
-        examples=("bigbird window", 'strided_cycle --head_configuration union --parameters "{stride: sqrt}"'),
-        words="[PATTERN_OR_MASK ...]",
-        positional="theory.sources",
-    )
+    examples = ("bigbird window", 'strided_cycle --head_configuration union --parameters "{stride: sqrt}"')
+    return Command(run, {"theory": TheoryArguments}, examples, "[PATTERN_OR_MASK ...]")
 
 
 def run(values):

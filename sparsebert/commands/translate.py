@@ -11,18 +11,15 @@ from transformers import Seq2SeqTrainingArguments
 
 from ..analysis.reporting.reports import report_tables
 from ._checkout import study
-from ._command import Command, Printing, Results
+from ._command import Command, Results
 
 
 def command(words):
-    return Command(
-        run,
-        {**study("other_papers.translating").SECTIONS, "print": Printing},
-        examples=(
-            "translation --train PAIRS.tsv --test PAIRS2.tsv --output_dir DIR",
-            "translation --train a.en a.cs --test b.en b.cs --output_dir DIR",
-        ),
+    examples = (
+        "translation --train PAIRS.tsv --test PAIRS2.tsv --output_dir DIR",
+        "translation --train a.en a.cs --test b.en b.cs --output_dir DIR",
     )
+    return Command(run, study("other_papers.translating").SECTIONS, examples)
 
 
 def run(values):

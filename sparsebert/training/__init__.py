@@ -1,4 +1,4 @@
-"""Training runs: pre-training, fine-tuning, post-hoc search, two-stage pruning, and their recipes."""
+"""Training runs: pre-training, fine-tuning, post-hoc search and two-stage pruning."""
 
 from ..checks import check_installed
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,9 +14,9 @@ import pytest
 import sparsebert
 from sparsebert.analysis.pictures.mask_pictures import plot_heads
 from sparsebert.commands import VERBS, main, parse
-from sparsebert.commands._help import CHOICES, WIDTH, explanations
+from sparsebert.commands._help import CHOICES, WIDTH, choices, explanations
+from sparsebert.recipe_files import recipe_names
 from sparsebert.theory.verdicts import as_json, pattern_case
-from sparsebert.training.recipes import read_recipe, recipe_names, recipes_folder
 from studies.experiments import EXPERIMENTS
 
 
@@ -67,10 +68,10 @@ def test_help_shows_every_field_of_ours(verb, capsys):
 
 
 def test_help_shows_the_keys_of_registries(capsys):
-    printed = " ".join(help_text(capsys, "pretrain", "--help").split())
-    for field in ("pattern", "search", "probability_map", "token_mixers", "attn_implementation"):
-        assert " | ".join(CHOICES[field]) in printed
-    assert " | ".join(CHOICES["task"]) in " ".join(help_text(capsys, "finetune", "--help").split())
+    verbs = ("pretrain", "finetune", "search", "lengthen")
+    printed = " ".join(" ".join(help_text(capsys, verb, "--help").split()) for verb in verbs)
+    assert all(choices(field) and " | ".join(choices(field)) in printed for field in CHOICES)
+    assert " | ".join(EXPERIMENTS) in " ".join(help_text(capsys, "reproduce", "--help").split())
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -98,82 +99,7 @@ def test_recipes_are_listed_for_the_verb_that_takes_them(capsys):
     assert all(len({verb for verb, _ in found}) == 1 for found in homes.values()), homes
 
 
-# Parsing
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_is_found_by_its_name(name):
-    verb = next(
-        v for v in ("pretrain", "finetune", "translate", "search") if name in recipe_names(command_of(v).sections)
-    )
-    by_name, by_path = parse([verb, name])[1], parse([verb, str(recipes_folder() / f"{name}.yaml")])[1]
-    assert by_name == by_path
-    assert {section for section, values in by_name.items() if values} == set(
-        read_recipe(recipes_folder() / f"{name}.yaml")
-    )
-
-
-def test_a_file_comes_before_a_recipe_of_that_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("search").write_text("model: {search: soft}\n")
-    assert parse(["pretrain", "search"])[1]["model"] == {"search": "soft"}
-
-
-@pytest.mark.parametrize(
-    "arguments, section, field, value",
-    [
-        (["report", "a", "b"], "report", "runs", ["a", "b"]),
-        (["report", "a"], "report", "runs", ["a"]),
-        (["report", "2024"], "report", "runs", ["2024"]),
-        (["report", "--runs", "a", "b"], "report", "runs", ["a", "b"]),
-        (["prune", "run", "--sparsities", "0.5", "1e-1"], "pruning", "sparsities", [0.5, 0.1]),
-        (["prune", "run", "--sparsities", "[0.5, 0.9]"], "pruning", "sparsities", [0.5, 0.9]),
-        (["prune", "run", "--sparsities", "0.5"], "pruning", "sparsities", [0.5]),
-        (["pretrain", "small", "--text", "a.txt", "b.txt"], "data", "text", ["a.txt", "b.txt"]),
-        (["theory", "window", "--parameters", "{window_size: 3}"], "theory", "parameters", {"window_size": 3}),
-        (["reproduce", "copying", "--scale", "paper"], "run", "scale", "paper"),
-        (["plan", "DIR", "--json"], "print", "json", True),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value[:1] and isinstance(value[0], str) else "",
-)
-def test_words_and_lists(arguments, section, field, value):
-    assert parse(arguments)[1][section][field] == value
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["pretrian", "small"], "unknown verb 'pretrian'; did you mean 'pretrain'"),
-        (["pretrain", "smal"], "unknown recipe 'smal'; did you mean 'small'"),
-        (["pretrain", "nowhere/small.yaml"], "recipe nowhere/small.yaml: no such file"),
-        (["pretrain"], "expected a recipe or --field value"),
-        (["pretrain", "small", "large"], "expected --field value, got 'large'"),
-        (["pretrain", "small", "--learning_rat", "1"], "did you mean '--learning_rate'"),
-        (["pretrain", "small", "--max_steps", "1", "2"], "--max_steps takes one value, got '1', '2'"),
-        (["finetune", "--task", "rte", "--mask"], "--mask needs a value"),
-        (["prune", "run", "--sparsities", "half"], "--sparsities must be a number, got 'half'"),
-        (["prune", "run", "--mask", "dense"], "unknown field '--mask'"),
-        (["plan", "a", "b"], "source takes one value, got 'a', 'b'"),
-        (["reproduce", "copyng"], "unknown experiment 'copyng'; did you mean 'copying'"),
-        (["pretrain", "small", "--pattern", "windw"], "sparsebert pretrain: pattern must be one of"),
-        (["pretrain", "small", "--pattern", "star", "--search", "soft"], "pretrain: pattern 'star' and search 'soft'"),
-        (["report"], "--runs is needed"),
-        (["plan", "DIR", "--length", "0"], "length must be an integer from 1 to"),
-        (["lengthen", "DIR"], "--length is needed"),
-        (["lengthen", "DIR", "--length", "0", "--output_dir", "x"], "length must be an integer from 1 to"),
-        (["theory"], "expected names of patterns"),
-        (["theory", "windw"], "did you mean 'window'"),
-        (["draw", "window"], "--output_dir is needed"),
-        (["search", "--model", "DIR"], "--data is needed"),
-        (["prune", "DIR"], "--output_dir is needed"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_command_lines_are_one_line_and_exit_2(arguments, said, capsys):
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and len(printed.err.splitlines()) == 1
-    assert printed.err.startswith(f"sparsebert {arguments[0]}: ") and said in printed.err
+# Exit codes
 
 
 def test_no_verb_prints_the_verbs_and_exits_2(capsys):
@@ -214,6 +140,32 @@ def test_programs_refuse_in_one_line(program):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and "'--serach'" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variables, line, code, said",
+    [
+        ({"PYTHONIOENCODING": "ascii"}, "{} theory bigbird --length 8", 0, "Universality"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "{} theory bigbird --length 8", 0, "Univ"),
+        ({}, "{} theory --all --length 8 | head -1", 1, "Universality"),
+        ({}, "{} --version >&-", 0, ""),
+        ({}, "{} theory windw 2>&-", 2, ""),
+        ({"OMP_NUM_THREADS": "abc"}, "{} theory window --length 8", 0, "Universality"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "{} theory window --length 8", 0, "Universality"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "{} theory window --length 8", 2, "MASTER_ADDR"),
+        ({"HOME": "/nowhere"}, "{} theory window --length 8", 0, "Universality"),
+    ],
+)  # fmt: skip
+def test_environments(variables, line, code, said):
+    command = line.format(f"{sys.executable} -m sparsebert")
+    if "|" in command:
+        command = f"{command}; exit ${{PIPESTATUS[0]}}"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 def test_version(capsys):
@@ -280,44 +232,3 @@ def test_analyze_and_report_of_a_run(tmp_path, capsys):
     assert "90.0 %" in printed and f"picture: {run / 'heads.png'}" in printed
     assert main(["report", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {str(run): metrics}
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["window", "--parameters", "{window_size"], "is not YAML"),
-        (["--all", "--parameters", "{window_size: 3}"], "--parameters needs the name of a pattern"),
-        (["--maps", "--mappings"], "exclude each other"),
-        (["window", "--length", "1"], "--length must be at least 2"),
-        (["window", "--figure", "x.png"], "--figure needs --mappings"),
-        (["--mappings", "--figure", "x.txt"], "suffix of figure must be one of"),
-        (["--mappings", "--figure", "."], "figure . is a folder"),
-        (["--mappings", "--figure", f"{__file__}/x.png"], f"figure {Path(__file__)} cannot be made"),
-        (["runs/mask", "--without_diagonal"], "--without_diagonal needs the name of a pattern"),
-        (["--maps", "--seed", "1"], "--seed needs the name of a pattern"),
-        (["--maps", "--length", "16"], "--length has no meaning with --maps"),
-        (["--mappings", "--revision", "main"], "revision 'main' has no meaning here"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_theory_refuses(arguments, said, capsys):
-    assert main(["theory", *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words, model, data",
-    [
-        (["small", "--pattern", "window"], {"pattern": "window"}, {}),
-        (["small", "--mask", "found"], {}, {"mask": "found"}),
-        (["search", "--pattern", "window", "--mask_seed", "3"], {"pattern": "window", "mask_seed": 3}, {}),
-        (["language_modelling", "--search", "dam_s"], {"search": "dam_s"}, {}),
-        (["small", "--pattern", "null"], {"sparsity_weight": 1e-4, "pattern": None}, {}),
-    ],
-    ids=" ".join,
-)
-def test_another_kind_of_mask_drops_what_the_recipe_says_of_its_own(words, model, data):
-    _, values = parse(["pretrain", *words])
-    about = {"search", "pattern", "pattern_kwargs", "mask_seed", "sparsity_weight", "target_sparsity", "mask"}
-    assert {name: value for name, value in values["model"].items() if name in about} == model
-    assert {name: value for name, value in values["data"].items() if name in {*about, "search_end"}} == data

@@ -1,18 +1,16 @@
 """Pre-training and fine-tuning as a user runs them: every recipe for two steps, the artifacts, bad input."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub.errors import StrictDataclassError
 
 from sparsebert.commands import parse
 from sparsebert.data.tasks import TASKS
 from sparsebert.data.tasks.glue import GLUE
+from sparsebert.recipe_files import load_recipe
 from sparsebert.training.finetuning.finetuning_runs import SECTIONS
-from sparsebert.training.recipes import load_recipe
 
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +117,7 @@ def test_finetuning_recipe(recipe, checkpoints, task_data, tmp_path):
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.paper_settings])
 def test_recipes_hold_the_papers_protocol(task):
     """SparseBERT, Table 5, and three repetitions; the settings of the tasks are tested with them."""
-    recipe = load_recipe([str(ROOT / f"recipes/{task}.yaml")], SECTIONS)
+    recipe = load_recipe(task, SECTIONS)
     assert recipe["data"] == {"task": task, "sweep": True, "seeds": 3} and set(recipe["training"]) == {"output_dir"}
 
 
@@ -131,42 +129,3 @@ def test_training_through_a_found_mask(pretrained, text, tmp_path):
     assert (folder / "mask.safetensors").read_bytes() == (pretrained / "mask.safetensors").read_bytes()
     with pytest.raises(FileExistsError, match="is not empty"):
         run("pretrain", *arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--learning_rat", "1e-3"], "did you mean '--learning_rate'"),
-        (["--text", "nowhere.txt"], "nowhere.txt"),
-        (["--search", "dam_x"], "'dam_s'"),
-        (["--pattern", "bigbrid"], "'bigbird'"),
-        (["--sparsity_weight", "-1"], "sparsity_weight"),
-        (["--mask", "nowhere/at/all"], "nowhere/at/all"),
-        (["--attn_implementation", "flash_attention_2"], "sparse_sdpa"),
-        (["--pattern", "random", "--pattern_kwargs", "{sparsity: 0.99}"], "keep nothing"),
-    ],
-    ids=lambda value: "-".join(value[:2]).strip("-") if isinstance(value, list) else "",
-)
-def test_bad_pretraining_input(arguments, message, tmp_path):
-    with pytest.raises((ValueError, OSError, StrictDataclassError), match=re.escape(message)):
-        run("pretrain", SMALL, *TINY, *arguments, "--output_dir", tmp_path / "run")
-    assert not (tmp_path / "run").exists(), "something was written before the error"
-
-
-def test_empty_corpus(tmp_path):
-    (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(ValueError, match="empty.txt"):
-        run("pretrain", SMALL, "--text", tmp_path / "empty.txt", "--output_dir", tmp_path / "run")
-
-
-def test_tokenizer_larger_than_the_model(pretrained, text, tmp_path):
-    arguments = ["--text", text, "--tokenizer", pretrained, *TINY, "--vocab_size", 100]
-    with pytest.raises(ValueError, match="vocab_size"):
-        run("pretrain", SMALL, *TINY, *arguments, "--output_dir", tmp_path / "run")
-
-
-def test_bad_finetuning_input(pretrained, tmp_path):
-    with pytest.raises(ValueError, match="did you mean 'builtin'"):
-        run("finetune", FINETUNE_RECIPE, "--task", "bulitin", "--model", pretrained, "--output_dir", tmp_path / "run")
-    with pytest.raises(ValueError, match="--model"):
-        run("finetune", FINETUNE_RECIPE, "--output_dir", tmp_path / "run")

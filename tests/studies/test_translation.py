@@ -10,9 +10,9 @@ import torch
 from transformers import AutoTokenizer, EncoderDecoderModel, GenerationConfig
 
 from sparsebert import SparseBertLMHeadModel, SparseBertModel
+from sparsebert.commands import parse
 from sparsebert.data.tokenization import train_tokenizer
-from sparsebert.training.recipes import load_recipe
-from studies.other_papers.translating import SECTIONS, bleu, build_model, decode, encode, read_pairs, train_translation
+from studies.other_papers.translating import bleu, build_model, decode, encode, read_pairs, train_translation
 
 
 WORDS = {"one": "jedna", "two": "dvě", "three": "tři", "red": "červená", "blue": "modrá", "house": "dům"}
@@ -192,5 +192,5 @@ def test_bad_recipes(files, tmp_path, changes, message):
 def test_recipe_file(files, tmp_path):
     flags = [f"--{name}={value}" for name, value in MODEL.items()]
     flags += ["--train", files["train"], "--test", json.dumps(files["test"]), "--max_length", "16", "--max_steps", "2"]
-    recipe = load_recipe(["translation", *flags, "--output_dir", str(tmp_path / "run")], SECTIONS)
+    _, recipe = parse(["translate", "translation", *flags, "--output_dir", str(tmp_path / "run")])
     assert train_translation(recipe)["steps"] == 2

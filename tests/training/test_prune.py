@@ -150,7 +150,7 @@ def test_random_control_removes_as_many(tmp_path):
 
 
 def prune(run, output, sparsities, recipe=None, **fields):
-    return prune_run(PruningArguments(str(run), sparsities, output_dir=str(output), **fields), recipe)
+    return prune_run(PruningArguments(str(run), str(output), sparsities, **fields), recipe)
 
 
 def test_masks_are_written_once(tmp_path):

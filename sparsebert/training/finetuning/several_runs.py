@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ...checks import LARGEST_SEED, nearest
 from ...files import EXPERIMENT_NAME, METRICS_NAME, RECIPE_NAME, check_output_dir, replace_files
 from ...hub import without_secrets
-from ..recipes import convert
+from ...recipe_files import convert
 from ..runs.run_folders import choose_folder
 from .finetuning_arguments import FinetuningArguments
 

@@ -20,8 +20,8 @@ from ...files import LOCK_NAMES, METRICS_NAME, check_output_dir, write_metrics
 from ...hub import HubArguments
 from ...masks.mask_files import MASK_CONFIG_NAME, MaskFileError
 from ...masks.sparse_mask import SparseMask
+from ...recipe_files import load_recipe
 from ..finetuning.finetuning_runs import SECTIONS, check_finetuning, finetune
-from ..recipes import load_recipe
 from .pruned_masks import make_masks
 
 
@@ -43,18 +43,18 @@ class PruningArguments(HubArguments):
 
     Args:
         run (`str`): Output folder of `pretrain` or `search` with its P, or a checkpoint that is being searched.
+        output_dir (`str`): Output folder. A repeated command resumes there.
         sparsities (`list`): Fractions of the attention to remove, one mask each.
         random_controls (`int`): Number of random controls per sparsity.
-        output_dir (`str`): Output folder. A repeated command resumes there.
         finetune (`str`, *optional*): Recipe of a fine-tuning through each mask, and through none.
         allow_empty_rows (`bool`): Accept masks in which a query keeps no key.
         overwrite (`bool`): Accept an output folder with other contents, and repeat finished fine-tuning runs.
     """
 
-    run: str | None = None
+    run: str
+    output_dir: str
     sparsities: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     random_controls: int = 0
-    output_dir: str | None = None
     finetune: str | None = None
     allow_empty_rows: bool = False
     overwrite: bool = False
@@ -82,7 +82,7 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
     if not options.sparsities:
         raise ValueError("sparsities must name at least one fraction to remove, got []")
     if finetuning_recipe is None and options.finetune is not None:
-        finetuning_recipe = load_recipe([options.finetune], SECTIONS)
+        finetuning_recipe = load_recipe(options.finetune, SECTIONS)
     run = read_run(str(options.run), **options.hub_arguments(options.run))
     masks = make_masks(run, sorted(set(options.sparsities)), range(options.random_controls))
     if not options.allow_empty_rows:

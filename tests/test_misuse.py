@@ -1,0 +1,129 @@
+"""Mistakes in calls of the library: each ends in an error that names what is wrong, and nothing is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, TrainingArguments
+
+from sparsebert import (
+    ProgressivePruning,
+    SearchSchedule,
+    SparseBertConfig,
+    SparseBertTrainer,
+    SparseMask,
+    attach,
+    build_pattern,
+    extend_positions,
+    load,
+    plan,
+    quantize,
+    sparse_dot_product_attention,
+    sparsity,
+)
+
+
+def window(heads=4, **fields):
+    return build_pattern("window", 32, heads, **fields)
+
+
+def saved(**metadata):
+    keep = torch.ones(1, 4, 8, dtype=torch.bool)
+    SparseMask(keep, 8, "offsets", metadata=metadata).save_pretrained("mask")
+
+
+def attention(mask, **arguments):
+    return sparse_dot_product_attention(*torch.rand(3, 1, 4, 8, 4), mask, **arguments)
+
+
+MISTAKES = {
+    "progress in percent": (lambda m: m("dam_s").sparse_attention.set_progress(50), "must be in [0, 1], got 50"),
+    "progress NaN": (lambda m: m("dam_s").sparse_attention.set_progress(float("nan")), "progress must be in [0, 1]"),
+    "set a table": (lambda m: m().set_mask(window().to_table()), "set_mask needs a SparseMask, got Tensor"),
+    "set a name": (lambda m: m().set_mask("bigbird"), "set_mask needs a SparseMask, got str"),
+    "set nothing": (lambda m: m().set_mask(None), "set_mask needs a SparseMask, got NoneType"),
+    "freeze text": (lambda m: m("dam_s").freeze(sparsity="0.9"), "sparsity must be in [0, 1), got '0.9'"),
+    "freeze twice said": (lambda m: m("dam_s").freeze(0.5, 0.5), "threshold 0.5 and sparsity 0.5 exclude each other"),
+    "attach a tensor": (lambda m: m(window().to_table()), "attach needs a SparseMask or the name of one, got Tensor"),
+    "schedule text": (lambda m: SearchSchedule("0.5"), "search_end must be a number from 0 to 1, got '0.5'"),
+    "schedule steps": (lambda m: SearchSchedule(1000), "search_end must be a number from 0 to 1, got 1000"),
+    "schedule threshold": (lambda m: SearchSchedule(0.5, threshold=2), "threshold must be in [0, 1), got 2"),
+    "schedule percent": (lambda m: SearchSchedule(0.5, sparsity=90), "sparsity must be in [0, 1), got 90"),
+    "schedule metadata": (
+        lambda m: SearchSchedule(0.5, metadata={"sparsity": 0.5}),
+        "metadata: the names must be text, and not those of a mask's own fields, got 'sparsity'",
+    ),
+    "freeze metadata": (lambda m: m("dam_s").freeze(metadata={"length": 5}), "metadata: the names must be text"),
+    "metadata tuple": (lambda m: saved(run=(1, 2)), "metadata: run must hold JSON values, such as lists instead of"),
+    "metadata keys": (lambda m: saved(run={1: 2}), "metadata: run must hold JSON values, such as lists instead of"),
+    "schedule both": (lambda m: SearchSchedule(0.5, 0.4, 0.5), "threshold 0.4 and sparsity 0.5 exclude each other"),
+    "config typo": (lambda m: SparseBertConfig(target_sparsty=0.9), "'target_sparsty'; did you mean 'target_sp"),
+    "config search": (lambda m: SparseBertConfig(serach="dam_u"), "unknown field 'serach'; did you mean 'search'?"),
+    "load nothing": (lambda m: load("runs/nothing/here"), "there is no folder 'runs/nothing/here'"),
+    "load file": (lambda m: (saved(), load("mask/mask_config.json")), "is a file, expected a folder or Hub id"),
+    "load mask": (lambda m: (saved(), load("mask")), "mask holds a mask without a model: give it to"),
+    "load name of class": (lambda m: load("x", "BertModel"), "model_class must be a class of transformers"),
+    "mask of numpy": (lambda m: SparseMask(np.ones((4, 8, 8), bool), 8), "keep must be a bool tensor, got ndarray"),
+    "mask without data": (lambda m: SparseMask(torch.ones(4, 8, 8, dtype=torch.bool, device="meta"), 8), "on meta"),
+    "mask sparse": (lambda m: SparseMask(torch.ones(4, 8, 8, dtype=torch.bool).to_sparse(), 8), "torch.sparse_coo"),
+    "metadata text": (lambda m: window().replace(metadata="mine"), "metadata must be a dict, got str"),
+    "metadata tensor": (lambda m: saved(loss=torch.tensor(1.0)), "metadata: loss must hold JSON values"),
+    "metadata search": (lambda m: saved(search=5), "metadata: search must be a name or null, got 5"),
+    "metadata form": (lambda m: saved(form="mine"), "metadata: the names must be text, and not those of a mask's own"),
+    "metadata sample": (lambda m: saved(model_weights_sample=""), "not those of a mask's own fields, got 'model_w"),
+    "length text": (lambda m: window().to_table("8"), "length must be an integer from 1 to 65536, got '8'"),
+    "length fraction": (lambda m: window().to_table(2.5), "length must be an integer from 1 to 65536, got 2.5"),
+    "density of no token": (lambda m: window().density_at(0), "length must be an integer of at least 1, got 0"),
+    "empty rows of fewer": (lambda m: window().num_empty_rows(-3), "length must be an integer of at least 1, got -3"),
+    "pattern huge": (lambda m: build_pattern("random", 10**6, 12), "length must be an integer from 1 to 65536"),
+    "plan name": (lambda m: plan("window"), "expected a model of transformers, got str"),
+    "plan dtype": (lambda m: plan(window(), 32, dtype="bfloat16"), "dtype must be a dtype of torch, got 'bfloat16'"),
+    "plan device": (lambda m: plan(window(), 32, device="gpu"), "device must be a device of torch"),
+    "sparsity of nothing": (lambda m: sparsity(None), "expected a model of transformers, got NoneType"),
+    "extend nothing": (lambda m: extend_positions(None, 80), "expected a model of transformers, got NoneType"),
+    "quantize nothing": (lambda m: quantize(None), "quantize needs a model of transformers, got NoneType"),
+    "attention table": (lambda m: attention(window().to_table(8)), "mask must be a SparseMask, got Tensor"),
+    "attention backend": (lambda m: attention(window(), backend="cpu"), "backend must be one of sparse_eager"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(tiny_config, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+
+    def make(mask="window", **fields):
+        return attach(BertForMaskedLM(tiny_config(BertConfig)), mask, **fields)
+
+    mistake, said = MISTAKES[name]
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        mistake(make)
+    assert said in str(caught.value)
+    assert not Path("mask/mask_config.json").exists() or "load" in name
+
+
+def test_a_class_that_would_ignore_the_mask(checkpoints):
+    with pytest.raises(ValueError, match="model_class BertForMaskedLM would ignore the mask of"):
+        load(checkpoints["window"], BertForMaskedLM)
+
+
+def test_pruning_and_a_search_that_ends(tiny_config, tmp_path):
+    model = attach(BertForMaskedLM(tiny_config(BertConfig)), "dam_s")
+    rows = [{"input_ids": torch.ones(8, dtype=torch.long), "labels": torch.ones(8, dtype=torch.long)}] * 4
+    arguments = TrainingArguments(str(tmp_path / "run"), max_steps=4, use_cpu=True, report_to=[], disable_tqdm=True)
+    callbacks = [ProgressivePruning(0.5), SearchSchedule(0.5)]
+    trainer = SparseBertTrainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+    with pytest.raises(ValueError, match="search_end 0.5 has no meaning with pruning"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("name", ["logging", "set_seed", "__file__", "Trainer", ["BertModel"], 5, ""], ids=str)
+def test_forged_architectures_are_not_called(checkpoints, tmp_path, name):
+    model = Path(shutil.copytree(checkpoints["window"], tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    with pytest.raises(ValueError, match="architectures"):
+        load(model)
