@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..analysis.tables import Table
 from ..hub import HubArguments
-from ..masks.pushing import list_masks
+from ..masks.listing import list_masks
 from ._command import Command, Results
 
 

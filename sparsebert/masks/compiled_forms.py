@@ -23,19 +23,10 @@ _LOCK = threading.RLock()  # replicas of DataParallel share a mask
 
 def base_table(mask: SparseMask, length: int, causal: bool = False, special: str = "none") -> torch.Tensor:
     """
-    The entries of a mask that are the same for every sequence.
+    The entries of a mask that are the same for every sequence, bool `(L, H, m, m)` on the CPU.
 
-    Args:
-        mask ([`SparseMask`]): Its `diagonal` override is applied.
-        length (`int`): m.
-        causal (`bool`, *optional*, defaults to `False`): Whether to remove keys j > query i.
-        special (`str`, *optional*, defaults to `"none"`): The special tokens whose rows and columns to turn on:
-            `"none"`, `"first"` (the last token may differ between sequences) or `"all"` (for unpadded sequences).
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, m, m)`, bool, on the CPU.
-    Raises:
-        ValueError: See [`SparseMask.structure`].
+    `special`: the special tokens whose rows and columns are on, `"none"`, `"first"` (the last one may differ between
+    sequences) or `"all"` (of unpadded sequences).
     """
     if special == "all" or mask.special_tokens == "none":
         special = mask.special_tokens
@@ -55,12 +46,7 @@ def _size(values):
 
 def remember(mask: SparseMask, key: Hashable, make: Callable[[], tuple]) -> tuple:
     """
-    The result of `make()`, kept in the cache of a mask.
-
-    Args:
-        mask ([`SparseMask`]): The result is dropped together with it.
-        key (`Hashable`): Identifies the result among those of the mask.
-        make (`Callable`): A function without arguments that returns a tuple of tensors, masks or block masks.
+    The result of `make()`, a tuple of tensors, masks or block masks, kept by `key` for as long as the mask lives.
     """
     with _LOCK:
         cache = _COMPILED.setdefault(mask, {})
@@ -100,21 +86,10 @@ def compiled(
     special: str = "none",
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
     """
-    A form of every layer of a mask, from the cache or made now.
+    A form of every layer of a mask (of one, if they share it), from the cache or made now.
 
-    Args:
-        mask ([`SparseMask`]): The mask to compile.
-        make (`Callable`): A module-level function that turns the table of one layer, bool `(H, m, m)` on the CPU, into
-            a tuple of tensors. It is part of the key of the cache.
-        length (`int`): m.
-        causal (`bool`): Whether to remove keys j > query i.
-        device (`torch.device`): Device of the result.
-        special (`str`, *optional*, defaults to `"none"`): See [`base_table`].
-
-    Returns:
-        `tuple`: The result of `make` for each layer, or a single one when all layers share the masks.
-    Raises:
-        ValueError: See [`SparseMask.structure`].
+    `make`: a module-level function that turns the table of one layer, bool `(H, m, m)` on the CPU, into a tuple of
+    tensors. `special`: see [`base_table`].
     """
     return _by_layer(_tensors(mask.handle, make, length, causal, special, str(device)), mask.handle)
 
@@ -136,19 +111,10 @@ def compiled_parameters(
     mask: SparseMask, make: Callable[..., tuple[torch.Tensor, ...]], length: int, device: torch.device
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
     """
-    A form of every layer of a Toeplitz mask that is the same for inputs of any length, from the cache or made now.
+    [`compiled`] for a Toeplitz mask, where the form is the same for inputs of any length, which is checked alone.
 
-    Args:
-        mask ([`SparseMask`]): The mask to compile, of form `"offsets"` or `"blocks"`.
-        make (`Callable`): A module-level function that turns the parameters of one layer, bool `(H, K)` on the CPU,
-            the block size (1 for offsets) and the mask's `diagonal` into a tuple of tensors.
-        length (`int`): Number of tokens of the input, which is checked alone.
-        device (`torch.device`): Device of the result.
-
-    Returns:
-        `tuple`: The result of `make` for each layer, or a single one when all layers share the masks.
-    Raises:
-        ValueError: See [`SparseMask.check_length`].
+    `make`: as there, of the parameters of one layer, bool `(H, K)` on the CPU, the block size (1 for offsets) and the
+    mask's `diagonal`.
     """
     return _by_layer(_tensors_of_parameters(mask.handle, make, length, str(device)), mask.handle)
 
@@ -205,16 +171,7 @@ def with_real_last(mask: SparseMask) -> SparseMask:
 
 def windowed(mask: SparseMask, window: int, length: int) -> SparseMask:
     """
-    A mask without the entries that are farther than `window` from the diagonal.
-
-    Args:
-        mask ([`SparseMask`]): The mask to cut. Its last special token is taken to be at position `length - 1`.
-        window (`int`): Largest distance between query and key.
-        length (`int`): The only length that the result can be used at.
-
-    Returns:
-        [`SparseMask`] of form `"table"`, special tokens included.
-    Raises:
-        ValueError: See [`SparseMask.structure`].
+    A mask of form `"table"` without the entries farther than `window` from the diagonal, for this length alone. Its
+    last special token is taken to be at position `length - 1`.
     """
     return _windowed(mask.handle, window, length)

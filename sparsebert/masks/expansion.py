@@ -42,19 +42,9 @@ def parameter_index(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """
-    The parameter of each entry at some input length.
+    The parameter of each entry at some input length, long `(length, length)`; K or more where there is none.
 
-    Args:
-        form (`str`): One of `FORMS`.
-        length (`int`): Number of tokens of the input.
-        mask_length (`int`): Number of tokens that the mask was made for.
-        symmetric (`bool`, *optional*, defaults to `True`): Whether entries (i, j) and (j, i) of a table share their
-            parameter.
-        block_size (`int`, *optional*): B, required for form `"blocks"`.
-        device (`torch.device`, *optional*): Device of the result.
-
-    Returns:
-        `torch.Tensor` of shape `(length, length)`, long. An index of K or more means that the entry has no parameter.
+    `symmetric`: entries (i, j) and (j, i) of a table share their parameter.
     """
     if form != "table":
         return toeplitz_index(length, (block_size or 1) if form == "blocks" else 1, device)
@@ -75,21 +65,8 @@ def special_entries(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """
-    The rows and columns of the special tokens.
-
-    Args:
-        length (`int`): n.
-        special_tokens (`str`): `"none"`, `"first"` or `"first_last"`.
-        first (`torch.Tensor` of shape `(B,)`, *optional*): Position of the first token in each sequence of a batch.
-            Defaults to 0.
-        last (`torch.Tensor` of shape `(B,)`, *optional*): Position of the last token in each sequence of a batch.
-            Defaults to `n - 1`.
-        device (`torch.device`, *optional*): Device of the result.
-
-    Returns:
-        `torch.Tensor` of shape `(n, n)`, or `(B, n, n)` if a special token has positions, bool.
-    Raises:
-        ValueError: If `special_tokens` is not one of the three.
+    The rows and columns of the special tokens, bool `(n, n)`, or `(B, n, n)` if `first` or `last` `(B,)` say where
+    they are in each sequence of a batch. By default they are at 0 and n - 1.
     """
     check_choice("special_tokens", special_tokens, SPECIAL_TOKENS)
     position = torch.arange(length, device=device)
@@ -103,16 +80,8 @@ def special_entries(
 
 def fill_fixed_entries(table: torch.Tensor, special_tokens: str, diagonal: bool | None) -> torch.Tensor:
     """
-    Set, in place, the entries that no parameter decides.
-
-    Args:
-        table (`torch.Tensor` of shape `(..., n, n)`): The entries of a mask, of any dtype.
-        special_tokens (`str`): Tokens whose rows and columns become 1, see [`special_entries`].
-        diagonal (`bool`, *optional*): What all n diagonal entries become, those of special tokens included. `None`
-            leaves them unchanged.
-
-    Returns:
-        `torch.Tensor`: `table`.
+    Set, in place, the entries of a table `(..., n, n)` that no parameter decides: 1 for special tokens, and then
+    `diagonal`, unless it is `None`, for all n diagonal entries.
     """
     if special_tokens != "none":
         table.masked_fill_(special_entries(table.shape[-1], special_tokens, device=table.device), 1)
@@ -128,12 +97,7 @@ def fixed_entries(length: int, special_tokens: str, diagonal: bool | None) -> to
 
 
 def check_length(length: int, mask_length: int, form: str) -> None:
-    """
-    Check an input of a mask whose length policy is `"error"`.
-
-    Raises:
-        ValueError: If `length` exceeds `mask_length`.
-    """
+    """Check an input of a mask whose length policy is `"error"`."""
     if length > mask_length:
         allowed = "'dense'" if form == "table" else "'dense' or 'extend'"
         raise ValueError(
@@ -155,30 +119,16 @@ def expand(
     index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    The value of every entry, given the value of every parameter. Differentiable in `values`.
+    The value of every entry `(L, H, n, n)`, in memory of its own, given that of every parameter. Differentiable.
 
     Args:
-        values (`torch.Tensor` of shape `(L, H, K)`): Value of each parameter, of any dtype. A table may also be given
-            entry by entry, with shape `(L, H, mask_length, mask_length)`; it is then cropped or padded without an
-            index.
-        form (`str`): One of `FORMS`.
-        length (`int`): n, the number of tokens of the input.
-        mask_length (`int`): Number of tokens that the mask was made for.
-        block_size (`int`, *optional*): B, required for form `"blocks"`.
-        length_policy (`str`, *optional*): What happens when `length` exceeds `mask_length`, one of `LENGTH_POLICIES`:
+        values (`torch.Tensor` of shape `(L, H, K)`): Of any dtype. A table may also be given entry by entry, with
+        shape
+            `(L, H, mask_length, mask_length)`; it is then cropped or padded without an index.
+        length_policy (`str`, *optional*): How entries beyond `mask_length` are made, one of `LENGTH_POLICIES`:
             `"extend"` gives new offsets the value `off`, `"dense"` gives all new rows and columns the value `on`,
             `"error"` raises. Defaults to [`default_length_policy`].
-        symmetric (`bool`, *optional*, defaults to `True`): Whether entries (i, j) and (j, i) of a table share their
-            parameter.
-        off (`bool` or `float`, *optional*, defaults to `False`): Value of an entry that has no parameter.
-        on (`bool` or `float`, *optional*, defaults to `True`): Value of new rows and columns with `"dense"`.
-        index (`torch.Tensor` of shape `(n, n)`, *optional*): The result of [`parameter_index`] on the device of
-            `values`, if the caller keeps it.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, n, n)`, in memory of its own.
-    Raises:
-        ValueError: If `length` exceeds `mask_length` and the length policy is `"error"`.
+        index (`torch.Tensor` of shape `(n, n)`, *optional*): [`parameter_index`], if the caller keeps it.
     """
     length_policy = length_policy or default_length_policy(form)
     if length_policy == "error":
@@ -225,15 +175,7 @@ def num_kept(
     """
     Number of entries that a mask keeps at some length, without making its table.
 
-    Args:
-        keep (`torch.Tensor` of shape `(L, H, K)` or `(L, H, m, m)`): Bool, the parameters.
-        form (`str`): One of `FORMS`.
-        length (`int`): n.
-        block_size (`int`, *optional*): B, required for form `"blocks"`.
-        num_special (`int`): Number of special tokens, the first and, if it is 2, the last.
-        diagonal (`bool`, *optional*): Whether all diagonal entries are on or off. `None` leaves them unchanged.
-        known (`int`, *optional*): Number of tokens that the mask covers; all entries of later ones are on.
-        causal (`bool`, *optional*, defaults to `False`): Whether to count entries j <= i alone.
+    `num_special`: 0, 1 (the first token) or 2 (the last one, too). `known`: tokens after which all entries are on.
     """
     # The entries between the tokens that are neither special nor new are up to the parameters.
     start, end = min(num_special, 1), length - (num_special == 2)
@@ -265,11 +207,7 @@ def num_empty_rows(
     window: int | None = None,
 ) -> int:
     """
-    Number of (layer, head, query) rows of a Toeplitz mask that keep no key, without making its table.
-
-    Args:
-        keep, length, block_size, num_special, diagonal: See [`num_kept`].
-        window (`int`, *optional*): Keys farther than this from the query are removed, also special tokens.
+    Number of (layer, head, query) rows of a Toeplitz mask that keep no key within `window`, without making its table.
     """
     if diagonal:
         return 0

@@ -22,18 +22,9 @@ def exporting() -> bool:
 
 def exported_structure(mask: SparseMask, length: int, device: torch.device) -> torch.Tensor:
     """
-    [`SparseMask.structure`] for a length that may be a symbol. What the length policy `"error"` refuses is refused
-    here if the length is known, by the guards of an exported program, or by operands that do not fit.
-
-    Args:
-        mask ([`SparseMask`]): The mask. The graph holds its `keep` as a constant.
-        length (`int`): n.
-        device (`torch.device`): Device of the result.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, n, n)`, bool.
-    Raises:
-        ValueError: See [`SparseMask.structure`].
+    [`SparseMask.structure`] for a length that may be a symbol; the graph holds `keep` as a constant. What the length
+    policy `"error"` refuses is refused here if the length is known, by the guards of an exported program, or by
+    operands that do not fit.
     """
     bounded = mask.length_policy == "error"
     if bounded and not torch.jit.is_tracing():  # where a size is a tensor, of which one may not ask this

@@ -38,13 +38,7 @@ _SPECIAL_TOKENS = {
 
 
 def make_card(data: ModelCardData, sections: Mapping[str, str]) -> ModelCard:
-    """
-    A model card with these sections, in the order of `SECTIONS`.
-
-    Args:
-        data (`ModelCardData`): The metadata.
-        sections (`dict[str, str]`): Markdown by heading, of `SECTIONS`. Empty ones are left out.
-    """
+    """A model card with these sections of Markdown, in the order of `SECTIONS` and without empty ones."""
     parts = [f"## {name}\n\n{text}" if name else text for name in SECTIONS if (text := sections.get(name, "").strip())]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
@@ -80,10 +74,7 @@ def signed(card: ModelCard) -> bytes:
 
 def save_card(folder: Path, card: ModelCard) -> bool:
     """
-    Write the card of a folder, with its signature.
-
-    Returns:
-        `bool`: Whether it was written: a README.md of the user stays.
+    Write the card of a folder, with its signature, unless there is a README.md of the user. Whether it was written.
     """
     path = folder / CARD_NAME
     if path.exists() and own_card(path) is None:
@@ -95,15 +86,7 @@ def save_card(folder: Path, card: ModelCard) -> bool:
 
 
 def renamed(card: ModelCard, repo_id: str, subfolder: str | None = None, tags: Sequence[str] = ()) -> ModelCard:
-    """
-    The card of a folder as it is in the repository that the folder is pushed to.
-
-    Args:
-        card (`ModelCard`): A card of this package.
-        repo_id (`str`): Name of the repository.
-        subfolder (`str`, *optional*): Folder within the repository.
-        tags (`list[str]`, *optional*): Tags to add.
-    """
+    """The card of a folder as it is in the repository, and the folder there, that it is pushed to, with more tags."""
     data: Any = card.data
     sections = card_sections(card)
     title, _, rest = sections[""].partition("\n")
@@ -135,12 +118,8 @@ def describe_mask(
     description: Mapping[str, Any], sparsities: Sequence[Sequence[float]], metadata: Mapping[str, Any]
 ) -> str:
     """
-    What a mask is, and its sparsity per layer and head, in Markdown.
-
-    Args:
-        description (`dict`): From [`SparseMask.description`].
-        sparsities (`list[list[float]]`): Fraction of entries removed, by layer and head.
-        metadata (`dict`): Provenance of the mask.
+    What a mask is, and its sparsity per layer and head, in Markdown: from [`SparseMask.description`],
+    [`SparseMask.head_sparsities`] and the metadata.
     """
     heads = [value for layer in sparsities for value in layer]
     made = {"search": "learned by the search", "pattern": "the pattern"}
@@ -196,13 +175,7 @@ def bare_mask_card(
     sparsities: Sequence[Sequence[float]],
     metadata: Mapping[str, Any],
 ) -> ModelCard:
-    """
-    The card of a mask without a model.
-
-    Args:
-        name (`str`): Name of its folder.
-        description, sparsities, metadata: See [`describe_mask`].
-    """
+    """The card of a mask without a model, see [`describe_mask`]; `name` is that of its folder."""
     recorded = name_in(metadata, "base_model")
     base = _hub_id(recorded)
     data = ModelCardData(
@@ -254,13 +227,7 @@ def _hub_id(name):
 
 
 def collection_card(repo_id: str, masks: Sequence[Mapping[str, Any]]) -> ModelCard:
-    """
-    The card of a repository with several masks.
-
-    Args:
-        repo_id (`str`): Name of the repository.
-        masks (`list[dict]`): From [`list_masks`].
-    """
+    """The card of a repository with several masks, from [`list_masks`]."""
     named = {mask["name"]: base for mask in masks if (base := _hub_id(mask["base_model"]))}
     bases = sorted({*named.values()})
     tags = sorted({mask["made_by"] for mask in masks if mask["made_by"]})

@@ -65,13 +65,8 @@ class MaskFileError(ValueError):
 
 def check_sizes(description: dict[str, Any]) -> None:
     """
-    Check the sizes of a mask, before its weights are read or written.
-
-    Args:
-        description (`dict`): What [`SparseMask.description`] returns.
-
-    Raises:
-        ValueError: If the form is unknown, or a size is not an integer, or larger than that of any real mask.
+    Check the sizes in a mask's description, before its weights are read or written: none is larger than in a real
+    mask.
     """
     check_choice("form", description["form"], FORMS)
     bounds = {"num_layers": MAX_LAYERS, "num_heads": MAX_HEADS, "length": MAX_MASK_LENGTH}
@@ -90,19 +85,8 @@ def write_mask_files(
     folder: Path, keep: torch.Tensor, description: dict[str, Any], sparsity: float, metadata: dict[str, Any]
 ) -> None:
     """
-    Write both files of a mask, creating the folder if needed.
-
-    Args:
-        folder (`Path`): Folder to write to. Those already there stay until both new ones are on disk. A
-            reader tells a pair of which only one was replaced.
-        keep (`torch.Tensor` of shape `(L, H, K)` or `(L, H, n, n)`): Bool, the parameters.
-        description (`dict`): The mask's other fields, as returned by [`SparseMask.description`].
-        sparsity (`float`): Fraction of entries removed, checked on reading.
-        metadata (`dict`): Further fields to store.
-
-    Raises:
-        ValueError: If the mask is larger than what is read back, see [`check_sizes`], or `metadata` holds what is not
-            JSON, a field of the mask itself, or a provenance that is not a name.
+    Write both files of a mask, creating the folder if needed. Those already there stay until both new ones are on
+    disk, and a reader tells a pair of which only one was replaced.
     """
     check_sizes(description)
     check_metadata(metadata)
@@ -127,12 +111,7 @@ def write_mask_files(
 
 
 def check_takes_mask(folder: Path) -> None:
-    """
-    Check that a mask file can stand beside what a folder holds.
-
-    Raises:
-        ValueError: If a folder holds a SparseBERT with a search or a pattern, which would not read a mask beside it.
-    """
+    """Refuse a folder that holds a SparseBERT with a search or a pattern, which would not read a mask beside it."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         pattern = config.get("pattern")
@@ -150,10 +129,7 @@ def check_takes_mask(folder: Path) -> None:
 def sample_weights(folder: Path) -> str | None:
     """
     Hash of parts of the weights in a model's folder: their sizes, their beginnings and blocks all over them. Training
-    changes it, saving the same weights again does not.
-
-    Returns:
-        `str`: The hash, or `None` if there are no safetensors of a model.
+    changes it, saving the same weights again does not. `None` if there are no safetensors of a model.
     """
     # Not those of a `variant`, of which there may be all or none.
     paths = sorted(path for path in folder.glob("model*.safetensors") if _WEIGHTS.fullmatch(path.name))
@@ -169,12 +145,7 @@ def sample_weights(folder: Path) -> str | None:
 
 
 def weights_changed(config_path: Path, folder: Path) -> bool:
-    """
-    Whether the weights in a folder are not those beside which a mask was saved, as far as its description says.
-
-    Raises:
-        MaskFileError: If the description is missing, cannot be read or is none.
-    """
+    """Whether the weights in a folder are not those beside which a mask was saved, as far as its description says."""
     try:
         saved = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8")).get(_SAMPLE_FIELD)
     except (ValueError, RecursionError, AttributeError) as error:
@@ -183,16 +154,7 @@ def weights_changed(config_path: Path, folder: Path) -> bool:
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """
-    What could not be read back is not written.
-
-    Args:
-        metadata (`dict`): Provenance of a mask.
-
-    Raises:
-        ValueError: If it holds a field of the mask itself, a value that JSON would change, or a provenance that is not
-            a name.
-    """
+    """Refuse provenance of a mask that could not be read back."""
     for name, value in metadata.items():
         if name in (*_DESCRIPTION, *_WRITTEN, _SAMPLE_FIELD) or not isinstance(name, str):
             raise ValueError(f"metadata: the names must be text, and not those of a mask's own fields, got {name!r}")
@@ -208,13 +170,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 
 def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any], float | None, str | None]:
     """
-    Read the description of a mask, without its weights.
-
-    Returns:
-        `tuple`: The fields of [`SparseMask.description`], the metadata, the sparsity and the hash of the weights,
-        `None` where they were not stored. Only sizes, provenance and sparsity have been checked.
-    Raises:
-        MaskFileError: If the file is missing, damaged, too large or of another format version.
+    The fields of [`SparseMask.description`], the metadata, the sparsity and the hash of the weights, `None` where they
+    were not stored. Sizes, provenance and sparsity have been checked; what is wrong is a [`MaskFileError`].
     """
     try:
         config = json.loads(_read(config_path, MAX_CONFIG_BYTES).decode("utf-8"))
@@ -246,14 +203,9 @@ def read_description(config_path: Path) -> tuple[dict[str, Any], dict[str, Any],
 
 def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor, dict[str, Any], float | None]:
     """
-    Read both files of a mask. Nothing is unpickled, and nothing is allocated for sizes that no mask has.
-
-    Returns:
-        `tuple`: The parameters, bool of shape `(L, H, K)` or `(L, H, n, n)`, the other arguments of [`SparseMask`], of
-        which only the sizes have been checked, and the sparsity, `None` if it was not stored.
-    Raises:
-        MaskFileError: If a file is missing, damaged, pickled, too large or of another format version, or the two do
-            not belong together.
+    The parameters of a mask, bool `(L, H, K)` or `(L, H, n, n)`, the other arguments of [`SparseMask`], of which only
+    the sizes have been checked, and the sparsity if it was stored. Nothing is unpickled, and nothing is allocated for
+    sizes that no mask has; what is wrong is a [`MaskFileError`].
     """
     fields, config, sparsity, sha256 = read_description(config_path)
     shape = [fields.pop(name) for name in ("num_layers", "num_heads", "num_parameters")]
@@ -280,15 +232,8 @@ def read_mask_files(config_path: Path, weights_path: Path) -> tuple[torch.Tensor
 
 def check_undamaged(folder: Path, field: str = "") -> None:
     """
-    Check the weights, the configuration and the mask of a model in a folder, without reading the weights.
-
-    Args:
-        folder (`Path`): The folder. One that does not exist, such as a Hub id, is not checked.
-        field (`str`, *optional*): The field that names it, for the message.
-
-    Raises:
-        MaskFileError: If the mask is damaged, or one of its files is missing.
-        ValueError: If the weights or the configuration are damaged.
+    Check weights, configuration and mask of a model in a folder, if there is one, without reading the weights. `field`
+    names the folder in the message.
     """
     prefix = f"{field}: " if field else ""
     if (folder / MASK_CONFIG_NAME).is_file():

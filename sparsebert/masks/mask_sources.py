@@ -25,10 +25,8 @@ def hub_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_subfolder(subfolder: str | None) -> str | None:
     """
-    A subfolder in its shortest spelling, `"a"` for `"./a/"`, or `None` for the folder or repository itself.
-
-    Raises:
-        MaskFileError: If a subfolder may lie outside of its folder or repository.
+    A subfolder in its shortest spelling, `"a"` for `"./a/"`; `None` for the folder or repository itself. One that may
+    lie outside of it is refused.
     """
     for path in (PurePosixPath(subfolder or ""), PureWindowsPath(subfolder or "")):
         if path.anchor or ".." in path.parts:
@@ -41,10 +39,6 @@ def mask_paths(source: str | os.PathLike, **hub_arguments: Any) -> list[str]:
     """
     Subfolders of a folder or Hub repository that hold a mask, `""` for itself, without those of checkpoints and
     unfinished runs.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: `revision` and `token`.
     """
     if (folder := Path(source)).is_dir():
         names = [path.relative_to(folder).as_posix() for path in _entries(folder)]
@@ -61,20 +55,7 @@ def _entries(folder):
 
 
 def find_mask_files(pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> tuple[Path, Path]:
-    """
-    Locate the files of a mask in a folder, or download them from the Hub.
-
-    Args:
-        pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id.
-        kwargs: Any of `HUB_ARGUMENTS`.
-
-    Returns:
-        `tuple` of `Path`: The description and the weights. In a folder they may be missing.
-    Raises:
-        TypeError: If an argument is unknown.
-        MaskFileError: If a file was given, a name that is neither a folder nor a Hub id, or a subfolder outside of it.
-        OSError: If the Hub has no such files, or they are not in the cache and it cannot be reached.
-    """
+    """The description and the weights of a mask in a folder, where they may be missing, or downloaded from the Hub."""
     unknown = set(kwargs) - set(HUB_ARGUMENTS)
     if unknown:
         raise TypeError(f"unknown arguments {sorted(unknown)}; allowed: {', '.join(HUB_ARGUMENTS)}")
@@ -126,10 +107,6 @@ def find_descriptions(source: str | os.PathLike, **hub_arguments: Any) -> Descri
     """
     Find the description of a mask or search in a folder or Hub repository. Where the Hub does not answer, none is
     found: whether that matters is left to the download of the weights.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: Any of `HUB_ARGUMENTS`.
     """
     for name in (MASK_CONFIG_NAME, SEARCH_CONFIG_NAME):
         path = cached_file(

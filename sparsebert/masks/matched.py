@@ -51,20 +51,8 @@ def matched_patterns(
     sparsity: float, length: int, num_heads: int, num_layers: int = 1, seed: int = 0
 ) -> dict[str, SparseMask]:
     """
-    Every pattern of `VARIED`, with the parameters that come nearest to a given sparsity.
-
-    Args:
-        sparsity (`float`): Fraction of entries removed, in [0, 1].
-        length (`int`): n, at least 8.
-        num_heads (`int`): H.
-        num_layers (`int`, *optional*, defaults to 1): Number of layers of the model, see [`build_pattern`].
-        seed (`int`, *optional*, defaults to 0): Seed of random patterns.
-
-    Returns:
-        `dict`: A [`SparseMask`] for each pattern name, with the parameters in its metadata. `logsparse` has no
-        parameters, so its sparsity is fixed.
-    Raises:
-        ValueError: If `sparsity` or `length` is out of range.
+    Every pattern of `VARIED`, by name, with the parameters that come nearest to a sparsity, which `logsparse` has none
+    for.
     """
     return {name: matched_pattern(name, sparsity, length, num_heads, num_layers, seed) for name in VARIED}
 
@@ -72,16 +60,7 @@ def matched_patterns(
 def matched_pattern(
     name: str, sparsity: float, length: int, num_heads: int, num_layers: int = 1, seed: int = 0
 ) -> SparseMask:
-    """
-    A pattern with the parameters that come nearest to a given sparsity.
-
-    Args:
-        name (`str`): A key of `VARIED`.
-        sparsity, length, num_heads, num_layers, seed: See [`matched_patterns`].
-
-    Raises:
-        ValueError: If `name` is unknown, or `sparsity` or `length` out of range.
-    """
+    """A pattern of `VARIED` with the parameters that come nearest to a sparsity, at a length of at least 8."""
     check_choice("pattern", name, tuple(VARIED))
     check_range("sparsity", sparsity, 0, 1, kinds=(int, float))
     check_range("length", length, 8)

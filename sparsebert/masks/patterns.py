@@ -256,13 +256,7 @@ CYCLES = {name: PATTERNS[name] for name in ("strided_cycle", "fixed_cycle", "sta
 
 def _arrange(sets, head_configuration, num_layers, num_heads):
     """
-    Lay out the p patterns of a cycle over layers and heads.
-
-    Args:
-        sets (`torch.Tensor` of shape `(p, 1, n, n)`): The patterns.
-
-    Returns:
-        `torch.Tensor` of shape `(num_layers or 1, num_heads or 1, n, n)`.
+    Lay out the p patterns `(p, 1, n, n)` of a cycle over layers and heads: `(num_layers or 1, num_heads or 1, n, n)`.
 
     Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5.1.
     """

@@ -42,24 +42,14 @@ def pull_folder(
 ) -> list[str]:
     """
     Download a mask or model into a folder, which is there when all of it is, with the right checksums. What an
-    interrupted download has is kept next to the folder, and the next one continues with it.
+    interrupted download has is kept next to the folder, and the next one continues with it. Returns the names of the
+    files.
 
     Args:
-        repo_id (`str`): Name of the repository.
-        output_dir (`str` or `os.PathLike`): The folder, created if missing.
         revision, token: See `snapshot_download`.
         subfolder (`str`, *optional*): Folder within the repository. Its files go to `output_dir` itself.
         overwrite (`bool`, *optional*, defaults to `False`): Whether to replace the mask or model in a folder. Files of
             other names that do not belong to it stay, and so does a `README.md` that this package did not write.
-
-    Returns:
-        `list[str]`: Names of the files.
-    Raises:
-        FileExistsError: If the folder is not empty and `overwrite` is not set, if it holds neither model nor mask, or
-            weights that the repository has none to replace, or if another process is pulling into it.
-        FileNotFoundError: If the repository has nothing in `subfolder`.
-        ValueError: If it is the current folder, or one that this lies in.
-        OSError: If the Hub cannot be reached or refuses, or a file is not the one that the Hub has.
     """
     output = Path(output_dir).resolve()
     if output in (Path.cwd(), *Path.cwd().parents):

@@ -1,4 +1,4 @@
-"""Pushing folders of masks and models to the Hub, each in one commit, and listing masks."""
+"""Pushing folders of masks and models to the Hub, each in one commit."""
 
 import os
 import re
@@ -12,21 +12,18 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
-    ModelCard,
-    hf_hub_download,
 )
-from huggingface_hub.errors import HFValidationError, HTTPError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HTTPError
 from transformers.utils import CONFIG_NAME
 
 from ..files import METRICS_NAME, PICTURE_NAME, RESULT_FILES, TASK_FILES, UNFINISHED_NAME
-from ..hub import check_available, check_path
+from .listing import list_masks, listed
 from .mask_cards import (
     CARD_NAME,
     bare_mask_card,
     card_sections,
     collection_card,
     make_card,
-    name_in,
     own_card,
     renamed,
     signed,
@@ -35,7 +32,6 @@ from .mask_files import (
     MASK_CONFIG_NAME,
     MASK_STATE,
     MASK_WEIGHTS_NAME,
-    MaskFileError,
     check_undamaged,
     read_description,
     read_mask_files,
@@ -50,66 +46,6 @@ WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 # The files in the folder of a model that are about its mask.
 _OF_MASK = (MASK_CONFIG_NAME, MASK_WEIGHTS_NAME, CARD_NAME, PICTURE_NAME)
-
-
-def list_masks(source: str | os.PathLike, **hub_arguments: Any) -> list[dict[str, Any]]:
-    """
-    The masks in a folder or Hub repository. Their weights are not read.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Returns:
-        `list[dict]`: For each mask `name` (its subfolder), `made_by`, `form`, `sparsity` (`None` if it was not
-        stored), `length`, `num_layers`, `num_heads`, `base_model` and `scores`, those of its card by their names.
-    Raises:
-        MaskFileError: If the source cannot be a Hub id, or a description is damaged.
-        OSError: If there is no such folder or repository, or the Hub cannot be reached.
-    """
-    within = check_subfolder(hub_arguments.pop("subfolder", None))
-    check_path(source)
-    try:
-        check_available(source, MASK_CONFIG_NAME, **hub_arguments)
-        paths = mask_paths(source, **hub_arguments)
-    except HFValidationError as error:
-        raise MaskFileError(f"{source}: neither an existing folder nor a valid Hub id") from error
-    if within:
-        paths = [path for path in paths if path == within or path.startswith(f"{within}/")]
-    return [_entry(source, path, hub_arguments) for path in paths]
-
-
-def _entry(source, path, hub_arguments):
-    def find(name):
-        if Path(source).is_dir():
-            return Path(source, path, name)
-        try:
-            return Path(hf_hub_download(str(source), name, subfolder=path or None, **hub_arguments))
-        except RemoteEntryNotFoundError:
-            return None
-
-    fields, metadata, sparsity, _ = read_description(find(MASK_CONFIG_NAME))
-    return {
-        "name": path,
-        "made_by": name_in(metadata, "search") or name_in(metadata, "pattern"),
-        "form": str(fields["form"]),
-        "sparsity": sparsity,
-        **{name: fields[name] for name in ("length", "num_layers", "num_heads")},
-        "base_model": name_in(metadata, "base_model"),
-        "scores": _scores(find(CARD_NAME)),
-    }
-
-
-def _scores(path):
-    """The results in the card of a mask, by data set and metric."""
-    try:
-        results = ModelCard(path.read_text(encoding="utf-8")).data.eval_results or [] if path else []
-        return {
-            f"{result.dataset_name} {result.metric_name or result.metric_type}": result.metric_value
-            for result in results
-        }
-    except Exception:
-        return {}  # a card that anybody may have written, or none
 
 
 def _card_of_mask(folder, card):
@@ -140,26 +76,18 @@ def push_folder(
 ) -> tuple[CommitInfo, list[str]]:
     """
     Push the folder of a mask or model, in one commit that also deletes what contradicts it there: another state of the
-    mask and, with a model, other weights and the results of another run that was pushed there with its card.
+    mask and, with a model, other weights and the results of another run that was pushed there with its card. Returns
+    the commit, and the names of the pushed files.
 
-    Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package
-    did not write stays. Beside masks in subfolders, the README.md of the repository lists them.
+    Checkpoints, logs, hidden and pickled files are not pushed, and a README.md in the repository that this package did
+    not write stays. Beside masks in subfolders, the README.md of the repository lists them.
 
     Args:
-        folder (`str` or `os.PathLike`): The folder. Its card will name the repository.
-        repo_id (`str`): Name of the repository, created if missing.
-        subfolder (`str`, *optional*): Folder within the repository.
         private, token, revision, create_pr, commit_message, commit_description: See `HfApi.create_commit`.
         tags (`list[str]`, *optional*): Tags to add to the card.
         mask_only (`bool`, *optional*, defaults to `False`): Whether to push the mask of a model without the model.
         replaced (`list[str]`, *optional*): Files to delete that the folder lacks, besides weights; by default those of
             another state of the mask or another run.
-
-    Returns:
-        `tuple[CommitInfo, list[str]]`: The commit, and the names of the pushed files of the folder.
-    Raises:
-        ValueError: If the folder holds no mask and no model, an unfinished run or damaged files.
-        OSError: If the Hub cannot be reached or refuses.
     """
     folder = Path(folder)
     names = check_pushable(folder, mask_only)
@@ -219,12 +147,7 @@ def push_folder(
 
 
 def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
-    """
-    Names of the files of a folder that are pushed.
-
-    Raises:
-        ValueError: See [`push_folder`].
-    """
+    """Names of the files of a folder that are pushed. One without mask and model, unfinished or damaged is refused."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder")
     if (folder / UNFINISHED_NAME).exists():
@@ -252,10 +175,7 @@ def check_pushable(folder: Path, mask_only: bool = False) -> list[str]:
 
 def _collection(api, repo_id, revision, folder, subfolder):
     """The README.md of a repository of masks, once this one is there."""
-    hub_arguments = {
-        name: value for name, value in (("revision", revision), ("token", api.token)) if value is not None
-    }
-    masks = {mask["name"]: mask for mask in list_masks(repo_id, **hub_arguments)}
+    masks = {mask["name"]: mask for mask in list_masks(repo_id, revision=revision, token=api.token)}
     if (folder / MASK_CONFIG_NAME).is_file():
-        masks[subfolder] = _entry(folder, "", {}) | {"name": subfolder}
+        masks[subfolder] = listed(folder, "") | {"name": subfolder}
     return signed(collection_card(repo_id, [masks[name] for name in sorted(masks)]))

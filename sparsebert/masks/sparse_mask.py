@@ -52,6 +52,8 @@ from .pushing import push_folder
 DIAGONALS = {"learned": None, "keep": True, "remove": False}
 
 LAST_TOKENS = ("real", "position")
+# What a mask has beside `keep`.
+_FIELDS = ("length", "form", "block_size", "special_tokens", "last_token", "diagonal", "length_policy")
 
 
 class SparseMask:
@@ -195,15 +197,8 @@ class SparseMask:
 
     def structure(self, length: int | None = None) -> torch.Tensor:
         """
-        The mask at `length`, before special tokens and `diagonal` are applied.
-
-        Args:
-            length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
-
-        Returns:
-            `torch.Tensor` of shape `(L, H, length, length)`, bool.
-        Raises:
-            ValueError: If `length` is less than 1, or exceeds the mask's and `length_policy` is `"error"`.
+        The mask at `length`, by default its own, before special tokens and `diagonal` are applied: bool `(L, H,
+        length, length)`.
         """
         length = self.length if length is None else length
         if not (hasattr(length, "__index__") and 1 <= length <= MAX_MASK_LENGTH):
@@ -213,25 +208,12 @@ class SparseMask:
 
     def to_table(self, length: int | None = None) -> torch.Tensor:
         """
-        The whole mask of one unpadded sequence.
-
-        Args:
-            length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
-
-        Returns:
-            `torch.Tensor` of shape `(L, H, length, length)`, bool, True = may attend.
-        Raises:
-            ValueError: See [`SparseMask.structure`].
+        The whole mask of one unpadded sequence of `length` tokens, by default its own: bool `(L, H, length, length)`.
         """
         return fill_fixed_entries(self.structure(length), self.special_tokens, self.diagonal)
 
     def check_length(self, length: int) -> None:
-        """
-        Check that the mask says what is kept in inputs of a length.
-
-        Raises:
-            ValueError: If `length` is less than 1, or exceeds the mask's and `length_policy` is `"error"`.
-        """
+        """Refuse a length that the mask says nothing about."""
         if not (hasattr(length, "__index__") and length >= 1):
             raise ValueError(f"length must be an integer of at least 1, got {length!r}")
         if self.length_policy == "error":
@@ -239,14 +221,7 @@ class SparseMask:
 
     def density_at(self, length: int, causal: bool = False) -> float:
         """
-        Fraction of entries kept at a length, averaged over heads and layers.
-
-        Args:
-            length (`int`): Number of tokens.
-            causal (`bool`, *optional*, defaults to `False`): Whether keys j > query i are removed.
-
-        Raises:
-            ValueError: See [`SparseMask.check_length`].
+        Fraction of entries kept at a length, averaged over heads and layers. `causal`: keys j > query i are removed.
         """
         self.check_length(length)
         kept = num_kept(self.keep, *self._shape(length), self._known, causal)
@@ -279,14 +254,8 @@ class SparseMask:
 
     def num_empty_rows(self, length: int | None = None, window: int | None = None) -> int:
         """
-        Number of (layer, head, query) rows that keep no key.
-
-        Args:
-            length (`int`, *optional*): Number of tokens. Defaults to the mask's own length.
-            window (`int`, *optional*): Keys farther than this from the query do not count, even special tokens.
-
-        Raises:
-            ValueError: See [`SparseMask.check_length`].
+        Number of (layer, head, query) rows that keep no key at a length, by default its own. Keys farther than
+        `window` from the query do not count, even special tokens.
         """
         length = self.length if length is None else length
         if self.form == "table" or (window is not None and length > self.length):
@@ -298,16 +267,7 @@ class SparseMask:
         return num_empty_rows(self.keep, *self._shape(length)[1:], window)
 
     def check_fits(self, num_layers: int, num_heads: int) -> None:
-        """
-        Check that a model can carry the mask.
-
-        Args:
-            num_layers (`int`): Layers with attention of a model.
-            num_heads (`int`): Its heads.
-
-        Raises:
-            ValueError: If the mask has other sizes, and is not one for all layers.
-        """
+        """Refuse a mask of other sizes than those of a model, whose layers with attention count."""
         if self.num_layers in (1, num_layers) and self.num_heads == num_heads:
             return
         base = self.metadata.get("base_model")
@@ -318,15 +278,7 @@ class SparseMask:
         )
 
     def check_rows(self, window: int | None = None) -> None:
-        """
-        Check that every query keeps a key.
-
-        Args:
-            window (`int`, *optional*): Keys farther than this from the query do not count.
-
-        Raises:
-            ValueError: If a query keeps no key.
-        """
+        """Refuse a mask in which a query keeps no key within `window`."""
         if count := self.num_empty_rows(window=window):
             raise ValueError(
                 f"{count} of {self.num_layers * self.num_heads * self.length} mask rows keep nothing; such queries "
@@ -339,8 +291,7 @@ class SparseMask:
 
     def replace(self, **changes: Any) -> "SparseMask":
         """A copy with some constructor arguments changed."""
-        fields = ("keep", "length", "form", "block_size", "special_tokens", "last_token", "diagonal", "length_policy")
-        return SparseMask(**{name: getattr(self, name) for name in fields + ("metadata",)} | changes)
+        return SparseMask(**{name: getattr(self, name) for name in ("keep", *_FIELDS, "metadata")} | changes)
 
     def description(self) -> dict[str, Any]:
         """The fields that `mask_config.json` holds about the mask itself, without provenance."""
@@ -350,11 +301,7 @@ class SparseMask:
             "num_heads": self.num_heads,
             "length": self.length,
             "num_parameters": self.keep.shape[-1],
-            "block_size": self.block_size,
-            "special_tokens": self.special_tokens,
-            "last_token": self.last_token,
-            "diagonal": self.diagonal,
-            "length_policy": self.length_policy,
+            **{name: getattr(self, name) for name in _FIELDS},
         }
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:

@@ -55,15 +55,7 @@ class TileForm(NamedTuple):
 
 
 def tile_form(base: torch.Tensor) -> TileForm:
-    """
-    Cut a mask into tiles. Where the last tiles reach beyond m, their entries are off.
-
-    Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool on the CPU, True = may attend.
-
-    Returns:
-        [`TileForm`] on the CPU. The pool holds at most one bit per entry of the (tile-aligned) mask.
-    """
+    """The tiles of a mask, bool `(H, m, m)` on the CPU. Beyond m the entries of the last ones are off."""
     num_heads, length = base.shape[:2]
     count = -(-length // TILE)
     pool = {np.full(TILE, value, np.int64).tobytes(): index for index, value in enumerate((0, -1))}
@@ -98,15 +90,8 @@ def _lists(tiles):
 
 def tile_shares(base: torch.Tensor, side: int) -> tuple[float, float]:
     """
-    The share of tiles that a kernel cannot skip, and that of tiles for which it needs no mask.
-
-    Args:
-        base (`torch.Tensor` of shape `(H, m, m)`): Bool, True = may attend.
-        side (`int`): Number of queries and of keys in a tile.
-
-    Returns:
-        `tuple` of `float`: Fractions of the tiles with at least one entry on, and with all of them on, averaged over
-        heads.
+    The share of tiles of `side` x `side` with at least one entry on, which a kernel cannot skip, and with all on, for
+    which it needs no mask: means over the heads of a mask, bool `(H, m, m)`.
     """
     length = base.shape[1]
     count = -(-length // side)
@@ -127,17 +112,6 @@ def mask_tile_shares(mask: SparseMask, length: int, side: int, causal: bool = Fa
     """
     [`tile_shares`] of the first layer of a mask, without the rows and columns of special tokens. For Toeplitz forms no
     table is made.
-
-    Args:
-        mask ([`SparseMask`]): The mask.
-        length (`int`): m.
-        side (`int`): Number of queries and of keys in a tile.
-        causal (`bool`, *optional*, defaults to `False`): Whether keys j > query i are removed.
-
-    Returns:
-        `tuple` of `float`
-    Raises:
-        ValueError: See [`SparseMask.structure`].
     """
     if mask.form == "table":
         return tile_shares(base_table(mask.replace(keep=mask.keep[:1]), length, causal)[0], side)

@@ -17,8 +17,8 @@ from transformers import (
 
 import sparsebert
 from sparsebert.commands import main
+from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_cards import collection_card, own_card, save_card
-from sparsebert.masks.pushing import list_masks
 from sparsebert.training.runs.run_folders import run_folder
 from sparsebert.training.trainer import SparseBertTrainer
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from sparsebert.masks.expansion import toeplitz_index
+from sparsebert.masks.listing import list_masks
 from sparsebert.masks.mask_files import MaskFileError
 from sparsebert.masks.mask_sources import check_subfolder
 from sparsebert.masks.patterns import build_pattern
-from sparsebert.masks.pushing import list_masks
 from sparsebert.masks.sparse_mask import SparseMask
 
 
