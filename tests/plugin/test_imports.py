@@ -71,8 +71,6 @@ import torch
 import sparsebert
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 from sparsebert.commands import main
-from sparsebert.masks.pulling import pull_folder
-from sparsebert.masks.pushing import push_folder
 
 fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 model = sparsebert.attach(BertForMaskedLM(BertConfig(vocab_size=100, **fields)), "dam_s", mask_length=16)
@@ -89,9 +87,11 @@ sparsebert.extend_positions(loaded, 600)
 sparsebert.plan(model)
 sparsebert.SparseBertForMaskedLM(sparsebert.SparseBertConfig(pattern="bigbird", **fields)).save_pretrained("own")
 assert sparsebert.ProgressivePruning and sparsebert.SearchSchedule
-push_folder("model", "user/model")
-model.sparse_attention.mask.push_to_hub("user/mask")
-pull_folder("user/model", "pulled")
+assert main(["push", "model", "--repo_id", "user/model"]) == 0
+assert main(["push", "model", "--repo_id", "user/mask", "--mask_only"]) == 0
+assert main(["pull", "user/model", "--output_dir", "pulled"]) == 0
+assert main(["masks", "user/mask", "--json"]) == main(["plan", "pulled"]) == main(["--help"]) == 0
+assert main(["push", "--help"]) == 0
 sparsebert.attach(BertForMaskedLM(BertConfig(vocab_size=100, **fields)), "user/mask")
 
 for words in (["pretrain", "demo_dense"], ["finetune", "rte", "--model", "model"], ["theory", "bigbird"]):
