@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM, SparseBertForSequenceClassification
 from sparsebert.learning.search_schedule import SearchSchedule
-from sparsebert.training.engines import warn_of_ignored_engine
+from sparsebert.training.runs.engines import warn_of_ignored_engine
 from sparsebert.training.trainer import SparseBertTrainer
 
 

@@ -2,7 +2,8 @@
 
 import difflib
 import importlib.util
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 
@@ -67,3 +68,70 @@ def check_range(
         number = "an integer" if kinds is int else "a number"
         bound = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{field} must be {number} {bound}, got {value!r}")
+
+
+def number(
+    low: float, high: float | None = None, kinds: type[int] | tuple[type[int | float], ...] = int
+) -> Callable[[Any], None]:
+    """A validator for `validated_field`, see [`CheckedFields`]: that of [`check_range`]."""
+    return lambda value: check_range("", value, low, high, kinds)
+
+
+def one_of(allowed: Collection[Any]) -> Callable[[Any], None]:
+    """A validator for `validated_field`, see [`CheckedFields`]: that of [`check_choice`]."""
+    return lambda value: check_choice("", value, list(allowed))
+
+
+def interval(low: float, high: float, low_open: bool = False, high_open: bool = False) -> Callable[[Any], None]:
+    """A validator for `validated_field`, see [`CheckedFields`]: a number between two others."""
+
+    def in_interval(value: Any) -> None:
+        above = value > low if low_open else value >= low
+        below = value < high if high_open else value <= high
+        if not (above and below):  # NaN is neither
+            shown = f"{'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
+            raise ValueError(f"must be in {shown}, got {value!r}")
+
+    return in_interval
+
+
+class CheckedFields:
+    """
+    A dataclass of a recipe, whose fields are checked as they are declared, with `validated_field` of huggingface_hub.
+    A field that is `None` is left out. Unlike a `strict` dataclass it takes a whole number for a fraction, and a wrong
+    value is a `ValueError`.
+    """
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            for validate in item.metadata.get("validator", ()) if value is not None else ():
+                try:
+                    validate(value)
+                except ValueError as error:
+                    raise ValueError(f"{item.name} {str(error).strip()}") from None
+
+
+def no_effect(name: str, value: object, why: str) -> ValueError:
+    """The error for a field that has no effect under a setting, to be raised by the caller."""
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return ValueError(f"{name} {shown} has no meaning {why}")
+
+
+# Names of fields, and why they have no effect, or nothing if they have one: a function of what is checked.
+Effects = Iterable[tuple[tuple[str, ...], Callable[..., str | bool | None]]]
+
+
+def check_effects(table: Effects, options: Any, *context: Any) -> None:
+    """Refuse the fields of a dataclass that were set and have no effect, by a table; `context` is what decides too."""
+    for names, reason in table:
+        for name in names:
+            value = getattr(options, name)
+            if value != getattr(type(options), name) and (why := reason(options, *context)):
+                raise no_effect(name, value, str(why))
+
+
+def check_allowed(section: str, given: Mapping[str, Any], allowed: Collection[str], why: str) -> None:
+    """Refuse the first field of a section of a recipe that is not one of those that have an effect."""
+    if refused := sorted(given.keys() - set(allowed)):
+        raise no_effect(f"{section}.{refused[0]}", given[refused[0]], why)

@@ -322,6 +322,17 @@ def pretraining_flags(word_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
+def finetuning_flags(checkpoints, glue_folder):
+    """`finetuning_flags(output, *flags)`: words of `sparsebert finetune` for two steps of RTE."""
+    fields = {
+        **{"task": "rte", "model": checkpoints["window"], "data": glue_folder, "max_length": 32, "max_steps": 2},
+        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+    }
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    return lambda output, *flags: ["finetune", *words, "--output_dir", str(output), *map(str, flags)]
+
+
+@pytest.fixture
 def refused(capsys, monkeypatch, tmp_path):
     """`refused(words)`: the line of a command that is refused; it must not have trained or written anything."""
 

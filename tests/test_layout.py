@@ -14,7 +14,7 @@ PACKAGE = Path(sparsebert.__file__).parent
 FLOORS = (
     ("version", "checks", "files", "hub"),
     ("masks", "data", "recipe_files"),
-    ("attention",),
+    ("attention", "output_folders"),
     ("learning",),
     ("models",),
     ("analysis", "plugin"),

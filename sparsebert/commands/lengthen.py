@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checks import check_choice, check_range
-from ..files import check_other_folder, check_output_dir, locked_output, within
+from ..files import check_other_folder, within
 from ..hub import HubArguments, read_config, read_tokenizer, without_secrets
 from ..masks.mask_files import check_undamaged
 from ..models.lengthening import MAX_POSITIONS, METHODS, extend_positions
 from ..models.loading import carries_mask, check_folder, load, model_class_of, warn_of_modules
 from ..models.sparse_attention import get_sparse_attention
-from ..training.runs.run_folders import is_half_written, run_folder
+from ..output_folders import check_free, written_whole
 from ._command import Command, Results
 
 
@@ -55,8 +55,7 @@ def run(values):
     check_range("length", options.length, 1, MAX_POSITIONS)
     check_folder(options.model, "model", subfolder=options.subfolder)
     check_other_folder(options.output_dir, model=within(options.model, options.subfolder))
-    overwrite = options.overwrite or is_half_written(Path(options.output_dir))
-    check_output_dir(options.output_dir, overwrite)
+    check_free(options.output_dir, options.overwrite)
     source, hub_arguments = options.model, options.hub_arguments(options.model)
     if carries_mask(source, **hub_arguments):
         policy = {} if options.length_policy is None else {"length_policy": options.length_policy}
@@ -74,8 +73,7 @@ def run(values):
     warn_of_modules(source, **hub_arguments)
     extend_positions(model, options.length, options.method)
     tokenizer.model_max_length = options.length
-    output = Path(options.output_dir)
-    with locked_output(output), run_folder(output, overwrite, whole=True) as (folder, _):
+    with written_whole(options.output_dir, options.overwrite) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     done = f"written to {options.output_dir}: {options.length} positions ({options.method})"

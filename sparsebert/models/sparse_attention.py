@@ -358,7 +358,7 @@ class SparseAttention(Float32Module):
         exported = exporting()
         if exported and learned is not None:
             raise ValueError(SEARCHING)
-        wanted = self._wanted(needs, sampling) | ({"export"} if exported else set())
+        wanted = self.wanted(needs, sampling) | ({"export"} if exported else set())
         causal = carrier.is_decoder
         # Only a measurement depends on it; a compiled graph should not.
         batch = operator.index(batch) if name == "sparse_measure" and not exported else 1
@@ -391,8 +391,8 @@ class SparseAttention(Float32Module):
         local = local_inputs(inputs, carrier.window, name, request, wanted)
         return replace(inputs, local=local, local_layers=carrier.local_layers)
 
-    def _wanted(self, needs: Collection[str], sampling: bool) -> set[str]:
-        """What the backend must be able to do: keys of `WANTED`."""
+    def wanted(self, needs: Collection[str] = (), sampling: bool = False) -> set[str]:
+        """What the backend must be able to do, in a forward that samples the mask or not: keys of `WANTED`."""
         wanted = set(needs)
         if self.weights_wanted:
             wanted.add("weights")

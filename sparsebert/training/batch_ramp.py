@@ -4,9 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import DistributedType
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from ..checks import check_range
+from transformers import TrainerCallback, TrainerState
 
 
 if TYPE_CHECKING:
@@ -15,28 +13,19 @@ if TYPE_CHECKING:
 
 class BatchRamp(TrainerCallback):
     """
-    Lets the batch grow with the training. A step of the Trainer always takes `gradient_accumulation_steps` batches,
-    so that schedules, checkpoints and the place in the data are as without a ramp; in the ramp the weights are updated
+    Lets the batch grow with the training. A step of the Trainer always takes `gradient_accumulation_steps` batches, so
+    that schedules, checkpoints and the place in the data are as without a ramp; in the ramp the weights are updated
     several times in a step, each time from a divisor of that number that is at least the share of the ramp that is
     done.
-
-    Args:
-        trainer ([`SparseBertTrainer`]): The Trainer. The callback is added to it.
-        end (`float`): Fraction of the training at which the batch is whole, in (0, 1].
-        position (`Callable`, *optional*): See [`SearchSchedule`].
-
-    Raises:
-        ValueError: If `end` is out of its range, or there is nothing to ramp. By the training, if the gradients of
-            several processes are only averaged at the end of a step.
     """
 
+    # `end`: the fraction of the training at which the batch is whole; `position`: see [`SearchSchedule`].
     def __init__(
         self,
         trainer: "SparseBertTrainer",
         end: float,
         position: Callable[[TrainerState], tuple[float, int]] | None = None,
     ) -> None:
-        check_batch_ramp(end, trainer.args.gradient_accumulation_steps)
         self._trainer, self._end, self._position = trainer, end, position
         self._due = self._waiting = 0
         trainer.add_callback(self)
@@ -47,9 +36,7 @@ class BatchRamp(TrainerCallback):
         wanted = min(step / (self._end * last), 1.0) * self._trainer.args.gradient_accumulation_steps
         return next(count for count in range(1, batches + 1) if batches % count == 0 and count >= min(wanted, batches))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
         averaged = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if accelerator.distributed_type == DistributedType.DEEPSPEED or (args.world_size > 1 and not averaged):
@@ -58,31 +45,15 @@ class BatchRamp(TrainerCallback):
                 "sync_each_batch true (and no DeepSpeed)"
             )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The Trainer divides the loss of each batch by this number, which is smaller at the end of an epoch.
         batches = self._trainer.current_gradient_accumulation_steps
         self._due, self._waiting = self.due(state, batches), 0
         self._trainer.updates_in_step = batches // self._due
         self._trainer.current_gradient_accumulation_steps = self._due
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._waiting += 1
         if self._waiting == self._due:
             self._waiting = 0
             self._trainer.update_within_step()
-
-
-def check_batch_ramp(end: float, gradient_accumulation_steps: int) -> None:
-    """
-    Check the fraction of the training at which the batch is whole, and that there is a batch to ramp.
-
-    Raises:
-        ValueError: If `end` is out of its range, or the batch is not accumulated.
-    """
-    check_range("batch_ramp", end, 0, 1, (int, float))
-    if end and gradient_accumulation_steps == 1:
-        raise ValueError(f"batch_ramp {end} needs gradient_accumulation_steps of 2 and more, got 1: nothing to ramp")

@@ -27,16 +27,7 @@ def first_bad_gradient(model: nn.Module) -> str | None:
 
 
 def check_weights(model: nn.Module, what: str) -> None:
-    """
-    Check that all weights of a model are finite.
-
-    Args:
-        model (`nn.Module`): Any model.
-        what (`str`): Begin of the message: where the weights come from.
-
-    Raises:
-        FloatingPointError: If a weight is not finite. The message names the first one.
-    """
+    """Check that all weights of a model are finite."""
     if (name := first_bad_weight(model)) is not None:
         raise FloatingPointError(f"{what}: {name} is not finite (NaN or infinite)")
 
@@ -44,17 +35,7 @@ def check_weights(model: nn.Module, what: str) -> None:
 def diverged(
     model: nn.Module, losses: Iterable[torch.Tensor], step: int, output_dir: str | None, skipped: int = 0
 ) -> FloatingPointError:
-    """
-    The error of a step whose loss, gradient or weights are not finite.
-
-    Args:
-        model (`nn.Module`): The model, with the gradients of the step.
-        losses (`Iterable[torch.Tensor]`): Losses of its batches.
-        step (`int`): Number of the step.
-        output_dir (`str`, *optional*): Folder of the run, for the last checkpoint.
-        skipped (`int`, *optional*, defaults to 0): Number of steps in a row that overflowed under fp16, this one
-            included.
-    """
+    """The error of a step whose loss, gradient or weights are not finite."""
     problems = [f"the loss is {float(loss)}" for loss in losses if not loss.isfinite()][:1]
     if (name := first_bad_weight(model)) is not None:
         problems.append(f"{name} is not finite")

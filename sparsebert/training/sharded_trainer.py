@@ -10,18 +10,16 @@ from transformers import Trainer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..models.bert.masked_token_head import share_bias
-from .engines import (
+from .replicated_logits import (
     SHARDING,
     ReplicatedLogits,
-    check_engine,
     check_weights_are_gathered,
     keep_outside,
-    record_engine,
     stored_state_type,
-    warn_of_ignored_engine,
     wrap_layers,
 )
 from .runs.checkpoint_manifests import check_whole, newest_whole
+from .runs.engines import check_engine, record_engine, warn_of_ignored_engine
 
 
 class ShardedTrainer(Trainer):
@@ -32,10 +30,6 @@ class ShardedTrainer(Trainer):
     - The decoder of a head for masked tokens uses the bias of the head, see [`share_bias`].
     - A run only resumes from a checkpoint that its engine can read.
     - `save_model` writes all weights also where FSDP's checkpoints hold shards.
-
-    Raises:
-        ValueError: By `train`, if a checkpoint is of another engine, ZeRO-3 would not save the weights, or DeepSpeed
-            is to search a mask under fp16.
     """
 
     _sparse_attention: Callable[[], Any]

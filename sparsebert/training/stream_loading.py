@@ -27,11 +27,6 @@ class StreamLoader:
     The place in the stream comes with every batch, also from other processes of the loader. torchdata's
     StatefulDataLoader asks them for it instead; it is one requirement more, and keeps the state of `datasets`, which
     does not have what is in a shuffle buffer.
-
-    Args:
-        stream ([`RowStream`]): The stream.
-        args ([`~transformers.TrainingArguments`]): Arguments of the run.
-        generator (`torch.Generator`): Seeds the workers.
     """
 
     def __init__(self, stream: RowStream, args: TrainingArguments, generator: torch.Generator) -> None:
@@ -69,12 +64,7 @@ class StreamLoader:
         (Path(folder) / self._name()).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: str | Path) -> None:
-        """
-        Go on from the place that a checkpoint has.
-
-        Raises:
-            ValueError: If it was saved by another number of processes or workers.
-        """
+        """Go on from the place that a checkpoint has."""
         path, first = Path(folder) / self._name(), Path(folder) / _NAME.format(0)
         path = path if path.is_file() else first  # which says by how many processes it was written
         if not path.is_file():  # a partial checkpoint, which is refused before unless the user allows it

@@ -1,14 +1,13 @@
-"""Training for a given time instead of a given number of steps."""
+"""How long a run trains: the clock of every run, and training for a given time instead of a number of steps."""
 
+import time
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
-
-from ..checks import check_choice, check_range
-from .training_clock import TrainingClock
 
 
 # Schedules of the learning rate that depend on nothing but how much of the training is done.
@@ -21,22 +20,45 @@ POSITIONS = 1_000_000
 ENDLESS = 10**9
 
 
+class TrainingClock(TrainerCallback, ExportableState):
+    """
+    Counts the seconds in `train`, with evaluations and checkpoints. Checkpoints hold the count, and a run that is
+    resumed continues it.
+    """
+
+    def __init__(self) -> None:
+        self.elapsed = 0.0
+        self._began: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"elapsed": self.elapsed}}
+
+    def _read_clock(self):
+        now = time.perf_counter()
+        assert self._began is not None
+        self.elapsed, self._began = self.elapsed + now - self._began, now
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.elapsed = 0.0
+        if state.global_step:  # resumed
+            stored: Any = state.stateful_callbacks
+            self.elapsed = stored.get(type(self).__name__, self.state())["attributes"]["elapsed"]
+        self._began = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._read_clock()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._read_clock()
+
+
 class TimeBudget(TrainingClock):
     """
     Ends a training after a number of minutes: the step is finished, and a checkpoint saved if the run saves any. A run
     that is resumed has the minutes that were left. Processes follow the clock of the first.
-
-    Args:
-        minutes (`float`): The budget, more than 0.
-
-    Raises:
-        ValueError: If `minutes` is out of its range.
     """
 
     def __init__(self, minutes: float) -> None:
-        check_range("max_minutes", minutes, 0, None, (int, float))
-        if not 0 < minutes < float("inf"):
-            raise ValueError(f"max_minutes must be more than 0 and finite, got {minutes!r}")
         super().__init__()
         self.minutes = minutes
 
@@ -52,12 +74,7 @@ class TimeBudget(TrainingClock):
         return min(done, 1.0) * POSITIONS
 
     def pace(self, scheduler: LRScheduler, state: TrainerState) -> None:
-        """
-        Let a schedule of `POSITIONS` steps follow the clock.
-
-        Raises:
-            ValueError: If it has steps of its own, see `SCHEDULES`.
-        """
+        """Let a schedule of `POSITIONS` steps follow the clock."""
         if not isinstance(scheduler, LambdaLR):
             raise ValueError(f"{type(scheduler).__name__} cannot follow the clock: use {', '.join(SCHEDULES)}")
 
@@ -66,24 +83,18 @@ class TimeBudget(TrainingClock):
 
         scheduler.lr_lambdas = [paced(schedule) for schedule in scheduler.lr_lambdas]
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self._stop(state, control)
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_optimizer_step(args, state, control, **kwargs)  # before the schedule of the learning rate goes on
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             seconds = torch.tensor(self.elapsed, device=args.device)
             torch.distributed.broadcast(seconds, 0)
             self.elapsed = seconds.item()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._stop(state, control) and args.save_strategy == SaveStrategy.STEPS:
             control.should_save = True  # as at `max_steps`
 
@@ -91,37 +102,6 @@ class TimeBudget(TrainingClock):
         ended = self.elapsed >= 60 * self.minutes
         control.should_training_stop = control.should_training_stop or ended
         return ended
-
-
-def check_time_budget(minutes: float | None, pruning: Any, training: dict[str, Any]) -> None:
-    """
-    Check what a recipe with `max_minutes` may say.
-
-    Args:
-        minutes (`float`, *optional*): `max_minutes`; `None` for a training by steps.
-        pruning (`dict`, *optional*): `pruning` of the recipe.
-        training (`dict`): Section `training`.
-
-    Raises:
-        ValueError: If a field counts steps, whose number is not known.
-    """
-    if minutes is None:
-        return
-    TimeBudget(minutes)
-    if pruning is not None:
-        raise ValueError(f"pruning has no meaning with max_minutes {minutes}: its schedule needs the number of steps")
-    if training.get("restore_callback_states_from_checkpoint"):
-        raise ValueError(
-            "restore_callback_states_from_checkpoint must be false with max_minutes, which restores its own state"
-        )
-    check_choice("lr_scheduler_type with max_minutes", training.get("lr_scheduler_type", "linear"), SCHEDULES)
-    warmup = training.get("warmup_steps", 0)
-    if warmup >= 1:
-        raise ValueError(f"warmup_steps must be a fraction of max_minutes, in [0, 1), got {warmup!r}")
-    if not counts_steps(training):
-        for name in ("logging_steps", "save_steps", "eval_steps"):
-            if 0 < (training.get(name) or 1) < 1:
-                raise ValueError(f"{name} must be a number of steps with max_minutes, got {training[name]!r}")
 
 
 def counts_steps(training: dict[str, Any]) -> bool:

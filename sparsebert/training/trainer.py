@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging
 
@@ -29,8 +29,7 @@ from .runs.resuming import check_checkpoint
 from .runs.run_checks import warn_of_slow_bfloat16
 from .sharded_trainer import ShardedTrainer
 from .stream_loading import StreamLoader
-from .time_budget import POSITIONS, TimeBudget
-from .training_clock import TrainingClock
+from .time_budget import POSITIONS, TimeBudget, TrainingClock
 
 
 if TYPE_CHECKING:
@@ -49,18 +48,14 @@ class MaskingEpoch(TrainerCallback):
     def __init__(self, trainer: "SparseBertTrainer") -> None:
         self._trainer = trainer
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         collator: Any = self._trainer.data_collator
         epoch, seed = int(state.epoch or 0), args.seed if args.data_seed is None else args.data_seed
         if hasattr(collator, "set_epoch"):
             collator.set_epoch(epoch)
         self._trainer.worker_seeds.manual_seed(seed + epoch)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(self._trainer.train_dataset, RowStream):  # the stock Trainer counts from where it resumed
             state.epoch = state.global_step / state.max_steps
 

@@ -10,7 +10,6 @@ Source: O(n) Connections are Expressive Enough (arXiv 2006.04862), Section 5 and
 """
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,21 +23,19 @@ from transformers import (
     GenerationConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    set_seed,
 )
 from transformers.utils import logging
 
 from sparsebert.checks import check_range
 from sparsebert.data.tokenization import check_tokenizer, train_tokenizer
-from sparsebert.files import METRICS_NAME, locked_output, open_text, write_metrics
+from sparsebert.files import open_text
 from sparsebert.hub import read_tokenizer
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertLMHeadModel, SparseBertModel
-from sparsebert.training.runs.resuming import RecipeRecord, check_recipe, recipe_record, rows_record
-from sparsebert.training.runs.run_checks import check_evaluation, check_model_fields, check_schedule, check_training
-from sparsebert.training.runs.run_folders import resume_from, run_folder
+from sparsebert.training.runs.resuming import rows_record
+from sparsebert.training.runs.run_checks import check_model_fields, read_training
+from sparsebert.training.runs.run_life import TrainingRun, training_run
 from sparsebert.training.runs.sources import check_source
-from sparsebert.training.runs.stopping import STOPPING_FIELDS, StopOnSignal
 from sparsebert.training.trainer import SparseBertTrainer
 
 
@@ -282,32 +279,19 @@ def train_translation(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError, OSError: If something is wrong in the recipe or the data.
     """
-    check_training(recipe["training"])
+    fields = recipe["training"] | {"predict_with_generate": True}
+    training = read_training(fields, Seq2SeqTrainingArguments)
     check_model_fields(recipe["model"])
-    data, training = TranslationArguments(**recipe["data"]), Seq2SeqTrainingArguments(**recipe["training"])
-    check_schedule(training)
-    check_evaluation(training)
+    data = TranslationArguments(**recipe["data"])
     check_data(data)
     check_model(recipe["model"], data.max_length)
-    output = Path(str(training.output_dir))
-    resume = resume_from(data.resume, training.resume_from_checkpoint)
-    with (
-        locked_output(output) as unfinished,
-        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
-    ):
-        changed = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], **STOPPING_FIELDS}
-        training = Seq2SeqTrainingArguments(**recipe["training"] | changed | {"predict_with_generate": True})
-        return _train_translation(data, recipe["model"], training)
+    with training_run(fields | {"output_dir": str(training.output_dir)}, data, Seq2SeqTrainingArguments) as run:
+        return _train_translation(run, data, recipe["model"])
 
 
-def _train_translation(
-    data: TranslationArguments, fields: dict[str, Any], training: Seq2SeqTrainingArguments
-) -> dict[str, Any]:
-    start = time.perf_counter()
-    output = Path(str(training.output_dir))
+def _train_translation(run: TrainingRun, data: TranslationArguments, fields: dict[str, Any]) -> dict[str, Any]:
     train = read_pairs(data.train, data.max_train_pairs)
     test = read_pairs(data.test, data.max_test_pairs)
-    set_seed(training.seed)
     vocab_size = SparseBertConfig(**fields).vocab_size
     tokenizer: PreTrainedTokenizerBase
     if data.tokenizer:
@@ -319,21 +303,16 @@ def _train_translation(
     model: Any = build_model(fields, tokenizer, data.max_length, data.num_beams)
     train_set, test_set = (encode(pairs, tokenizer, data.max_length) for pairs in (train, test))
     # The decoder has the same fields.
-    record = recipe_record(data, model.encoder.config, training)
-    record["inputs"] |= rows_record(train_set)
-    if training.resume_from_checkpoint:
-        check_recipe(training.resume_from_checkpoint, record)
+    run.define(data, model.encoder.config, **rows_record(train_set))
     trainer = TranslationTrainer(
         model,
-        training,
+        run.training,
         train_dataset=train_set,
         eval_dataset=test_set,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # label smoothing removes the labels
         processing_class=tokenizer,
-        callbacks=[RecipeRecord(record)],
     )
-    with StopOnSignal(trainer):
-        trained = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trained = run.train(trainer)
     trainer.save_model()
     prediction = trainer.predict(test_set)
     translations = decode(np.asarray(prediction.predictions), tokenizer)
@@ -341,7 +320,7 @@ def _train_translation(
     score, signature = bleu(translations, references)
     round_trip = tokenizer(references, truncation=True, max_length=data.max_length)["input_ids"]
     ceiling = bleu([decode(np.array([ids]), tokenizer)[0] for ids in round_trip], references)[0]
-    (output / "translations.txt").write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
+    (run.folder / "translations.txt").write_text("".join(f"{line}\n" for line in translations), encoding="utf-8")
     metrics = {
         "bleu": score,
         "bleu_signature": signature,
@@ -353,12 +332,8 @@ def _train_translation(
         "train_pairs": len(train),
         "test_pairs": len(test),
         "steps": trained.global_step,
-        "train_seconds": trainer.train_seconds,
-        "seconds": time.perf_counter() - start,
     }
-    metrics = write_metrics(output / METRICS_NAME, metrics)
-    trainer.push_results()
-    return metrics
+    return run.finish(trainer, metrics)
 
 
 def check_data(data: TranslationArguments) -> None:

@@ -27,8 +27,8 @@ from sparsebert.learning.mask_search import described_search
 from sparsebert.models.architectures import num_positions
 from sparsebert.models.bert.configuration_sparsebert import SparseBertConfig
 from sparsebert.models.bert.modeling_sparsebert import SparseBertForMaskedLM
+from sparsebert.training.pretraining.pretraining_arguments import check_no_decay
 from sparsebert.training.pretraining.pretraining_run import pretrain
-from sparsebert.training.pretraining.search_start import check_no_decay
 
 from ..harness.seed_comparisons import COMPARED, compare_seeds, mean_text
 from .base_models import PACKAGE, located

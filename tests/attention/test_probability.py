@@ -529,7 +529,7 @@ def test_finetuning_with_another_map(checkpoints, glue_folder, tmp_path, capsys)
     assert main([*arguments, checkpoints["window"], "--attn_implementation", "sparse_sdpa"]) == 2
     assert "sparse_sdpa does not support probability_map 'topk': use sparse_eager" in capsys.readouterr().err
     assert main([*arguments, checkpoints["stock"], "--mask", checkpoints["window"]]) == 2
-    assert "model.probability_map has no meaning here" in capsys.readouterr().err
+    assert "model.probability_map 'topk' has no meaning here" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*arguments, checkpoints["window"]]) == 0
     config = json.loads((tmp_path / "run/config.json").read_text())

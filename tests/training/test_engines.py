@@ -20,7 +20,8 @@ from benchmarks.engines import OTHERS, OWN, loaded_loss, results_of
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.models.bert.masked_token_head import TiedDecoder, share_bias
 from sparsebert.training import engines
-from sparsebert.training.engines import ReplicatedLogits, check_engine, engine_of_checkpoint, keep_outside
+from sparsebert.training.replicated_logits import ReplicatedLogits, keep_outside
+from sparsebert.training.runs.engines import check_engine, engine_of_checkpoint
 
 
 ROOT = Path(__file__).parents[2]

@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import SEARCH, TINY, WORDS, contents, growth
 from processes import SERVER, start, start_command, wait_for
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, TrainingArguments
@@ -497,6 +498,7 @@ def full_disk(saved_run, pretraining_flags, said, small_files, tmp_path):
     assert before.items() <= contents(folder).items()
     assert SparseMask.from_pretrained(tmp_path / "mask") == mask
     check_whole(folder / "checkpoint-2")
+    assert main(pretraining_flags(folder, *SEARCH, "--resume")) == 0
 
 
 # Resuming
@@ -508,10 +510,11 @@ def part_missing(saved_run, pretraining_flags, said, tmp_path):
         checkpoint = tmp_path / name / "checkpoint-4"
         shutil.copytree(saved_run / "checkpoint-4", checkpoint)
         (checkpoint / name).unlink()
-        line = said(pretraining_flags(tmp_path / name, *SEARCH, "--resume_from_checkpoint", checkpoint))
+        words = pretraining_flags(tmp_path / name, *SEARCH, "--resume_from_checkpoint", checkpoint)
+        line = said(words)
         assert str(checkpoint / name) in line and "--allow_partial_resume" in line
-    flags = ("--resume_from_checkpoint", tmp_path / "optimizer.pt/checkpoint-4", "--allow_partial_resume")
-    assert main(pretraining_flags(tmp_path / "optimizer.pt", *SEARCH, *flags)) == 0
+        # Without the state of the training, nobody knows where the run was.
+        assert main([*words, "--allow_partial_resume"]) == (2 if name == "trainer_state.json" else 0)
 
 
 def hold(folder, line):
@@ -521,14 +524,15 @@ def hold(folder, line):
 
 
 @row(20, "two processes in one folder")
-def two_processes(pretraining_flags, said, tmp_path):
+def two_processes(pretraining_flags, finetuning_flags, said, tmp_path):
     here, there = SERVER.Pipe()
     process = start(hold, str(tmp_path / "run"), there)
     pid = here.recv()
-    line = said(pretraining_flags(tmp_path / "run", "--overwrite"))
+    for flags in (pretraining_flags, finetuning_flags):
+        line = said(flags(tmp_path / "run", "--overwrite"))
+        assert f"is in use by process {pid} on {os.uname().nodename}" in line and pid != os.getpid()
     here.send("done")
     process.join(60)
-    assert f"is in use by process {pid} on {os.uname().nodename}" in line and pid != os.getpid()
     assert process.exitcode == 0 and not (tmp_path / "run").exists()
 
 
@@ -591,18 +595,37 @@ def stream_resumed_twice(word_tokenizer, tmp_path):
         assert resumed.ledger == whole.ledger[step:]
 
 
+def signal_and_resume(number, code, pretraining_flags, said, tmp_path):
+    folder, errors = tmp_path / "run", tmp_path / "errors"
+    words = pretraining_flags(folder, *SEARCH, "--max_steps", "150", "--save_steps", "20", "--enable_jit_checkpoint")
+    process = start_command(words, errors)
+    wait_for(process, (folder / "checkpoint-20" / MANIFEST_NAME).exists)
+    os.kill(process.pid, number)
+    process.join(120)
+    assert process.exitcode == code, errors.read_text()
+    line, name = errors.read_text().strip().splitlines()[-1], signal.Signals(number).name
+    assert name in line and "--resume" in line
+    mark = json.loads((folder / UNFINISHED_NAME).read_text())
+    assert name in mark["stopped"] and mark["pid"] == process.pid
+    assert not (folder / "metrics.json").exists() and not (folder / WEIGHTS).exists()
+    checkpoint = newest_whole(folder)
+    assert 20 < int(checkpoint.name.partition("-")[2]) < 150
+    assert "mask_logits" in " ".join(load_file(checkpoint / "model.safetensors"))
+    # The same command again offers to go on, and does.
+    assert f"complete up to {checkpoint.name}: add --resume" in said(words)
+    assert main([*words, "--resume"]) == 0
+    assert json.loads((folder / "metrics.json").read_text())["steps"] == 150
+    assert not (folder / UNFINISHED_NAME).exists()
+
+
 @row(23, "SIGTERM")
 def sigterm(pretraining_flags, said, tmp_path):
-    folder = tmp_path / "run"
-    words = pretraining_flags(folder, *SEARCH, "--max_steps", "100000", "--save_steps", "2")
-    process = start_command(words, tmp_path / "errors")
-    wait_for(process, (folder / "checkpoint-2" / MANIFEST_NAME).exists)
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 143, (tmp_path / "errors").read_text()
-    assert "SIGTERM" in (tmp_path / "errors").read_text().strip().splitlines()[-1]
-    assert (folder / UNFINISHED_NAME).exists() and not (folder / WEIGHTS).exists()
-    assert f"complete up to {newest_whole(folder).name}: add --resume" in said(words)
+    signal_and_resume(signal.SIGTERM, 143, pretraining_flags, said, tmp_path)
+
+
+@row(23, "SIGINT", pytest.mark.slow)
+def sigint(pretraining_flags, said, tmp_path):
+    signal_and_resume(signal.SIGINT, 130, pretraining_flags, said, tmp_path)
 
 
 @row(23, "second SIGTERM")

@@ -19,7 +19,7 @@ from sparsebert import SparseBertForSequenceClassification, SparseMask
 from sparsebert.data.tasks import TASKS
 from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.finetuning.finetuning_arguments import FinetuningArguments
-from sparsebert.training.finetuning.finetuning_runs import check_arguments
+from sparsebert.training.finetuning.finetuning_checks import check_arguments
 from sparsebert.training.finetuning.single_run import read_predictions, run_once
 from sparsebert.training.finetuning.task_data import MissingSplitError, choose_splits, prepare
 from sparsebert.training.finetuning.task_models import load_model, mask_metrics
@@ -182,7 +182,7 @@ def test_a_field_that_the_model_lacks(options, word_tokenizer, tmp_path):
     DistilBertModel(config).save_pretrained(tmp_path)
     word_tokenizer.save_pretrained(tmp_path)
     arguments = options(model=str(tmp_path))
-    message = "model.hidden_dropout_prob has no meaning here: a configuration of type 'distilbert' has no such field"
+    message = "model.hidden_dropout_prob .*has no meaning here: a configuration of type 'distilbert' has no such field"
     with pytest.raises(ValueError, match=message):
         check_arguments(arguments, {"hidden_dropout_prob": 0.2})
     check_arguments(arguments, {"num_hidden_layers": 1})
@@ -202,11 +202,11 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
     "fields, config, message",
     [
         ({"model": "stock", "attn_implementation": "sparse_sdpa"}, {}, "applies a mask.*--mask"),
-        ({"model": "stock"}, {"diagonal": "remove"}, "model.diagonal has no meaning here: there is no mask"),
-        ({}, {"mask_length": 16}, "model.mask_length has no meaning here: only length_policy.* of a frozen mask"),
-        ({"mask": "FOLDER"}, {"mask_seed": 1}, "model.mask_seed has no meaning here"),
-        ({"mask": "bigbird"}, {"pattern": "star"}, "model.pattern has no meaning here.*--mask"),
-        ({"mask": "bigbird"}, {"search": "soft"}, "model.search has no meaning here"),
+        ({"model": "stock"}, {"diagonal": "remove"}, "model.diagonal .*has no meaning here: there is no mask"),
+        ({}, {"mask_length": 16}, "model.mask_length .*has no meaning here: only length_policy.* of a frozen mask"),
+        ({"mask": "FOLDER"}, {"mask_seed": 1}, "model.mask_seed .*has no meaning here"),
+        ({"mask": "bigbird"}, {"pattern": "star"}, "model.pattern .*has no meaning here.*--mask"),
+        ({"mask": "bigbird"}, {"search": "soft"}, "model.search .*has no meaning here"),
         ({"attn_implementation": "flash_attention_2"}, {}, "would ignore the mask"),
         ({"mask": "bigbrid"}, {}, "unknown mask 'bigbrid'; did you mean 'bigbird'"),
         ({"mask": "dam_s"}, {}, "'dam_s' is a search"),
@@ -215,9 +215,8 @@ def test_how_a_mask_is_used_can_be_changed(options, tmp_path):
         ({"model": "/nowhere"}, {}, "model: there is no folder '/nowhere'"),
         ({"max_length": 48}, {}, "max_length 48 is more than the 40 positions"),
         ({"max_length": None}, {}, "max_length 128 is more than the 40 positions"),
-        ({"max_length": 2}, {}, "max_length must be at least 4, got 2"),
-        ({"max_train_examples": 0}, {}, "max_train_examples must be at least 1, got 0"),
-        ({"n_best_size": 0}, {}, "n_best_size must be at least 1, got 0"),
+        ({"max_length": 2}, {}, "max_length must be .* at least 4, got 2"),
+        ({"max_train_examples": 0}, {}, "max_train_examples must be .* at least 1, got 0"),
     ],
 )
 def test_what_is_refused_before_any_data_is_read(options, checkpoints, tmp_path, fields, config, message):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -11,32 +10,21 @@ from pathlib import Path
 import pytest
 from conftest import SEARCH, contents
 from processes import start, start_command, wait_for
-from safetensors.torch import load_file
 
 from sparsebert import load
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.commands import main
 from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output
 from sparsebert.masks.sparse_mask import SparseMask
+from sparsebert.output_folders import ASIDE_NAME
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
-from sparsebert.training.runs.run_folders import ASIDE_NAME, choose_folder, run_folder
+from sparsebert.training.runs.run_folders import choose_folder, run_folder
 
 
 pytestmark = pytest.mark.usefixtures("without_matplotlib")
 
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def finetuning_flags(checkpoints, glue_folder):
-    """`finetuning_flags(output, *flags)`: words of `sparsebert finetune` for two steps of RTE."""
-    fields = {
-        **{"task": "rte", "model": checkpoints["window"], "data": glue_folder, "max_length": 32, "max_steps": 2},
-        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
-    }
-    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    return lambda output, *flags: ["finetune", *words, "--output_dir", str(output), *map(str, flags)]
 
 
 # Nothing old is lost
@@ -72,7 +60,7 @@ def test_a_run_that_replaces_another_does_so_at_the_end(pretraining_flags, tmp_p
         assert contents(folder).items() >= before.items()
         raise OSError("the last step fails")
 
-    monkeypatch.setattr("sparsebert.training.pretraining.pretraining_run.write_metrics", fail)
+    monkeypatch.setattr("sparsebert.training.runs.run_life.write_metrics", fail)
     assert main(pretraining_flags(folder, "--pattern", "window", "--overwrite")) == 1
     assert contents(folder).items() >= before.items()
     assert newest_whole(folder / ASIDE_NAME / "run").name == "checkpoint-6"
@@ -150,7 +138,8 @@ def test_a_run_that_was_killed_before_it_replaced_anything(pretraining_flags, sa
     before = contents(tmp_path)
     process = start(_killed_at_the_start, tmp_path)
     process.join(120)
-    assert process.exitcode == -signal.SIGKILL and (tmp_path / UNFINISHED_NAME).is_file()
+    assert process.exitcode == -signal.SIGKILL
+    assert {LOCK_NAME, UNFINISHED_NAME} <= set(os.listdir(tmp_path))  # the lock ends with its process
     assert "holds a finished run" in said(pretraining_flags(tmp_path, *SEARCH, *resume))
     assert contents(tmp_path) == before
 
@@ -275,42 +264,6 @@ def signaled(process, number, errors):
     os.kill(process.pid, number)
     process.join(120)
     return errors.read_text()
-
-
-@pytest.fixture
-def long_run(pretraining_flags, tmp_path):
-    """`long_run(*flags)`: words of a run of 150 steps that saves at step 20, 40, ..., and its folder."""
-    folder = tmp_path / "long"
-    return lambda *flags: (
-        pretraining_flags(folder, *SEARCH, "--max_steps", "150", "--save_steps", "20", *flags),
-        folder,
-    )
-
-
-@pytest.mark.parametrize(
-    "number, code",
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
-    ids=["SIGTERM", "SIGINT"],
-)
-def test_a_signal_saves_and_the_run_goes_on(long_run, said, tmp_path, number, code):
-    words, folder = long_run()
-    process = start_command([*words, "--enable_jit_checkpoint"], tmp_path / "errors")
-    wait_for(process, (folder / "checkpoint-20" / MANIFEST_NAME).exists)
-    errors = signaled(process, number, tmp_path / "errors")
-    assert process.exitcode == code, errors
-    line = errors.strip().splitlines()[-1]
-    assert signal.Signals(number).name in line and "--resume" in line
-    mark = json.loads((folder / UNFINISHED_NAME).read_text())
-    assert signal.Signals(number).name in mark["stopped"] and mark["pid"] == process.pid
-    assert not (folder / "metrics.json").exists() and not (folder / "mask.safetensors").exists()
-    checkpoint = newest_whole(folder)
-    assert 20 < int(checkpoint.name.partition("-")[2]) < 150
-    assert "mask_logits" in " ".join(load_file(checkpoint / "model.safetensors"))
-    # The same command again offers to go on, and does.
-    assert f"complete up to {checkpoint.name}: add --resume" in said(words)
-    assert main([*words, "--resume"]) == 0
-    assert json.loads((folder / "metrics.json").read_text())["steps"] == 150
-    assert not (folder / UNFINISHED_NAME).exists()
 
 
 @pytest.fixture
@@ -611,15 +564,6 @@ def test_resuming_takes_the_newest_complete_checkpoint(saved, pretraining_flags,
     assert json.loads((saved / "metrics.json").read_text())["steps"] == 6
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_parts_are_missing_only_if_that_is_allowed(saved, pretraining_flags, said, name):
-    (saved / "checkpoint-4" / name).unlink()
-    words = pretraining_flags(saved, *SEARCH, "--resume_from_checkpoint", saved / "checkpoint-4")
-    line = said(words)
-    assert name in line and "--allow_partial_resume" in line
-    assert main([*words, "--allow_partial_resume"]) == 0
-
-
 def test_resuming_without_a_checkpoint(saved, pretraining_flags, said, tmp_path):
     assert "there is no folder" in said(pretraining_flags(saved, "--resume_from_checkpoint", tmp_path / "none"))
     for path in saved.glob(f"checkpoint-*/{MANIFEST_NAME}"):
@@ -693,61 +637,7 @@ def test_several_runs_go_on(finetuning_flags, said, tmp_path):
     assert json.loads((second / "metrics.json").read_text())["steps"] == 2
 
 
-# One run at a time
-
-
-def test_a_second_run_is_told_who_has_the_folder(finetuning_flags, pretraining_flags, said, tmp_path):
-    with locked_output(tmp_path / "run"):
-        for words in (finetuning_flags(tmp_path / "run"), pretraining_flags(tmp_path / "run", "--overwrite")):
-            line = said(words)
-            assert f"is in use by process {os.getpid()} on {os.uname().nodename}" in line
-    assert not (tmp_path / "run").exists()
-
-
-def die_with_a_lock(folder):
-    with locked_output(folder):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_lock_ends_with_its_process(tmp_path):
-    process = start(die_with_a_lock, tmp_path / "run")
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    assert (tmp_path / "run" / LOCK_NAME).exists()
-    with locked_output(tmp_path / "run") as unfinished:
-        assert unfinished
-
-
 # A full disk
-
-
-def test_a_full_disk_leaves_the_older_checkpoint(pretraining_flags, tmp_path, said, monkeypatch):
-    folder = tmp_path / "run"
-    words = pretraining_flags(folder, *SEARCH)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    from sparsebert.training.trainer import SparseBertTrainer
-
-    save = SparseBertTrainer._save_checkpoint
-
-    def save_on_full_disk(self, *args):
-        # No file may be larger than this: the weights fit, the state of the optimizer does not.
-        if self.state.global_step == 4:
-            size = (folder / "checkpoint-2/optimizer.pt").stat().st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, limit[1]))
-        return save(self, *args)
-
-    monkeypatch.setattr(SparseBertTrainer, "_save_checkpoint", save_on_full_disk)
-    try:
-        line = said(words, code=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, previous)
-    assert str(folder / "checkpoint-4") in line
-    assert not (folder / "checkpoint-4").exists() and not list(folder.rglob("*.tmp"))
-    check_whole(folder / "checkpoint-2")
-    monkeypatch.undo()
-    assert main([*words, "--resume"]) == 0
 
 
 def test_a_failed_save_keeps_what_the_limit_would_delete(pretraining_flags, tmp_path, said, monkeypatch):

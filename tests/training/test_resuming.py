@@ -25,7 +25,7 @@ STEPS = 14
 CHILD = """
 import json, os, signal, sys
 from transformers import TrainerCallback
-from sparsebert.training import pretraining
+from sparsebert.training.pretraining import pretraining_run as pretraining
 
 recipe, step, event = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 

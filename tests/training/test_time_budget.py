@@ -112,13 +112,13 @@ def test_a_run_whose_time_is_over_trains_no_step():
 @pytest.mark.parametrize(
     ("data", "training", "message"),
     [
-        ({"max_minutes": 0}, {}, "max_minutes must be more than 0 and finite, got 0"),
-        ({"max_minutes": float("inf")}, {}, "max_minutes must be more than 0 and finite, got inf"),
+        ({"max_minutes": 0}, {}, "max_minutes must be in .*got 0"),
+        ({"max_minutes": float("inf")}, {}, "max_minutes must be in .*got inf"),
         ({}, {"warmup_steps": 10}, r"warmup_steps must be a fraction of max_minutes, in \[0, 1\), got 10"),
         ({}, {"warmup_steps": 1}, "warmup_steps must be a fraction of max_minutes"),
         ({}, {"lr_scheduler_type": "inverse_sqrt"}, "lr_scheduler_type with max_minutes must be one of 'linear'"),
         ({}, {"save_steps": 0.1}, "save_steps must be a number of steps with max_minutes, got 0.1"),
-        ({"pruning": {"final_sparsity": 0.5}}, {}, "pruning has no meaning with max_minutes"),
+        ({"pruning": {"final_sparsity": 0.5}}, {}, "pruning .*has no meaning with max_minutes"),
     ],
 )
 def test_what_counts_steps_is_refused(text, tmp_path, data, training, message):

@@ -19,18 +19,7 @@ from .task_data import TaskData
 
 
 def seed_folders(folder: str | os.PathLike) -> dict[int, Path]:
-    """
-    Folders of the single runs in an output folder.
-
-    Args:
-        folder (`str` or `os.PathLike`): Output folder with one run or several seeds.
-
-    Returns:
-        `dict[int, Path]`: Folder of each seed.
-    Raises:
-        FileNotFoundError: If there is no finished run.
-        ValueError: If its metrics are damaged, or not of fine-tuning.
-    """
+    """Folders of the single runs in an output folder."""
     metrics = read_metrics([folder])[Path(folder)]
     try:
         if "seeds" in metrics:
@@ -41,19 +30,7 @@ def seed_folders(folder: str | os.PathLike) -> dict[int, Path]:
 
 
 def check_baseline(folder: str | os.PathLike, data: TaskData, seeds: Sequence[int]) -> None:
-    """
-    Check, before training, that a finished run can serve as a baseline.
-
-    Args:
-        folder (`str` or `os.PathLike`): Its output folder.
-        data ([`TaskData`]): The data of the runs to compare with it.
-        seeds (`Sequence[int]`): Their seeds.
-
-    Raises:
-        FileNotFoundError: If there is no finished run.
-        ValueError: If its metrics are damaged, or it is of another task, has none of the seeds, or was evaluated on
-            other examples.
-    """
+    """Check, before training, that a finished run can serve as a baseline."""
     path = Path(folder) / METRICS_NAME
     if not path.is_file():
         raise FileNotFoundError(f"baseline {folder}: there is no finished run (metrics.json) of {data.task.name}")
@@ -78,15 +55,6 @@ def compare(folder: str | os.PathLike, baseline: str | os.PathLike, resamples: i
     """
     Difference in the main metric between two finished fine-tuning runs of a task, on every split for which both have
     references, over the seeds they share.
-
-    Args:
-        folder, baseline (`str` or `os.PathLike`): Output folders.
-        resamples (`int`, *optional*, defaults to 1000): Number of resamples of [`paired_bootstrap`].
-
-    Returns:
-        `dict`: `"baseline"`, `"seeds"`, and for each split the result of [`paired_bootstrap`].
-    Raises:
-        ValueError: If they have no seed in common, or were evaluated on different examples.
     """
     ours, theirs = seed_folders(folder), seed_folders(baseline)
     seeds = sorted(set(ours) & set(theirs))

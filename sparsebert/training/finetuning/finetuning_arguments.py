@@ -1,12 +1,40 @@
 """The fields of a fine-tuning recipe about task, model, mask and runs."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+from huggingface_hub.dataclasses import validated_field
+
+from ...checks import CheckedFields, number
 from ...hub import HubArguments
 
 
+MOST_RUNS = 10_000
+
+
+def _finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"must be finite, got {value!r}")
+
+
+def _grid(value: Any) -> None:
+    if not isinstance(value, (bool, dict)):
+        raise ValueError(f"must be true or a dictionary of lists of values, got {value!r}")
+
+
+def _seeds(value: Any) -> None:
+    listed = value if isinstance(value, list) else [value]
+    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
+        raise ValueError(f"must be a number of runs or a list of seeds, got {value!r}")
+    if value == 0 or len(set(listed)) < len(listed):
+        raise ValueError(f"must be at least 1, or a list of different seeds, got {value!r}")
+    if isinstance(value, int) and value > MOST_RUNS:
+        raise ValueError(f"must be at most {MOST_RUNS} runs, got {value}")
+
+
 @dataclass
-class FinetuningArguments(HubArguments):
+class FinetuningArguments(CheckedFields, HubArguments):
     """
     Section `data` of a fine-tuning recipe. `revision` and `subfolder` are those of `model`.
 
@@ -72,18 +100,18 @@ class FinetuningArguments(HubArguments):
     train_split: str | None = None
     validation_split: str | list | None = None
     test_split: str | list | None = None
-    max_train_examples: int | None = None
+    max_train_examples: int | None = validated_field(number(1), default=None)
     task_kwargs: dict | None = None
     skip_bad: bool = False
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    doc_stride: int = 128
-    max_question_length: int = 64
-    n_best_size: int = 20
-    max_answer_length: int = 30
-    no_answer_threshold: float = 0.0
-    seeds: int | list = 1
-    sweep: bool | dict = False
+    max_length: int | None = validated_field(number(4), default=None)
+    pad_to_multiple_of: int | None = validated_field(number(1), default=None)
+    doc_stride: int = validated_field(number(0), default=128)
+    max_question_length: int = validated_field(number(1), default=64)
+    n_best_size: int = validated_field(number(1), default=20)
+    max_answer_length: int = validated_field(number(1), default=30)
+    no_answer_threshold: float = validated_field(_finite, default=0.0)
+    seeds: int | list = validated_field(_seeds, default=1)
+    sweep: bool | dict = validated_field(_grid, default=False)
     baseline: str | None = None
     simple_baseline: bool = True
     attn_implementation: str | None = None

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from huggingface_hub.errors import HTTPError
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...analysis.reporting.reports import read_metrics, report_tables
 from ...analysis.statistics import summarize
-from ...checks import nearest
 from ...data.tasks import TASKS
 from ...data.tasks.glue import GLUE, GLUE_COLUMNS, SUBMISSIONS, averages
 from ...files import (
@@ -33,35 +31,23 @@ from ...files import (
     write_metrics,
 )
 from ...hub import without_secrets
-from ...learning.progressive_pruning import ProgressivePruning
 from ...models.bert.configuration_sparsebert import SparseBertConfig
+from ...output_folders import remove, remove_replaced, stored_metrics, weights_and_checkpoints
 from ..runs.run_cards import add_finetuning
-from ..runs.run_checks import check_training
-from ..runs.run_folders import remove, remove_replaced, resume_from, stored_metrics, weights_and_checkpoints
-from ..runs.sources import check_source
+from ..runs.run_folders import resume_from
 from .comparison import check_baseline, compare
 from .finetuning_arguments import FinetuningArguments
+from .finetuning_checks import check_arguments
 from .finished_runs import run_or_read
 from .several_runs import cells_of, check_runs_folder, layout_of, read_grid, read_seeds, write_recipe
 from .single_run import training_arguments
 from .task_data import MissingSplitError, TaskData, prepare
-from .task_models import check_model, model_and_mask_arguments
 
 
 logger = logging.get_logger(__name__)
 
 SECTIONS = {"data": FinetuningArguments, "model": SparseBertConfig, "training": TrainingArguments}
 
-# Lower bounds of fields of `data`.
-_LOWEST = {
-    "max_train_examples": 1,
-    "max_length": 4,
-    "pad_to_multiple_of": 1,
-    "doc_stride": 0,
-    "max_question_length": 1,
-    "n_best_size": 1,
-    "max_answer_length": 1,
-}
 _OF_ONE_RUN = ("seed", "mask_seed", "seconds")
 
 
@@ -69,14 +55,6 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
     """
     Fine-tune as a recipe says: on one task or all of GLUE, with one or more seeds, with given settings or the best
     ones of a grid, optionally compared with a baseline.
-
-    Args:
-        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
-
-    Returns:
-        `Path`: The output folder. Its `metrics.json` holds the results, `results.md` their tables.
-    Raises:
-        ValueError, OSError: If something is wrong in the recipe or the data.
     """
     plan = _read_plan(recipe)
     # The token stays with the options: what is written of a recipe must not have it.
@@ -96,15 +74,7 @@ def finetune(recipe: dict[str, dict[str, Any]]) -> Path:
 
 
 def check_finetuning(recipe: dict[str, dict[str, Any]]) -> None:
-    """
-    Check a recipe and the data that it names, as [`finetune`] does before the first training.
-
-    Args:
-        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`.
-
-    Raises:
-        ValueError, OSError: If something is wrong in the recipe or the data.
-    """
+    """Check a recipe and the data that it names, as [`finetune`] does before the first training."""
     _prepare_tasks(_read_plan(recipe))
 
 
@@ -121,7 +91,6 @@ class _Plan:
 
 def _read_plan(recipe: dict[str, dict[str, Any]]) -> _Plan:
     options = FinetuningArguments(**recipe["data"])
-    check_training(recipe["training"])
     check_arguments(options, recipe["model"])
     grid = read_grid(options.sweep)
     output = Path(recipe["training"].get("output_dir") or f"runs/{'glue' if options.all else options.task}")
@@ -185,49 +154,6 @@ def _finetune(recipe: dict[str, dict[str, Any]], plan: _Plan) -> Path:
             _write_submission(results, output)
         write_metrics(output / METRICS_NAME, metrics)
     return output
-
-
-def check_arguments(options: FinetuningArguments, model: dict[str, Any]) -> None:
-    """
-    Check whatever can be checked without reading data or weights.
-
-    Args:
-        options ([`FinetuningArguments`]): Section `data` of the recipe.
-        model (`dict`): Section `model` of the recipe.
-
-    Raises:
-        ValueError: If a field is missing, unknown, out of range, or has no effect in this combination.
-        OSError: If the model or the mask does not exist.
-    """
-    if options.all == (options.task is not None):
-        raise ValueError("choose --task NAME or --all; the tasks are " + ", ".join(TASKS))
-    if options.task is not None and options.task not in TASKS:
-        raise nearest("task", str(options.task), list(TASKS))
-    for name, low in _LOWEST.items():
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise ValueError(f"{name} must be at least {low}, got {value!r}")
-    if not math.isfinite(options.no_answer_threshold):
-        raise ValueError(f"no_answer_threshold must be finite, got {options.no_answer_threshold!r}")
-    tasks = list(GLUE) if options.task is None else [options.task]
-    for length in sorted({options.max_length or TASKS[name].max_length for name in tasks}):
-        if options.pad_to_multiple_of is not None and length % options.pad_to_multiple_of:
-            raise ValueError(f"pad_to_multiple_of must divide max_length {length}, got {options.pad_to_multiple_of}")
-    if options.model is None:
-        raise ValueError("--model must be the folder or Hub id of a pre-trained model")
-    for name, arguments in zip(("model", "mask"), model_and_mask_arguments(options), strict=True):
-        check_source(name, getattr(options, name), **arguments)
-    pruning = ProgressivePruning.from_settings(options.pruning)
-    if pruning is not None and (pruning.score != "attention" or options.mask != "dense"):
-        raise ValueError(
-            "pruning during fine-tuning needs the score 'attention' and --mask dense, got score "
-            f"{pruning.score!r} and mask {options.mask!r}"
-        )
-    try:
-        check_model(options, model, options.max_length or max(TASKS[name].max_length for name in tasks))
-    except HTTPError as error:
-        named = f"model {options.model!r}" + (f" or mask {options.mask!r}" if options.mask else "")
-        raise ValueError(f"{named} could not be downloaded ({type(error).__name__}: {error})") from error
 
 
 def _prepare_glue(options: FinetuningArguments) -> tuple[dict[str, TaskData], dict[str, str]]:

@@ -30,23 +30,7 @@ def run_or_read(
     folder: Path,
     need_weights: bool = False,
 ) -> dict[str, Any]:
-    """
-    The metrics of a run: those in its folder if it holds a finished run of the same recipe, model and mask.
-
-    Args:
-        data ([`TaskData`]): The data of the run.
-        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`.
-        settings (`dict`): Fields of `training` that differ from those of the recipe.
-        folder (`Path`): Folder of the run.
-        need_weights (`bool`, *optional*, defaults to `False`): Whether to repeat a finished run without its weights.
-
-    Returns:
-        `dict`: See [`run_once`].
-    Raises:
-        ValueError: If the folder holds a finished run of another recipe, model or mask, and see [`run_once`].
-        FileExistsError: See [`run_once`].
-        FloatingPointError: If the training diverges.
-    """
+    """The metrics of a run: those in its folder if it holds a finished run of the same recipe, model and mask."""
     training = recipe["training"] | settings
     written = _describe(data, recipe, training)
     path = folder / RECIPE_NAME

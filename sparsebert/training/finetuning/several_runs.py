@@ -20,19 +20,11 @@ from .finetuning_arguments import FinetuningArguments
 PAPER_GRID = {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
 
 _SECTIONS = {"data", "model", "training"}
-_MOST_RUNS = 10_000
 _PER_RUN = ("output_dir", "seed", "resume_from_checkpoint")
 
 
 def read_grid(sweep: bool | dict) -> dict[str, list]:
-    """
-    Values by field of `training`; empty if there is no grid.
-
-    Raises:
-        ValueError: If `sweep` is no grid, names an unknown field, or has no list of values of its type for one.
-    """
-    if not isinstance(sweep, (bool, dict)):
-        raise ValueError(f"sweep must be true or a dictionary of lists of values, got {sweep!r}")
+    """Values by field of `training`; empty if there is no grid."""
     known = {field.name: field.type for field in fields(TrainingArguments) if field.name not in _PER_RUN}
     grid = {}
     for name, values in (PAPER_GRID if sweep is True else sweep or {}).items():
@@ -50,20 +42,7 @@ def cells_of(grid: dict[str, list]) -> list[dict[str, Any]]:
 
 
 def read_seeds(seeds: int | list, first: int) -> list[int]:
-    """
-    The seeds of the runs; a number of runs counts up from `first`.
-
-    Raises:
-        ValueError: If `seeds` is neither a number of runs nor a list of different seeds, or there are too many runs or
-            too large seeds.
-    """
-    listed = seeds if isinstance(seeds, list) else [seeds]
-    if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 for seed in listed):
-        raise ValueError(f"seeds must be a number of runs or a list of seeds, got {seeds!r}")
-    if seeds == 0 or len(set(listed)) < len(listed):
-        raise ValueError(f"seeds must be at least 1, or a list of different seeds, got {seeds!r}")
-    if isinstance(seeds, int) and seeds > _MOST_RUNS:
-        raise ValueError(f"seeds must be at most {_MOST_RUNS} runs, got {seeds}")
+    """The seeds of the runs; a number of runs counts up from `first`."""
     found = seeds if isinstance(seeds, list) else list(range(first, first + seeds))
     if max(found) > LARGEST_SEED:
         raise ValueError(f"seeds must be at most {LARGEST_SEED}, got {max(found)}")
@@ -98,16 +77,7 @@ def check_runs_folder(
     resume: bool | str | None,
     unfinished: bool,
 ) -> None:
-    """
-    A folder may hold what this command can continue: a run or several of the same task.
-
-    Raises:
-        FileExistsError: If its record of several runs is not of a fine-tuning, or was changed. Without `overwrite`,
-            also if it holds something else, or runs of another grid or of other seeds.
-        FileNotFoundError: If the checkpoint to resume from does not exist.
-        NotADirectoryError: If it is a file.
-        ValueError: If it holds runs of another task, without `overwrite`, or the checkpoint is not complete.
-    """
+    """A folder may hold what this command can continue: a run or several of the same task."""
     path = output / (EXPERIMENT_NAME if any(layout) else RECIPE_NAME)
     stored = read_stored_recipe(path)
     if any(layout):

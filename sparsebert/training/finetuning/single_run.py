@@ -2,25 +2,23 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments, set_seed
+from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ...checks import nearest
 from ...data.tasks import Task
-from ...files import METRICS_NAME, RECIPE_NAME, write_metrics
+from ...files import RECIPE_NAME
 from ...learning.mask_description import allowed_fields
 from ...learning.progressive_pruning import ProgressivePruning
 from ...masks.patterns import PATTERNS
 from ...models.bert.token_mixers import fixed_length
-from ..engines import check_engine, warn_of_ignored_engine
-from ..runs.resuming import RecipeRecord, check_recipe, recipe_record, rows_record
-from ..runs.run_cards import add_finetuning, draw_heads, hardware
-from ..runs.run_checks import check_evaluation, check_schedule, check_served, check_training, check_training_of_task
-from ..runs.run_folders import check_unfinished, resume_from, run_folder
-from ..runs.stopping import STOPPING_FIELDS, StopOnSignal
+from ..runs.resuming import rows_record
+from ..runs.run_cards import add_finetuning, draw_heads
+from ..runs.run_checks import check_served, read_training
+from ..runs.run_life import TrainingRun, training_run
 from ..trainer import SparseBertTrainer
 from .several_runs import write_recipe
 from .task_data import TaskData
@@ -30,24 +28,22 @@ from .task_models import load_model, mask_metrics
 logger = logging.get_logger(__name__)
 
 
+def training_fields(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> dict[str, Any]:
+    """The section `training` of a run on a task, with the task's settings for fields that are not set."""
+    return {"save_strategy": "no"} | task.settings | fields | {"output_dir": os.fspath(output_dir)}
+
+
 def training_arguments(fields: dict[str, Any], output_dir: str | os.PathLike, task: Task) -> TrainingArguments:
-    """
-    The `TrainingArguments` of a run.
-
-    Args:
-        fields (`dict`): Section `training` of the recipe.
-        output_dir (`str` or `os.PathLike`): Output folder; takes precedence over that of `fields`.
-        task ([`Task`]): The task to train on, with its settings for fields that are not set.
-
-    Raises:
-        ValueError: If a field is wrong, or has no meaning for the task.
-    """
-    check_training(fields)
-    given = {"save_strategy": "no"} | task.settings | fields
-    arguments = TrainingArguments(**given | {"output_dir": os.fspath(output_dir), **STOPPING_FIELDS})
-    check_schedule(arguments)
-    check_evaluation(arguments)
-    check_training_of_task(task, arguments)
+    """The `TrainingArguments` of a run on a task, checked."""
+    arguments = read_training(training_fields(fields, output_dir, task))
+    if arguments.label_smoothing_factor and not task.classifies:
+        raise ValueError(
+            f"label_smoothing_factor must be 0 for task {task.name}, whose labels are not classes, got "
+            f"{arguments.label_smoothing_factor}"
+        )
+    best = arguments.metric_for_best_model
+    if best is not None and best.removeprefix("eval_") not in (known := ("loss", *task.metric_names())):
+        raise nearest(f"metric_for_best_model of task {task.name}", best, known)
     return arguments
 
 
@@ -59,52 +55,26 @@ def run_once(
     recipe: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """
-    Fine-tune a model, evaluate it and predict the test splits.
+    Fine-tune a model, evaluate it and predict the test splits, by sections `model` and `training` of a checked recipe.
 
     Writes to `output_dir` the model with its mask, the tokenizer, `predictions_SPLIT.jsonl` with one example per line,
-    the files that the official servers and scripts of the task read, and finally `metrics.json`. A run that is
-    already there is replaced at the end. A random pattern is drawn with the run's seed unless `mask_seed` is given.
-
-    Args:
-        data ([`TaskData`]): The data, from [`prepare`].
-        model (`dict`): Section `model` of the recipe.
-        training (`dict`): Fields of `TrainingArguments`; they take precedence over the task's settings.
-        output_dir (`str` or `os.PathLike`): Output folder.
-        recipe (`dict[str, dict]`, *optional*): What the result depends on, written to `recipe.yaml`.
-
-    Returns:
-        `dict`: The metrics.
-    Raises:
-        ValueError: If model, mask and data do not fit together (see [`load_model`]), a field of `training` is wrong,
-            or the checkpoint to resume from has another recipe. Nothing has been written by then.
-        FileExistsError: If the folder holds a run that can be resumed, and neither this nor `overwrite` is asked for.
+    the files that the official servers and scripts of the task read, `recipe.yaml` with what the result depends on,
+    and finally `metrics.json`, which is returned. A run that is already there is replaced at the end. A random pattern
+    is drawn with the run's seed unless `mask_seed` is given.
     """
-    options, output = data.options, Path(output_dir)
-    resume = resume_from(options.resume, training.get("resume_from_checkpoint"))
-    if not (resume or options.overwrite):
-        check_unfinished(output)
-    overwrite = options.overwrite or not resume or (output / METRICS_NAME).is_file()
-    with run_folder(output, overwrite, resume, options.allow_partial_resume, True) as (folder, checkpoint):
-        return _run(data, model, training | {"resume_from_checkpoint": checkpoint}, folder, recipe)
+    fields = training_fields(training, output_dir, data.task)
+    with training_run(fields, data.options, one_of_several=True) as run:
+        return _run(run, data, model, recipe)
 
 
-def _run(data, model, training, output, recipe):
-    start = time.perf_counter()
-    task, options = data.task, data.options
-    arguments = training_arguments(training, output, task)
-    warn_of_ignored_engine(arguments)
-    if arguments.resume_from_checkpoint:
-        check_engine(arguments.resume_from_checkpoint, arguments)
-    set_seed(arguments.seed)
+def _run(run: TrainingRun, data: TaskData, model: dict[str, Any], recipe: Any) -> dict[str, Any]:
+    task, options, arguments = data.task, data.options, run.training
     if options.mask in PATTERNS and "mask_seed" in allowed_fields(options.mask):
         model = {"mask_seed": arguments.seed} | model
     network = load_model(data, model)
     check_served(network, arguments, max(int(lengths.max()) for lengths in data.lengths.values()))
     first = data.evaluation_splits[0]
-    record = recipe_record(options, network.config, arguments)
-    record["inputs"] |= rows_record(data.features[data.train_split])
-    if arguments.resume_from_checkpoint:
-        check_recipe(arguments.resume_from_checkpoint, record)
+    run.define(options, network.config, **rows_record(data.features[data.train_split]))
     pruning = ProgressivePruning.from_settings(options.pruning)
     fixed, multiple = fixed_length(network.config), options.pad_to_multiple_of
     if fixed is not None and multiple not in (None, fixed):
@@ -117,11 +87,9 @@ def _run(data, model, training, output, recipe):
         data_collator=task.collator(data.tokenizer, fixed or multiple),
         processing_class=data.tokenizer,
         compute_metrics=lambda prediction: data.evaluate(first, prediction.predictions)[1],
-        callbacks=[RecipeRecord(record), *([] if pruning is None else [pruning])],
+        callbacks=[] if pruning is None else [pruning],
     )
-    main_process = trainer.is_world_process_zero()
-    with StopOnSignal(trainer):
-        trained = trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    trained = run.train(trainer)
     trainer.save_model()
     trainer.compute_metrics = None  # it is for the first split only
     train_examples = len(data.examples[data.train_split])
@@ -136,35 +104,37 @@ def _run(data, model, training, output, recipe):
         "skipped": {split: text for split in data.examples if (text := data.examples[split].info.description)},
         "steps": trained.global_step,
         "main_metric": task.main_metric,
-        "splits": {},
+        "splits": _evaluate(run.folder, data, trainer),
     }
-    for split in data.features:
-        if split == data.train_split:
-            continue
+    metrics["score"] = metrics["splits"][first][task.main_metric]
+    if options.simple_baseline and task.baseline is not None:
+        metrics["simple_baseline"] = task.baseline(data.examples)
+
+    def complete(metrics: dict[str, Any]) -> None:
+        draw_heads(run.folder, network)
+        add_finetuning(run.folder, metrics, network, options.data)
+        if recipe is not None:
+            write_recipe(run.folder / RECIPE_NAME, recipe)
+
+    return run.finish(trainer, metrics, complete)
+
+
+def _evaluate(folder: Path, data: TaskData, trainer: SparseBertTrainer) -> dict[str, dict[str, float]]:
+    """The metrics of every split but that for training; writes the predictions."""
+    splits = {}
+    for split in (split for split in data.features if split != data.train_split):
         prediction = trainer.predict(data.features[split])
         rows, values = data.evaluate(split, prediction.predictions)
         timings = prediction.metrics or {}
         if values and "test_loss" in timings:
             values["loss"] = timings["test_loss"]
         trainer.log({f"eval_{split}_{name}": value for name, value in values.items()})
-        metrics["splits"][split] = values | {"seconds": timings["test_runtime"]}
-        if main_process:
-            write_predictions(output, split, rows, data.references(split))
-            if task.write_submission is not None:
-                task.write_submission(split, rows, output)
-    metrics["score"] = metrics["splits"][first][task.main_metric]
-    if options.simple_baseline and task.baseline is not None:
-        metrics["simple_baseline"] = task.baseline(data.examples)
-    metrics |= {"train_seconds": trainer.train_seconds, "seconds": time.perf_counter() - start}
-    metrics["hardware"] = hardware()
-    if main_process:
-        draw_heads(output, network)
-        add_finetuning(output, metrics, network, options.data)
-        if recipe is not None:
-            write_recipe(output / RECIPE_NAME, recipe)
-    metrics = write_metrics(output / METRICS_NAME, metrics)
-    trainer.push_results()
-    return metrics
+        splits[split] = values | {"seconds": timings["test_runtime"]}
+        if trainer.is_world_process_zero():
+            write_predictions(folder, split, rows, data.references(split))
+            if data.task.write_submission is not None:
+                data.task.write_submission(split, rows, folder)
+    return splits
 
 
 def write_predictions(
@@ -180,12 +150,7 @@ def write_predictions(
 
 
 def read_predictions(folder: str | os.PathLike, split: str) -> dict[str, tuple[Any, Any]]:
-    """
-    Read a file of [`write_predictions`].
-
-    Returns:
-        `dict[str, tuple]`: Prediction and reference by example id.
-    """
+    """Prediction and reference by example id, from a file of [`write_predictions`]."""
     with open(Path(folder) / f"predictions_{split}.jsonl", encoding="utf-8") as file:
         rows = map(json.loads, file)
         return {row["id"]: (row["prediction"], row.get("reference")) for row in rows}

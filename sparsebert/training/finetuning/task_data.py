@@ -26,19 +26,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class TaskData:
-    """
-    The data of a task, ready for training.
-
-    Attributes:
-        task ([`Task`]): The task.
-        options ([`FinetuningArguments`]): The options of the runs, with `max_length` filled in.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's tokenizer.
-        train_split (`str`): Split to train on.
-        evaluation_splits (`list[str]`): Splits to evaluate on; the first one gives the score of a run.
-        examples (`dict[str, datasets.Dataset]`): The examples of every split.
-        features (`dict[str, datasets.Dataset]`): The model's inputs of every split.
-        num_train_examples (`int`): Size of the training split before sampling.
-    """
+    """The data of a task, ready for training."""
 
     task: Task
     options: FinetuningArguments
@@ -91,19 +79,7 @@ class MissingSplitError(ValueError):
 
 
 def choose_splits(available: Sequence[str], options: FinetuningArguments) -> tuple[str, list[str], list[str]]:
-    """
-    Choose the splits to train on, to evaluate on, and to predict only.
-
-    Args:
-        available (`Sequence[str]`): Names of the splits in the data.
-        options ([`FinetuningArguments`]): Names the splits that were asked for.
-
-    Returns:
-        `tuple[str, list[str], list[str]]`
-    Raises:
-        MissingSplitError: If there is no split to train on or to evaluate on.
-        ValueError: If a split that was asked for is missing, or is used for both training and evaluation.
-    """
+    """Choose the splits to train on, to evaluate on, and to predict only."""
     parts = [name for name in available if name.startswith("train")]
     train = options.train_split or ("train" if "train" in parts else parts[0] if len(parts) == 1 else "train")
     evaluation = _as_list(options.validation_split) or [name for name in available if name.startswith("validation")]
@@ -148,18 +124,7 @@ def _load_arguments(task: Task, options: FinetuningArguments, train: str, splits
 
 
 def prepare(options: FinetuningArguments) -> TaskData:
-    """
-    Read, check and tokenize the data of a task.
-
-    Args:
-        options ([`FinetuningArguments`]): Task, data and tokenizer.
-
-    Returns:
-        [`TaskData`]
-    Raises:
-        ValueError: If a split is missing, a row is malformed, or the inputs do not fit into `max_length`.
-        OSError: If a file or the tokenizer cannot be read.
-    """
+    """Read, check and tokenize the data of a task."""
     import datasets
 
     task = TASKS[str(options.task)]

@@ -8,18 +8,15 @@ import datasets
 import numpy as np
 import transformers
 
-from ...attention.choosing.choice import ATTENTION_NAMES, check_backend
 from ...attention.model_masks import sparse_attention_of
 from ...hub import mask_arguments, read_config
-from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, allowed_fields, with_changes
+from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, with_changes
 from ...masks.patterns import PATTERNS
-from ...models.architectures import check_architecture, num_positions
 from ...models.attaching import attach, detach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, load
 from ...models.saving import AttachedModel
 from ...models.sparse_attention import get_sparse_attention
-from ..runs.run_checks import check_model_fields, check_sizes_of
 from .finetuning_arguments import FinetuningArguments
 from .task_data import TaskData
 
@@ -29,98 +26,21 @@ if TYPE_CHECKING:
 
     from ...masks.sparse_mask import SparseMask
 
-# Fields that a SparseBERT model may change after pre-training.
-PROBABILITY_FIELDS = ("probability_map", "probability_map_kwargs")
 
-
-def check_model(options: FinetuningArguments, config: dict[str, Any], max_length: int) -> None:
-    """
-    Check model and mask without reading weights.
-
-    Args:
-        options ([`FinetuningArguments`]): Section `data` of the recipe.
-        config (`dict`): Section `model` of the recipe.
-        max_length (`int`): Number of tokens of the longest input.
-
-    Raises:
-        ValueError: If the model has too few positions or cannot carry the mask, or a field has no effect here or is
-            out of its range.
-        OSError: If the model or the mask does not exist.
-    """
-    hub_arguments, of_mask = model_and_mask_arguments(options)
-    model = read_config(str(options.model), **hub_arguments)
-    check_model_fields({"vocab_size": getattr(model, "vocab_size", None)} | config)
-    check_sizes_of(f"model {options.model}", model, config)
-    positions = num_positions(model) if hasattr(model, "max_position_embeddings") else max_length
-    if max_length > positions:
-        raise ValueError(
-            f"max_length {max_length} is more than the {positions} positions of {options.model}: "
-            f"--max_length must be at most {positions}"
-        )
-    if options.mask is None and not carries_mask(str(options.model), **hub_arguments):
-        if options.attn_implementation in ATTENTION_NAMES:
-            raise ValueError(
-                f"attn_implementation {options.attn_implementation!r} applies a mask, and {options.model} has none: "
-                "give it one with --mask, or leave the field out"
-            )
-        meaningful: tuple[str, ...] = ()
-        why = "there is no mask"
-    else:
-        check_architecture(model.model_type)
-        probability_map = str(config.get("probability_map") or getattr(model, "probability_map", "softmax"))
-        check_backend(options.attn_implementation or "sparse_auto", probability_map)
-        meaningful = allowed_fields(options.mask)
-        if model.model_type == SparseBertConfig.model_type:
-            meaningful += PROBABILITY_FIELDS
-        why = f"only {', '.join(meaningful)} of a frozen mask can be changed"
-    if refused := sorted(config.keys() & set(OWN_FIELDS) - set(meaningful)):
-        raise ValueError(f"model.{refused[0]} has no meaning here: {why}; choose another mask with --mask")
-    if unknown := sorted(name for name in config.keys() - set(OWN_FIELDS) if not hasattr(model, name)):
-        raise ValueError(
-            f"model.{unknown[0]} has no meaning here: a configuration of type {model.model_type!r} has no such field"
-        )
-    if options.mask is not None and options.mask not in PATTERNS:
-        mask = read_mask(options.mask, **of_mask)
-        if "num_hidden_layers" in config:
-            model.num_hidden_layers = config["num_hidden_layers"]
-        layers = model.num_attention_layers if hasattr(model, "num_attention_layers") else model.num_hidden_layers
-        try:
-            mask.check_fits(layers, model.num_attention_heads)
-        except ValueError as error:
-            raise _does_not_fit(options, error) from error
-
-
-def _does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError:
+def does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError:
+    """The error of a mask that is not for this model, from that of the mask."""
     return ValueError(f"mask {options.mask} does not fit {options.model}: {error}")
 
 
 def model_and_mask_arguments(options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """
-    The arguments of `from_pretrained` for the model, and for the mask.
-
-    Args:
-        options ([`HubArguments`]): With `model`, `mask`, `mask_revision` and `mask_subfolder`.
-
-    Raises:
-        ValueError: If one has no meaning for this model or mask.
-    """
+    """The arguments of `from_pretrained` for the model, and for the mask."""
     if options.mask in PATTERNS and (options.mask_revision or options.mask_subfolder):
         raise ValueError(f"mask_revision and mask_subfolder have no meaning for the pattern {options.mask!r}")
     return options.hub_arguments(options.model), mask_arguments(options)
 
 
 def load_model(data: TaskData, config: dict[str, Any]) -> "PreTrainedModel":
-    """
-    Load the model of a run with the head of its task: with its own mask, with another mask, or dense.
-
-    Args:
-        data ([`TaskData`]): The data of the run; its options name model and mask.
-        config (`dict`): Fields of the configuration to change.
-
-    Raises:
-        ValueError: If mask, model and inputs do not fit together, or the weights do not fit the configuration.
-        OSError: If the model or the mask does not exist.
-    """
+    """Load the model of a run with the head of its task: with its own mask, with another mask, or dense."""
     options, model_class = data.options, getattr(transformers, data.task.head)
     hub_arguments, _ = model_and_mask_arguments(options)
     of_mask = set(OWN_FIELDS) - set(MODEL_FIELDS)
@@ -186,7 +106,7 @@ def _with_mask(
             return model
         return attach(model, name, attn_implementation=backend, **({} if pattern else of_mask), **fields)
     except ValueError as error:
-        raise _does_not_fit(options, error) from error
+        raise does_not_fit(options, error) from error
 
 
 def _fitting(

@@ -17,13 +17,7 @@ _LARGEST_LOSS = 700.0
 def reduce_logits(
     logits: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor | tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """
-    Reduce the logits of pre-training to what [`pretraining_metrics`] needs, for `preprocess_logits_for_metrics`.
-
-    Returns:
-        `tuple`: The predicted ids `(B, n)`, the negative log-likelihoods `(B, n)` (0 for tokens that are not masked)
-        and, with next-sentence pairs, the predicted classes `(B,)`.
-    """
+    """Reduce the logits of pre-training to what [`pretraining_metrics`] needs, for `preprocess_logits_for_metrics`."""
     logits = logits if isinstance(logits, tuple) else (logits,)
     labels = labels if isinstance(labels, tuple) else (labels,)
     losses = torch.nn.functional.cross_entropy(logits[0].flatten(0, 1).float(), labels[0].flatten(), reduction="none")

@@ -19,8 +19,8 @@ from ...models.bert.modeling_sparsebert import SparseBertForMaskedLM, SparseBert
 from ...models.bert.token_mixers import fixed_length
 from ..divergence import check_weights
 from ..runs.resuming import rows_record
-from ..runs.run_checks import check_not_searched, check_served
-from .pretraining_arguments import PretrainingArguments
+from ..runs.run_checks import check_served
+from .pretraining_arguments import PretrainingArguments, check_not_searched
 
 
 if TYPE_CHECKING:
@@ -29,17 +29,7 @@ if TYPE_CHECKING:
 
 
 def make_model(data: PretrainingArguments, training: TrainingArguments, fields: dict[str, Any]) -> Any:
-    """
-    The model of a recipe: new, or with the weights of `base_model`.
-
-    Args:
-        data ([`PretrainingArguments`]): Section `data`.
-        training ([`~transformers.TrainingArguments`]): Section `training`.
-        fields (`dict`): Section `model`.
-
-    Raises:
-        ValueError: If the model cannot be trained as the recipe says.
-    """
+    """The model of a recipe: new, or with the weights of `base_model`."""
     model_class: Any = SparseBertForPreTraining if data.nsp else SparseBertForMaskedLM
     if fields.get("is_decoder"):
         model_class = SparseBertLMHeadModel
@@ -77,16 +67,7 @@ def make_model(data: PretrainingArguments, training: TrainingArguments, fields: 
 
 @dataclass
 class PretrainingInputs:
-    """
-    What a pre-training reads.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer, given or trained on the text.
-        train_set (`datasets.Dataset` or [`RowStream`]): The rows to train on.
-        validation_set (`datasets.Dataset`): The held-out rows.
-        collator (`Callable`): Makes batches of rows.
-        record (`dict`): What identifies the text when a run is resumed.
-    """
+    """What a pre-training reads."""
 
     tokenizer: "PreTrainedTokenizerBase"
     train_set: "datasets.Dataset | RowStream"
@@ -108,17 +89,7 @@ def _tokenizer_of_base(data: PretrainingArguments) -> "PreTrainedTokenizerBase":
 def make_inputs(
     data: PretrainingArguments, training: TrainingArguments, config: SparseBertConfig
 ) -> PretrainingInputs:
-    """
-    Read or train the tokenizer, and tokenize the text of a recipe or open it as a stream.
-
-    Args:
-        data ([`PretrainingArguments`]): Section `data`.
-        training ([`~transformers.TrainingArguments`]): Section `training`.
-        config ([`SparseBertConfig`]): Configuration of the model to train.
-
-    Raises:
-        ValueError, OSError: If something is wrong with the text or the tokenizer.
-    """
+    """Read or train the tokenizer, and tokenize the text of a recipe or open it as a stream."""
     held_out = "text (its held-out part; validation names another text)" if data.validation is None else "validation"
 
     def documents(split: str) -> Iterator[list[str]]:

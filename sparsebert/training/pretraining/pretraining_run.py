@@ -1,35 +1,31 @@
 """Pre-training: data, model, mask and Trainer of one recipe."""
 
-import time
 from collections.abc import Sized
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
-from transformers import TrainingArguments, set_seed
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ...analysis.importance import analyzed_special_tokens, position_groups
-from ...files import METRICS_NAME, check_other_folder, locked_output, within, write_metrics
 from ...learning.learned_mask import expand_probs, read_outcome
 from ...learning.progressive_pruning import ProgressivePruning
 from ...learning.search_schedule import SearchSchedule
 from ...masks.mask_files import MASK_PROBS_NAME
 from ...models.bert.configuration_sparsebert import SparseBertConfig
-from ..batch_ramp import BatchRamp, check_batch_ramp
-from ..engines import check_engine, warn_of_ignored_engine
-from ..runs.resuming import RecipeRecord, check_checkpoint, check_recipe, recipe_record
-from ..runs.run_cards import add_pretraining, draw_run, hardware
-from ..runs.run_checks import check_evaluation, check_pretraining, check_schedule, check_training
-from ..runs.run_folders import resume_from, run_folder
-from ..runs.stopping import STOPPING_FIELDS, StopOnSignal
-from ..time_budget import ENDLESS, TimeBudget, check_time_budget, counts_steps
+from ..batch_ramp import BatchRamp
+from ..runs.resuming import check_checkpoint
+from ..runs.run_cards import add_pretraining, draw_run
+from ..runs.run_checks import read_training
+from ..runs.run_life import TrainingRun, training_run
+from ..time_budget import ENDLESS, TimeBudget, counts_steps
 from ..trainer import SparseBertTrainer
 from .evaluation_metrics import causal_metrics, pretraining_metrics, reduce_causal_logits, reduce_logits
-from .pretraining_arguments import PretrainingArguments
+from .pretraining_arguments import PretrainingArguments, check_clock, check_pretraining
 from .pretraining_inputs import make_inputs, make_model
-from .search_start import check_rows_fill_mask, check_search_start, start_search
+from .search_start import check_rows_fill_mask, start_search
 
 
 if TYPE_CHECKING:
@@ -45,79 +41,40 @@ def pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
     `model.is_decoder` on the next token. The mask is given or learned with the weights; at the end it is frozen.
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `trainer_state.json` (what was
-    logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed and the model is not
-    dense, pictures.
-
-    Args:
-        recipe (`dict[str, dict]`): Sections `data`, `model` and `training`, as [`load_recipe`] returns them.
-
-    Returns:
-        `dict`: The metrics.
-    Raises:
-        ValueError, OSError: If something is wrong in the recipe or the data.
+    logged), `mask_probs.safetensors` (P before freezing) and, if matplotlib is installed and the model is not dense,
+    pictures.
     """
-    data = PretrainingArguments(**recipe["data"])
-    check_training(recipe["training"])
-    training = TrainingArguments(**recipe["training"])
-    check_schedule(training)
-    check_evaluation(training)
-    if data.nsp and training.label_smoothing_factor:
-        raise ValueError(
-            "label_smoothing_factor must be 0 with nsp true, whose two losses only the model can compute, got "
-            f"{training.label_smoothing_factor}: set nsp to false"
-        )
-    model = dict(recipe["model"])
-    check_pretraining(data, model, training.max_steps)
-    check_search_start(data, model)
-    check_batch_ramp(data.batch_ramp, training.gradient_accumulation_steps)
-    check_time_budget(data.max_minutes, data.pruning, recipe["training"])
+    data, model = PretrainingArguments(**recipe["data"]), dict(recipe["model"])
+    training = read_training(recipe["training"])
+    check_pretraining(data, model, training)
+    check_clock(data, recipe["training"])
     if model.get("pattern") is not None:
         model.setdefault("mask_seed", training.seed)
-    warn_of_ignored_engine(training)
-    output = Path(str(training.output_dir))
-    check_other_folder(
-        output, base_model=within(data.base_model, data.subfolder), mask=within(data.mask, data.mask_subfolder)
-    )
-    resume = resume_from(data.resume, training.resume_from_checkpoint)
-    with (
-        locked_output(output) as unfinished,
-        run_folder(output, data.overwrite, resume, data.allow_partial_resume, unfinished) as place,
-    ):
-        changed: dict[str, Any] = {"output_dir": str(place[0]), "resume_from_checkpoint": place[1], **STOPPING_FIELDS}
-        if data.max_minutes is not None and not counts_steps(recipe["training"]):
-            changed["max_steps"] = ENDLESS
-        return _pretrain({"data": recipe["data"], "model": model, "training": recipe["training"] | changed})
+    fields = recipe["training"] | {"output_dir": str(training.output_dir)}
+    if data.max_minutes is not None and not counts_steps(fields):
+        fields["max_steps"] = ENDLESS
+    with training_run(fields, data) as run:
+        return _pretrain(run, data, model)
 
 
-def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    start = time.perf_counter()
-    data = PretrainingArguments(**recipe["data"])
-    training = TrainingArguments(**recipe["training"])
-    output = Path(str(training.output_dir))
+def _pretrain(run: TrainingRun, data: PretrainingArguments, fields: dict[str, Any]) -> dict[str, Any]:
+    training = run.training
     pruning = ProgressivePruning.from_settings(data.pruning)
     budget = None if data.max_minutes is None else TimeBudget(data.max_minutes)
+    position = None if budget is None else budget.position
     schedule = SearchSchedule(
-        data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": output.resolve().name},
-        position=None if budget is None else budget.position,
-    )  # fmt: skip
-    checkpoint = training.resume_from_checkpoint
-    if checkpoint:
-        check_engine(checkpoint, training)
-    set_seed(training.seed)
-    model = make_model(data, training, recipe["model"])
+        data.search_end, data.freeze_threshold, data.freeze_sparsity, {"run": run.folder.resolve().name}, position
+    )
+    model = make_model(data, training, fields)
     if pruning is not None:
         pruning.check(model)
     if data.start_from_attention:
         check_rows_fill_mask(data.max_length, model.config.mask_length)
-    if checkpoint:
-        check_checkpoint(checkpoint, model, pruning, data.search_end < 1)
-    record = recipe_record(data, model.config, training)
-    if checkpoint:
-        check_recipe(checkpoint, record)  # now, and again when the text is known, which takes longer
+    if run.checkpoint:
+        check_checkpoint(run.checkpoint, model, pruning, data.search_end < 1)
+    run.define(data, model.config)  # now, and again when the text is known, which takes longer
     inputs = make_inputs(data, training, model.config)
-    record["inputs"] |= inputs.record
-    if checkpoint:
-        check_recipe(checkpoint, record)
+    run.define(data, model.config, **inputs.record)
 
     causal = model.config.is_decoder
     trainer = SparseBertTrainer(
@@ -129,40 +86,32 @@ def _pretrain(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         processing_class=inputs.tokenizer,
         compute_metrics=causal_metrics if causal else pretraining_metrics,
         preprocess_logits_for_metrics=reduce_causal_logits if causal else reduce_logits,
-        callbacks=[
-            RecipeRecord(record),
-            schedule,
-            *(callback for callback in (pruning, budget) if callback is not None),
-        ],
+        callbacks=[schedule, *(callback for callback in (pruning, budget) if callback is not None)],
     )
     if data.batch_ramp:
-        BatchRamp(trainer, data.batch_ramp, None if budget is None else budget.position)
-    if data.start_from_attention and not checkpoint:
+        BatchRamp(trainer, data.batch_ramp, position)
+    if data.start_from_attention and not run.checkpoint:
         start_search(model, inputs.train_set, training)
-    with StopOnSignal(trainer):
-        trainer.train(resume_from_checkpoint=checkpoint)
+    run.train(trainer)
 
-    output.mkdir(parents=True, exist_ok=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
     probs, outcome = _end_search(trainer, schedule)
     trainer.save_model()
     metrics = _measurements(trainer, probs, causal) | outcome
+    metrics["tokens_per_second"] = _rows_seen(trainer) * data.max_length / trainer.train_seconds
     if pruning is not None:
         metrics["pruning"] = pruning.settings
-    metrics["train_seconds"] = trainer.train_seconds
-    metrics["tokens_per_second"] = _rows_seen(trainer) * data.max_length / trainer.train_seconds
     if budget is not None:
         metrics["minutes"] = budget.elapsed / 60
-    metrics["seconds"] = time.perf_counter() - start
-    metrics["hardware"] = hardware()
-    masked = model.config.search is not None or metrics["sparsity"] > 0  # those of a dense model would be all white
-    if trainer.is_world_process_zero() and data.pictures and masked and find_spec("matplotlib"):
-        draw_run(output, model.sparse_attention.mask, probs)
     trainer.save_state()
-    if trainer.is_world_process_zero():
-        add_pretraining(output, metrics, model, data.text)
-    metrics = write_metrics(output / METRICS_NAME, metrics)
-    trainer.push_results()
-    return metrics
+
+    def complete(metrics: dict[str, Any]) -> None:
+        masked = model.config.search is not None or metrics["sparsity"] > 0  # a dense one would be all white
+        if data.pictures and masked and find_spec("matplotlib"):
+            draw_run(run.folder, model.sparse_attention.mask, probs)
+        add_pretraining(run.folder, metrics, model, data.text)
+
+    return run.finish(trainer, metrics, complete)
 
 
 def _end_search(trainer: SparseBertTrainer, schedule: SearchSchedule) -> tuple["torch.Tensor", dict[str, Any]]:

@@ -24,18 +24,8 @@ from ...masks.sparse_mask import SparseMask
 
 def prune_by_probs(run: Run, sparsity: float) -> SparseMask:
     """
-    The mask that keeps the entries with the highest P in each head. Entries that share a parameter are kept or
-    removed together. After a search with one budget for all heads, the mask of the run says what share each head gets.
-
-    Args:
-        run ([`~sparsebert.analysis.saved_runs.Run`]): A run with its P.
-        sparsity (`float`): Fraction of entries to remove, per head or of all together; the mask comes as close as its
-            form allows.
-
-    Returns:
-        [`SparseMask`]: A mask of the form that was searched.
-    Raises:
-        ValueError: If the run has no P, the sparsity is out of reach, or the run itself was pruned further.
+    The mask that keeps the entries with the highest P in each head. Entries that share a parameter are kept or removed
+    together. After a search with one budget for all heads, the mask of the run says what share each head gets.
     """
     mask, length = run.mask, run.mask.length
     if run.quantity == MASK_ONLY:
@@ -103,13 +93,6 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
     """
     A mask that keeps, in each head, as many learned entries as another one, drawn at random. Special tokens and a
     fixed diagonal stay as they are.
-
-    Args:
-        mask ([`SparseMask`]): A mask from [`prune_by_probs`].
-        seed (`int`): Random seed.
-
-    Returns:
-        [`SparseMask`]: A mask of the form `"table"`.
     """
     learned = fixed_entries(mask.length, mask.special_tokens, mask.diagonal) == -1
     places = learned.flatten().nonzero()[:, 0]
@@ -129,17 +112,7 @@ def random_control(mask: SparseMask, seed: int) -> SparseMask:
 
 
 def make_masks(run: Run, sparsities: Iterable[float], seeds: Iterable[int] = ()) -> dict[str, SparseMask]:
-    """
-    The masks of all sparsities with their random controls.
-
-    Args:
-        run ([`~sparsebert.analysis.saved_runs.Run`]): A run with its P.
-        sparsities (`Iterable[float]`): Fractions of entries to remove.
-        seeds (`Iterable[int]`, *optional*): Seeds of the random controls.
-
-    Returns:
-        `dict[str, SparseMask]`: By name of the folder, such as `"p_0.9"` and `"random_0.9_seed0"`.
-    """
+    """The masks of all sparsities with their random controls."""
     masks = {}
     for sparsity in tqdm(sparsities, "Making masks", disable=None):
         masks[f"p_{sparsity:g}"] = mask = prune_by_probs(run, sparsity)

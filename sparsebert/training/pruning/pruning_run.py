@@ -4,18 +4,19 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.dataclasses import validated_field
 from tqdm.auto import tqdm
 
 from ...analysis.pictures.charts import plot_scores
 from ...analysis.saved_runs import read_run
 from ...analysis.statistics import summarize
 from ...analysis.tables import Table
-from ...checks import check_range
+from ...checks import CheckedFields, check_allowed, number
 from ...files import LOCK_NAMES, METRICS_NAME, check_output_dir, write_metrics
 from ...hub import HubArguments
 from ...masks.mask_files import MASK_CONFIG_NAME, MaskFileError
@@ -36,8 +37,13 @@ KINDS = {"p": "lowest P removed", "random": "random control"}
 _OURS = ("mask", "pruning", "all")
 
 
+def _not_empty(sparsities: list[float]) -> None:
+    if not sparsities:
+        raise ValueError("must name at least one fraction to remove, got []")
+
+
 @dataclass
-class PruningArguments(HubArguments):
+class PruningArguments(CheckedFields, HubArguments):
     """
     Section `pruning`: which masks to make of a search; `revision` and `subfolder` are those of `run`.
 
@@ -53,8 +59,10 @@ class PruningArguments(HubArguments):
 
     run: str
     output_dir: str
-    sparsities: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
-    random_controls: int = 0
+    sparsities: list[float] = validated_field(
+        _not_empty, default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    )
+    random_controls: int = validated_field(number(0), default=0)
     finetune: str | None = None
     allow_empty_rows: bool = False
     overwrite: bool = False
@@ -66,21 +74,7 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
 
     Writes to `output_dir` a folder per mask and `pruning.json`; with fine-tuning also the runs, `scores.json` and, if
     matplotlib is installed, a picture. What is finished is not repeated.
-
-    Args:
-        options ([`PruningArguments`]): Run, sparsities and output folder.
-        finetuning_recipe (`dict[str, dict]`, *optional*): Sections `data`, `model` and `training` of the fine-tuning;
-            by default the recipe that `options.finetune` names, if any.
-
-    Returns:
-        `dict`: `"masks"`, see [`describe`], and `"scores"`, see [`finetune_masks`] (`None` without fine-tuning).
-        [`pruning_table`] makes a table of them.
-    Raises:
-        ValueError, OSError: If something is wrong with the options, the run or the recipe.
     """
-    check_range("random_controls", options.random_controls, 0)
-    if not options.sparsities:
-        raise ValueError("sparsities must name at least one fraction to remove, got []")
     if finetuning_recipe is None and options.finetune is not None:
         finetuning_recipe = load_recipe(options.finetune, SECTIONS)
     run = read_run(str(options.run), **options.hub_arguments(options.run))
@@ -89,8 +83,8 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
         _check_rows(masks)
     output = Path(str(options.output_dir))
     if finetuning_recipe is not None:
-        if given := [name for name in _OURS if finetuning_recipe["data"].get(name)]:
-            raise ValueError(f"{given[0]} has no meaning here: one task is fine-tuned through each of the masks")
+        given = {name: value for name, value in finetuning_recipe["data"].items() if name in _OURS and value}
+        check_allowed("data", given, (), "here: one task is fine-tuned through each of the masks")
         check_finetuning(_through(None, finetuning_recipe, output))
     write_masks(masks, output, options.overwrite)
     result: dict[str, Any] = {"masks": describe(masks), "scores": None}
@@ -105,15 +99,7 @@ def prune_run(options: PruningArguments, finetuning_recipe: dict[str, dict[str, 
 
 
 def pruning_table(result: dict[str, Any]) -> Table:
-    """
-    A row per mask: what was asked for, what is removed, and the score.
-
-    Args:
-        result (`dict`): Result of [`prune_run`].
-
-    Returns:
-        [`~sparsebert.analysis.tables.Table`]
-    """
+    """A row per mask: what was asked for, what is removed, and the score."""
     rows = []
     for name, mask in result["masks"].items():
         row = {"mask": name, "asked": f"{mask['asked']:.3f}", "removed": f"{mask['got']:.4f}"}
@@ -157,10 +143,6 @@ def write_masks(masks: Mapping[str, SparseMask], output: Path, overwrite: bool =
     """
     Write a folder for each mask, and `pruning.json`, as far as they are not there. Masks of an older table that is
     replaced are removed.
-
-    Raises:
-        FileExistsError: If `output` holds other masks or anything else, unless `overwrite`.
-        MaskFileError: If a mask was damaged after all were written, unless `overwrite`.
     """
     table = {"masks": describe(masks)}
     listed = _listed(output / TABLE_NAME, overwrite)
@@ -215,19 +197,7 @@ def finetune_masks(
     allow_empty_rows: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """
-    Fine-tune through each mask and densely. Finished runs are not repeated, and interrupted ones are continued.
-
-    Args:
-        masks (`Mapping[str, SparseMask]`): Masks that [`write_masks`] wrote to `output`.
-        recipe (`dict[str, dict]`): Sections `data`, `model` and `training` of the fine-tuning.
-        output (`Path`): Output folder; the runs are in `finetuned/NAME`.
-        allow_empty_rows (`bool`, *optional*, defaults to `False`): Accept masks with rows that keep nothing.
-        overwrite (`bool`, *optional*, defaults to `False`): Repeat finished runs.
-
-    Returns:
-        `dict`: `"metric"`, `"task"`, `"dense"` with `"score"` and `"score_std"`, and `"masks"` with both by name.
-    """
+    """Fine-tune through each mask and densely. Finished runs are not repeated, and interrupted ones are continued."""
     scores = {}
     for name in tqdm(("dense", *masks), "Fine-tuning", disable=None):
         place = output / RUNS_NAME / name

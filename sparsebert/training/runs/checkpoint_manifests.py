@@ -15,11 +15,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
 from ...files import is_damaged, replace_files
+from ...output_folders import MANIFEST_NAME
 
 
 logger = logging.get_logger(__name__)
 
-MANIFEST_NAME = "checkpoint_manifest.json"
 # What a run needs to go on as if it had not stopped: how the names of these files begin. DeepSpeed and FSDP name the
 # optimizer otherwise, see `_missing`.
 _STATE_NAME = "trainer_state.json"
@@ -31,9 +31,6 @@ def whole_checkpoint(folder: str | os.PathLike) -> Iterator[None]:
     """
     Context manager for the saving of a checkpoint: at the end it gets its manifest; if saving fails, for example
     because the disk is full, its incomplete files are removed.
-
-    Raises:
-        OSError: If saving failed. The message is one line.
     """
     path, state = Path(folder), PartialState()
     if state.is_main_process:
@@ -67,21 +64,7 @@ def _write_manifest(folder):
 
 
 def check_whole(checkpoint: str | os.PathLike, allow_partial: bool = False, contents: bool = True) -> None:
-    """
-    Check that nothing of a checkpoint is missing or damaged.
-
-    Args:
-        checkpoint (`str` or `os.PathLike`): Folder that a Trainer wrote.
-        allow_partial (`bool`, *optional*, defaults to `False`): Accept that parts are missing: the manifest, or the
-            state of the optimizer, the schedule or the random numbers. Damaged files are always refused, and so is a
-            checkpoint without the state of the training.
-        contents (`bool`, *optional*, defaults to `True`): Whether to compare the hashes of the files, too, and not
-            only their sizes.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-        ValueError: If something is missing or damaged. The message names the file.
-    """
+    """Check that nothing of a checkpoint is missing or damaged."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         raise FileNotFoundError(f"resume_from_checkpoint: there is no folder {str(checkpoint)!r}")
@@ -138,20 +121,7 @@ def _read_manifest(folder) -> dict[str, dict[str, Any]]:
 
 
 def newest_whole(folder: str | os.PathLike, allow_partial: bool = False, interrupted: bool = False) -> Path | None:
-    """
-    The newest complete checkpoint of a run. Newer ones that are not complete are skipped with a warning.
-
-    Args:
-        folder (`str` or `os.PathLike`): Output folder of the run.
-        allow_partial (`bool`, *optional*, defaults to `False`): See [`check_whole`].
-        interrupted (`bool`, *optional*, defaults to `False`): Whether the run was stopped. Then a single checkpoint
-            without a manifest is the first one, half saved, and counts as none.
-
-    Returns:
-        `Path`: The checkpoint, or `None` if there are no checkpoints at all.
-    Raises:
-        ValueError: If there are checkpoints, but no complete one.
-    """
+    """The newest complete checkpoint of a run. Newer ones that are not complete are skipped with a warning."""
     steps = {}
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.rpartition("-")[2]

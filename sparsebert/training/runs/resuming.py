@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from huggingface_hub.errors import StrictDataclassError
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.utils import CONFIG_NAME, logging
@@ -83,18 +83,7 @@ def check_checkpoint(
     pruning: "ProgressivePruning | None" = None,
     freezes: bool = False,
 ) -> None:
-    """
-    Check that a run can resume from a checkpoint: mask, search and pruning must be the same, see `RESUMED_FIELDS`.
-
-    Args:
-        checkpoint (`str` or `os.PathLike`): Folder written by a Trainer.
-        model (`PreTrainedModel`): The model at the start of the run.
-        pruning ([`ProgressivePruning`], *optional*): The pruning of the run.
-        freezes (`bool`, *optional*, defaults to `False`): Whether the search ends before the run does.
-
-    Raises:
-        ValueError: If they differ. The message names the first field that does.
-    """
+    """Check that a run can resume from a checkpoint: mask, search and pruning must be the same, see `RESUMED_FIELDS`."""
     sparse_attention = sparse_attention_of(model)
     if sparse_attention is None or not Path(checkpoint).is_dir():
         return
@@ -129,12 +118,7 @@ def check_checkpoint(
 
 
 class RecipeRecord(TrainerCallback, ExportableState):
-    """
-    Writes the recipe of a run into the state of its checkpoints, for [`check_recipe`].
-
-    Args:
-        recipe (`dict[str, dict]`): From [`recipe_record`].
-    """
+    """Writes the recipe of a run into the state of its checkpoints, for [`check_recipe`]."""
 
     def __init__(self, recipe: dict[str, dict[str, Any]]) -> None:
         self.recipe = recipe
@@ -142,23 +126,14 @@ class RecipeRecord(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {"recipe": self.recipe}, "attributes": {}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The state may come from a checkpoint that has no record.
         callbacks: Any = state.stateful_callbacks
         callbacks.setdefault(type(self).__name__, self.state())
 
 
 def recipe_record(data: Any, config: "PreTrainedConfig", training: TrainingArguments) -> dict[str, dict[str, Any]]:
-    """
-    What defines a run, by section and field: all that may not change when it is resumed.
-
-    Args:
-        data (dataclass): Section `data` of the recipe.
-        config ([`~transformers.PreTrainedConfig`]): Configuration of the model at the start of the run.
-        training ([`~transformers.TrainingArguments`]): Section `training`.
-    """
+    """What defines a run, by section and field: all that may not change when it is resumed."""
     sections = {"data": without_secrets(asdict(data)), "model": config.to_dict(), "training": training.to_dict()}
     kept = {
         section: {name: value for name, value in fields.items() if not name.startswith(MAY_CHANGE[section])}
@@ -183,13 +158,6 @@ def check_recipe(checkpoint: str | os.PathLike, recipe: Mapping[str, Mapping[str
     """
     Check that a run has the recipe of the checkpoint that it resumes from. Only sections and fields that both have are
     compared.
-
-    Args:
-        checkpoint (`str` or `os.PathLike`): Folder written by a Trainer with a [`RecipeRecord`].
-        recipe (`dict[str, dict]`): From [`recipe_record`].
-
-    Raises:
-        ValueError: If they differ. The message shows every field that does.
     """
     path = Path(checkpoint) / TRAINER_STATE_NAME
     if not path.is_file():

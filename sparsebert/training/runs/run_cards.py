@@ -112,15 +112,7 @@ def _hub_datasets(sources: Iterable[Any]) -> list[str]:
 
 
 def add_pretraining(folder: Path, metrics: dict[str, Any], network: Any, text: str | list) -> None:
-    """
-    Add the results of a pre-training to its card.
-
-    Args:
-        folder (`Path`): Its output folder.
-        metrics (`dict`): Its metrics.
-        network (`PreTrainedModel`): The model.
-        text (`str` or `list`): Field `text` of the recipe.
-    """
+    """Add the results of a pre-training to its card."""
     datasets = _hub_datasets(text if isinstance(text, list) else [text])
     dataset = (datasets[0], datasets[0], None) if datasets else ("text", "held-out text", None)
     task = "text-generation" if metrics.get("perplexity") is not None else "fill-mask"
@@ -135,16 +127,7 @@ def add_pretraining(folder: Path, metrics: dict[str, Any], network: Any, text: s
 def add_search(
     folder: Path, metrics: dict[str, Any], network: Any, data: str | list | None, tables: Sequence[Table]
 ) -> None:
-    """
-    Add the results of a post-hoc search to its card.
-
-    Args:
-        folder (`Path`): Its output folder.
-        metrics (`dict`): Its metrics.
-        network (`PreTrainedModel`): The model.
-        data (`str` or `list`, *optional*): Field `data` of the recipe: text, or the folder of a task.
-        tables (`list[Table]`): What it prints.
-    """
+    """Add the results of a post-hoc search to its card."""
     results = []
     own = own_mask(metrics["mask"])
     found = metrics["agreement"].get(RECOVERED.format(own)) or metrics["agreement"][own]
@@ -177,15 +160,7 @@ def _of_task(task: Task, data: Any) -> tuple[list[str], tuple, str]:
 
 
 def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, data: str | None = None) -> None:
-    """
-    Add the results of a fine-tuning to its card; again with those of several seeds, once they are known.
-
-    Args:
-        folder (`Path`): Folder of one run.
-        metrics (`dict`): Metrics of the run, or of several seeds.
-        network (`PreTrainedModel`, *optional*): The model.
-        data (`str`, *optional*): Field `data` of the recipe.
-    """
+    """Add the results of a fine-tuning to its card; again with those of several seeds, once they are known."""
     task = TASKS[metrics["task"]]
     datasets, dataset, task_type = _of_task(task, data)
     results = [
@@ -198,14 +173,7 @@ def add_finetuning(folder: Path, metrics: dict[str, Any], network: Any = None, d
 
 
 def draw_run(folder: Path, mask: SparseMask, probs: torch.Tensor | None = None) -> None:
-    """
-    Draw the mask of a run and, if it was searched, P.
-
-    Args:
-        folder (`Path`): Output folder of the run.
-        mask ([`SparseMask`]): Its frozen mask.
-        probs (`torch.Tensor` of shape `(L, H, n, n)`, *optional*): P before freezing.
-    """
+    """Draw the mask of a run and, if it was searched, P."""
     plot_heads(mask, folder / PICTURE_NAME)
     if probs is not None:
         mean_probs, offset_profile = (folder / name for name in PROBS_PICTURES)

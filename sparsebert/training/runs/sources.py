@@ -35,19 +35,7 @@ SOURCES = {
 
 
 def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
-    """
-    Check a folder or Hub id without reading weights.
-
-    Args:
-        field (`str`): The field that names it, a key of `SOURCES`.
-        name (`str`, *optional*): Folder or Hub id.
-        hub_arguments: `revision`, `subfolder` and `token`.
-
-    Raises:
-        FileNotFoundError: If it is the path of a folder that does not exist or has no such files, or a Hub id whose
-            files are not in the cache when the Hub cannot be reached.
-        ValueError: If the folder has a damaged file.
-    """
+    """Check a folder or Hub id without reading weights."""
     if name is None:
         return
     folder = Path(name)
@@ -67,18 +55,7 @@ def check_source(field: str, name: str | None, **hub_arguments: Any) -> None:
 
 
 def check_text_files(field: str, source: Any, streaming: bool = False) -> None:
-    """
-    Check that text files exist and are of a known format, without reading them. Hub datasets are not looked up.
-
-    Args:
-        field (`str`): The field that names them.
-        source (`str`, `os.PathLike` or a list of them, *optional*): See [`load_documents`].
-        streaming (`bool`, *optional*, defaults to `False`): Whether the names may be patterns, see [`find_shards`].
-
-    Raises:
-        ValueError: If `source` has another type, or a file another suffix.
-        FileNotFoundError: If a file does not exist.
-    """
+    """Check that text files exist and are of a known format, without reading them. Hub datasets are not looked up."""
     named = f'{field} must be "builtin", "hub:owner/name" or one or more files'
     names = [source] if isinstance(source, str | PathLike) else list(source or ())
     if source is None or source == "builtin" or (isinstance(source, str) and source.startswith("hub:")):

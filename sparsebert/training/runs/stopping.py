@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
@@ -19,17 +19,7 @@ AGREEMENT_STEPS = 10
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """
-    The training ended on a signal, with a checkpoint.
-
-    Args:
-        number (`int`): The signal.
-        step (`int`): Step of the checkpoint.
-
-    Attributes:
-        reason (`str`): What ended it, without the checkpoint.
-        exit_code (`int`): 143 for SIGTERM, 130 for SIGINT.
-    """
+    """The training ended on a signal, with a checkpoint."""
 
     def __init__(self, number: int, step: int) -> None:
         self.reason = f"stopped by {signal.Signals(number).name}"
@@ -42,9 +32,6 @@ class StopOnSignal(TrainerCallback):
     A callback that is also the context manager of a training: on SIGTERM or SIGINT, the step is finished, a checkpoint
     saved and [`TrainingStopped`] raised. A second signal ends the process at once. Without effect outside the main
     thread.
-
-    Args:
-        trainer ([`~transformers.Trainer`]): The Trainer whose `train` runs in the block.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -73,9 +60,7 @@ class StopOnSignal(TrainerCallback):
         if self._received and kind is None:
             signal.raise_signal(self._received)  # it came after the last step
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.world_size > 1 and torch.distributed.is_initialized():
             if state.global_step % AGREEMENT_STEPS:
                 return
@@ -90,6 +75,6 @@ class StopOnSignal(TrainerCallback):
             decides = args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST
             control.should_evaluate = control.should_evaluate and decides
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._received and control.should_training_stop:
             raise TrainingStopped(self._received, state.global_step)

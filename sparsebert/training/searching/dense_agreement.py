@@ -37,24 +37,7 @@ def agreement(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """
-    Compare a model under several masks with the dense model.
-
-    Args:
-        model (`PreTrainedModel`): A model with any mask.
-        masks (`Mapping[str, SparseMask | None]`): Masks by name; `None` stands for the model's own.
-        rows (`torch.Tensor` of shape `(N, n)`, or `Sequence[Batch]`): Token ids, or N inputs in batches, without
-            padding.
-        teacher (`PreTrainedModel`, *optional*): The dense model, if its weights differ from those of `model`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Report the MLM loss too; needs a model with that head, and
-            batches of token ids.
-        seed (`int`, *optional*, defaults to 0): Seed of the choice of tokens to predict.
-
-    Returns:
-        `dict[str, dict]`: By name of the mask: `"cosine"` (between the mean last hidden states of a row, averaged over
-        the rows), `"cosine_5"` (its 5 % quantile), `"layer_error"` (one number per layer, the root of
-        [`squared_errors`] over all rows) and, with a tokenizer, `"mlm_loss"`.
-    """
+    """Compare a model under several masks with the dense model."""
     carriers = {
         name: get_sparse_attention(model) if mask is None else carrier(model, mask) for name, mask in masks.items()
     }
@@ -97,16 +80,7 @@ def agreement(
 
 
 def inference_seconds(models: "Mapping[str, PreTrainedModel]", batch: Batch) -> dict[str, float]:
-    """
-    Time the base models of several models on the same inputs, in turns.
-
-    Args:
-        models (`Mapping[str, PreTrainedModel]`): Models by name, all on one device.
-        batch (`Batch`): Inputs of n tokens, of which as many are used as have 4096 tokens together.
-
-    Returns:
-        `dict[str, float]`: Median seconds of a forward pass, by name.
-    """
+    """Time the base models of several models on the same inputs, in turns."""
     inputs = inputs_of(batch)
     count = max(1, TIMED_TOKENS // inputs["input_ids"].shape[1])
     inputs = {name: values[:count] for name, values in inputs.items()}

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from ...masks.sparse_mask import SparseMask
 
+# Number of batches over which the attention is averaged that a search starts from.
+START_BATCHES = 8
 # Lower bound of the attention that logits start from, so that the search can still bring every entry back.
 _LEAST_ATTENTION = 1e-6
 
@@ -57,15 +59,8 @@ def random_batches(
     rows: torch.Tensor, batch_size: int, steps: int, seed: int = 0, shortest: int | None = None
 ) -> Iterator[torch.Tensor]:
     """
-    Yield random batches of rows. Every row is used once before any is used again.
-
-    Args:
-        rows (`torch.Tensor` of shape `(N, n)`): Token ids.
-        batch_size (`int`): Rows per batch.
-        steps (`int`): Number of batches.
-        seed (`int`, *optional*, defaults to 0): Seed of the order and the lengths.
-        shortest (`int`, *optional*): Cut every other batch to a length between this and n, drawn log-uniformly. The
-            last token of a row is kept.
+    Yield random batches of rows `(N, n)`. Every row is used once before any is used again. Every other batch is cut to
+    a length from `shortest` to n, drawn log-uniformly, with the last token of each row.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.cat(
@@ -84,13 +79,8 @@ def start_from_attention(model: "PreTrainedModel", dense: "SparseAttention", bat
     """
     Initialize the mask logits with what the dense model attends to: alpha is the logarithm of the mean attention
     probability over the entries that share a parameter, up to a constant per head. With a target, all heads start with
-    the same number of entries. In shorter inputs the probabilities count in proportion to the length, since those of
-    a row sum to 1. Parameters of entries that no input has start lowest.
-
-    Args:
-        model (`PreTrainedModel`): A model whose mask is being searched.
-        dense ([`SparseAttention`]): The dense mask, from [`carrier`].
-        batches (`Iterable[Batch]`): Inputs that are at most as long as the mask.
+    the same number of entries. In shorter inputs the probabilities count in proportion to the length, since those of a
+    row sum to 1. Parameters of entries that no input has start lowest.
     """
     sparse_attention = get_sparse_attention(model)
     config, implementation = sparse_attention.config, model.config._attn_implementation
@@ -154,20 +144,6 @@ def learn_mask(
     """
     Learn the mask so that the masked model computes the same as the dense model on the same text. The weights do not
     change, except those of the normalization layers if `train_norms`.
-
-    Args:
-        model (`PreTrainedModel`): A model whose mask is being searched.
-        batches (`Iterable[Batch]`): Text or inputs without padding, one batch per step.
-        steps (`int`): Number of steps, over which the schedules of the search run.
-        learning_rate (`float`): Learning rate of the logits alpha (Adam); it decays linearly to a tenth.
-        dense ([`SparseAttention`], *optional*): The dense mask, if there is one from [`carrier`] already.
-        train_norms (`bool`, *optional*, defaults to `False`): Train the normalization layers too, with a hundredth of
-            the learning rate.
-        objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
-        bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast).
-
-    Raises:
-        ValueError: If the mask is not being searched, or the model has nothing of what the objective compares.
     """
     compared = _objective(objective, model, bf16)
     sparse_attention, dense = get_sparse_attention(model), dense or carrier(model)
@@ -212,9 +188,6 @@ class _HeadLevels:
     Mask logits as the mean of each head, which says what share of a common budget it gets (see [`head_budgets`]), and
     the differences from it. Adam, which divides every gradient by its size, would otherwise move the mean by what all
     parameters of a head happen to have in common.
-
-    Args:
-        logits (`torch.nn.Parameter` of shape `(L, H, K)`): The logits, which [`_HeadLevels.update`] sets.
     """
 
     def __init__(self, logits: torch.nn.Parameter) -> None:
@@ -260,25 +233,7 @@ def recover(
     masks: "Mapping[int, SparseMask] | None" = None,
     bf16: bool = False,
 ) -> None:
-    """
-    Train the weights through the frozen mask, without dropout, to compute the same as the dense model.
-
-    Args:
-        model (`PreTrainedModel`): A model with a frozen mask.
-        teacher (`PreTrainedModel`): The dense model.
-        batches (`Iterable[Batch]`): Text or inputs without padding, one batch per step.
-        steps (`int`): Number of steps.
-        learning_rate (`float`): Peak learning rate (AdamW), reached after a tenth of the steps; it then decays
-            linearly to 0.
-        log (`Callable`, *optional*): Called with step and loss.
-        objective (`str`, *optional*, defaults to `"pooled"`): What to match, a key of `OBJECTIVES`.
-        masks (`Mapping[int, SparseMask]`, *optional*): Masks to continue with, by the step at which each begins.
-        bf16 (`bool`, *optional*, defaults to `False`): Compute the models in bfloat16 (autocast). The weights stay in
-            their own dtype.
-
-    Raises:
-        ValueError: If the model has nothing of what the objective compares.
-    """
+    """Train the weights through the frozen mask, without dropout, to compute the same as the dense model."""
     compared, sparse_attention = _objective(objective, model, bf16), get_sparse_attention(model)
     model.eval().requires_grad_(True)
     trained = model if compared.of_head else model.base_model

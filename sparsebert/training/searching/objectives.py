@@ -62,12 +62,6 @@ def squared_errors(states: Iterable[torch.Tensor], targets: Iterable[torch.Tenso
     """
     Relative squared error of every layer: `||s - t||^2 / ||t - mean(t)||^2`, with the mean over the batch's tokens.
     Replacing every state by the mean would give 1.
-
-    Args:
-        states, targets (`Iterable[torch.Tensor]`): Hidden states of shape `(B, n, D)`, one tensor per layer.
-
-    Returns:
-        `torch.Tensor` of shape `(L,)`, float32.
     """
 
     def error(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

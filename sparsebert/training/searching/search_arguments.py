@@ -6,10 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.dataclasses import validated_field
 
-from ...checks import LARGEST_SEED, check_choice, check_range, nearest
+from ...checks import (
+    LARGEST_SEED,
+    CheckedFields,
+    Effects,
+    check_allowed,
+    check_choice,
+    check_effects,
+    check_range,
+    nearest,
+    no_effect,
+    number,
+    one_of,
+)
 from ...data.tasks import TASKS
-from ...files import check_other_folder, check_output_dir, within
+from ...files import check_other_folder, within
 from ...hub import HubArguments, mask_arguments, read_config
 from ...learning.mask_description import MASK_FIELDS, allowed_fields
 from ...learning.searches import SEARCHES
@@ -19,10 +32,10 @@ from ...models.architectures import attention_modules, check_architecture, num_p
 from ...models.attaching import attach, read_mask
 from ...models.bert.configuration_sparsebert import SparseBertConfig
 from ...models.loading import carries_mask, model_class_of
+from ...output_folders import check_free
 from ..finetuning.finetuning_arguments import FinetuningArguments
 from ..finetuning.task_data import MissingSplitError, choose_splits
 from ..finetuning.task_models import model_and_mask_arguments
-from ..runs.run_folders import is_half_moved, is_half_written
 from ..runs.sources import check_source, check_text_files
 from .objectives import ANSWERING, OBJECTIVES
 
@@ -50,7 +63,7 @@ SOFT_FIELDS: dict[str, Any] = {"temperature_end": 0.05}
 
 
 @dataclass
-class PostHocArguments(HubArguments):
+class PostHocArguments(CheckedFields, HubArguments):
     """
     Section `data` of a post-hoc search; `revision` and `subfolder` are those of `model`. Section `model` describes
     the mask: `target_sparsity` (required), `search`, `share_layers`, `block_size`, ...
@@ -113,23 +126,23 @@ class PostHocArguments(HubArguments):
     mask_revision: str | None = None
     mask_subfolder: str | None = None
     pack: bool = True
-    max_length: int = 128
+    max_length: int = validated_field(number(8), default=128)
     max_tokens: int = 1_000_000
     max_validation_tokens: int = 8192
-    steps: int | None = None
-    batch_size: int | None = None
-    learning_rate: float = 0.05
+    steps: int | None = validated_field(number(0), default=None)
+    batch_size: int | None = validated_field(number(1), default=None)
+    learning_rate: float = validated_field(number(0, 1e6, (int, float)), default=0.05)
     shortest: int | None = 8
-    train: str | None = None
-    recover: int = 0
-    recover_learning_rate: float = 1e-4
-    objective: str | None = None
-    recover_objective: str | None = None
+    train: str | None = validated_field(one_of(("norms",)), default=None)
+    recover: int = validated_field(number(0), default=0)
+    recover_learning_rate: float = validated_field(number(0, 1e6, (int, float)), default=1e-4)
+    objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
+    recover_objective: str | None = validated_field(one_of(OBJECTIVES), default=None)
     recover_from: float | None = None
     bf16: bool = False
     patterns: bool = True
     timed: bool = True
-    seed: int = 0
+    seed: int = validated_field(number(0, LARGEST_SEED), default=0)
     overwrite: bool = False
 
     @property
@@ -153,6 +166,38 @@ class PostHocArguments(HubArguments):
 SECTIONS = {"data": PostHocArguments, "model": SparseBertConfig}
 
 
+_NO_SEARCH = "with mask: there is no search then"
+# Fields that have no effect, by the options.
+_NO_EFFECT: Effects = (
+    (
+        ("skip_bad", "text_column", "text_pair_column", "label_column"),
+        lambda options: not options.task and "without task",
+    ),
+    (("pack",), lambda options: options.task and f"with task: the inputs of {options.task} are not packed"),
+    (
+        ("validation",),
+        lambda options: options.task and f"with task: {options.task} has its own validation split",
+    ),
+    (("recover_from", "train", "steps", "learning_rate"), lambda options: options.mask and _NO_SEARCH),
+    (
+        ("recover_learning_rate", "recover_objective", "recover_from"),
+        lambda options: not options.recover and "without recover, the number of steps of the recovery",
+    ),
+    (
+        ("shortest",),
+        lambda options: (
+            (options.shortest is not None and (options.task or not options.pack))
+            and "with task or pack false: only packed text is cut"
+        ),
+    ),
+)
+# Fields of the section `model` that have none, and why.
+_SET_HERE = {
+    "mask_length": "here: the mask is as long as the rows, set max_length",
+    "initial_decay": "here: the search starts from what the dense model attends to",
+}
+
+
 def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTrainedConfig") -> "SparseMask | None":
     """The mask to recover through, if there is one: that of a folder, or a pattern of the target sparsity."""
     if options.mask is None:
@@ -167,7 +212,7 @@ def given_mask(options: PostHocArguments, fields: dict[str, Any], config: "PreTr
 
 def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[PreTrainedConfig, dict[str, Any]]":
     """
-    Check everything that can be checked before weights and text are read.
+    Check a recipe before weights and text are read.
 
     Args:
         options ([`PostHocArguments`]): Section `data` of the recipe.
@@ -175,9 +220,6 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
 
     Returns:
         `tuple`: The model's configuration, and the fields of the search.
-    Raises:
-        ValueError: If a field is missing, wrong or has no effect here, or the model cannot be searched.
-        OSError: If the model does not exist, or the output folder is not empty.
     """
     fields = given
     if options.mask is None:
@@ -190,15 +232,15 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     for name in ("model", "output_dir") if options.task else ("model", "data", "output_dir"):
         if getattr(options, name) is None:
             raise ValueError(f"--{name} is needed")
-    _check_task(options)
-    output = Path(str(options.output_dir))
+    check_effects(_NO_EFFECT, options)
+    _check_text(options)
     check_other_folder(
-        output, model=within(options.model, options.subfolder), mask=within(options.mask, options.mask_subfolder)
+        Path(str(options.output_dir)),
+        model=within(options.model, options.subfolder),
+        mask=within(options.mask, options.mask_subfolder),
     )
-    # A finished run whose files are still to be moved is not refused before they are.
-    check_output_dir(output, options.overwrite or is_half_written(output) or is_half_moved(output))
+    check_free(str(options.output_dir), options.overwrite)
     _check_mask(options, fields, given)
-    _check_steps(options, fields)
     config = _check_model(options)
     model = _model_without_weights(config)
     if len(attention_modules(model)) < config.num_hidden_layers:
@@ -208,66 +250,61 @@ def check_arguments(options: PostHocArguments, given: dict[str, Any]) -> "tuple[
     return config, fields
 
 
+def _check_text(options: PostHocArguments) -> None:
+    """Check the text, or the task with its data."""
+    if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
+        raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
+    for name in ("max_tokens", "max_validation_tokens"):
+        check_range(name, getattr(options, name), options.max_length)
+    if options.task is None:
+        for name in ("data", "validation"):
+            check_text_files(name, getattr(options, name))
+        return
+    if options.task not in TASKS:
+        raise nearest("task", options.task, list(TASKS))
+    if not TASKS[options.task].head.endswith(ANSWERING):
+        able = ", ".join(name for name, task in TASKS.items() if task.head.endswith(ANSWERING))
+        raise ValueError(f"task {options.task} has several inputs per example: the search takes {able}")
+    if not isinstance(options.data, str | None):
+        raise ValueError(f"data must be the folder of task {options.task}, got {options.data!r}")
+    available = TASKS[options.task].splits(options.data)
+    try:
+        choose_splits(available, FinetuningArguments(task=options.task, data=options.data, test_split=[]))
+    except MissingSplitError as error:  # its advice is for other commands
+        raise ValueError(
+            f"task {options.task}: data {options.data!r} must hold inputs to search on (train...) and to compare "
+            f"masks on (val... or dev...), got {', '.join(available) or 'none'}"
+        ) from error
+
+
 def _check_mask(options: PostHocArguments, fields: dict[str, Any], given: dict[str, Any]) -> None:
     """Check what is searched for, or the mask that is given instead."""
-    if fields.get("target_sparsity") is None and options.mask in (None, *VARIED):
+    target = fields.get("target_sparsity")
+    if target is None and options.mask in (None, *VARIED):
         raise ValueError("--target_sparsity is needed: the fraction of the attention to remove, such as 0.9")
-    for name, why in (
-        ("mask_length", "the mask is as long as the rows, set max_length"),
-        ("initial_decay", "the search starts from what the dense model attends to"),
-    ):
+    for name, why in _SET_HERE.items():
         if given.get(name) is not None:
-            raise ValueError(f"--model.{name} has no meaning here: {why}")
+            raise no_effect(f"--model.{name}", given[name], why)
     allowed = MASK_FIELDS if options.mask else (*allowed_fields(fields["search"]), "search")
-    if refused := sorted(fields.keys() - {*allowed, "target_sparsity"}):
-        why = "the mask is given" if options.mask else "the model keeps its own configuration"
-        raise ValueError(f"--model.{refused[0]} has no meaning here: {why}")
+    why = "here: the mask is given" if options.mask else "here: the model keeps its own configuration"
+    check_allowed("--model", fields, {*allowed, "target_sparsity"}, why)
     if options.mask and not options.recover:
         raise ValueError("recover must be at least 1 if mask is given, as there is no search then, got 0")
     _, of_mask = model_and_mask_arguments(options)
     if options.mask not in (None, *PATTERNS):
         check_source("mask", options.mask, **of_mask)
-    if fields.get("target_sparsity") is not None and options.mask not in (None, *VARIED):
-        raise ValueError(f"--target_sparsity has no meaning with mask {options.mask!r}, whose sparsity is given")
-
-
-def _check_steps(options: PostHocArguments, fields: dict[str, Any]) -> None:
-    """Check the steps of the search and of the recovery, and the rows that they see."""
-    check_choice("train", options.train, (None, "norms"))
-    for name in ("recover_from", "train", "steps", "learning_rate"):
-        if getattr(options, name) != getattr(PostHocArguments, name) and options.mask:
-            raise ValueError(f"{name} has no meaning with mask: there is no search then")
-    for name in ("recover_learning_rate", "recover_objective", "recover_from"):
-        if getattr(options, name) != getattr(PostHocArguments, name) and not options.recover:
-            raise ValueError(f"{name} has no meaning without recover, the number of steps of the recovery")
-    if options.shortest not in (None, PostHocArguments.shortest) and (options.task or not options.pack):
-        raise ValueError(
-            f"shortest {options.shortest} has no meaning with task or pack false: only packed text is cut"
-        )
+    if target is not None and options.mask not in (None, *VARIED):
+        raise no_effect("--target_sparsity", target, f"with mask {options.mask!r}, whose sparsity is given")
     if options.recover_from is not None and not 0 <= options.recover_from < fields["target_sparsity"]:
         raise ValueError(
             f"recover_from must be at least 0 and below target_sparsity ({fields['target_sparsity']}), got "
             f"{options.recover_from!r}"
         )
-    for name in ("learning_rate", "recover_learning_rate"):
-        check_range(name, getattr(options, name), 0, 1e6, (int, float))
-    check_range("seed", options.seed, 0, LARGEST_SEED)
-    steps, batch_size = options.sizes
-    check_range("steps", steps, 0)
-    check_range("batch_size", batch_size, 1)
-    for name, least in (("recover", 0), ("max_length", 8)):
-        check_range(name, getattr(options, name), least)
-    if options.shortest is not None and not 8 <= options.shortest <= options.max_length:
-        raise ValueError(f"shortest must be from 8 to max_length ({options.max_length}), got {options.shortest}")
-    for name in ("max_tokens", "max_validation_tokens"):
-        check_range(name, getattr(options, name), options.max_length)
 
 
 def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
     """Check that the model can be searched, with these objectives."""
     compared = dict(zip(("objective", "recover_objective"), options.objectives, strict=True))
-    for name, objective in compared.items():
-        check_choice(name, objective, tuple(OBJECTIVES))
     hub_arguments = options.hub_arguments(options.model)
     check_source("model", options.model, **hub_arguments)
     config = read_config(str(options.model), **hub_arguments)
@@ -290,7 +327,7 @@ def _check_model(options: PostHocArguments) -> "PreTrainedConfig":
         )
     for name, objective in compared.items():
         if reason := OBJECTIVES[objective].refuse(model):
-            raise ValueError(f"{name} {objective!r} has no meaning here: {reason}")
+            raise no_effect(name, objective, f"here: {reason}")
     return config
 
 
@@ -301,44 +338,10 @@ def _model_without_weights(config: "PreTrainedConfig") -> Any:
         return getattr(model_class, "from_config", model_class)(copy.deepcopy(config))
 
 
-def _check_task(options: PostHocArguments) -> None:
-    if options.task is None:
-        for name in ("skip_bad", "text_column", "text_pair_column", "label_column"):
-            if getattr(options, name):
-                raise ValueError(f"{name} has no meaning without task")
-        for name in ("data", "validation"):
-            check_text_files(name, getattr(options, name))
-        return
-    if options.task not in TASKS:
-        raise nearest("task", options.task, list(TASKS))
-    if not TASKS[options.task].head.endswith(ANSWERING):
-        able = ", ".join(name for name, task in TASKS.items() if task.head.endswith(ANSWERING))
-        raise ValueError(f"task {options.task} has several inputs per example: the search takes {able}")
-    if not options.pack:
-        raise ValueError(f"pack has no meaning with task: the inputs of {options.task} are not packed")
-    if options.validation is not None:
-        raise ValueError(f"validation has no meaning with task: {options.task} has its own validation split")
-    if not isinstance(options.data, str | None):
-        raise ValueError(f"data must be the folder of task {options.task}, got {options.data!r}")
-    available = TASKS[options.task].splits(options.data)
-    try:
-        choose_splits(available, FinetuningArguments(task=options.task, data=options.data, test_split=[]))
-    except MissingSplitError as error:  # its advice is for other commands
-        raise ValueError(
-            f"task {options.task}: data {options.data!r} must hold inputs to search on (train...) and to compare "
-            f"masks on (val... or dev...), got {', '.join(available) or 'none'}"
-        ) from error
-
-
 def attach_mask(
     model: "PreTrainedModel", options: PostHocArguments, fields: dict[str, Any], given: "SparseMask | None"
 ) -> "PreTrainedModel":
-    """
-    Attach the search of a checked recipe to a model, or the given mask.
-
-    Raises:
-        ValueError: If the mask does not fit the model, or [`attach`] refuses the search.
-    """
+    """Attach the search of a checked recipe to a model, or the given mask."""
     if given is not None:
         others = {name: value for name, value in fields.items() if name in MASK_FIELDS}
         try:

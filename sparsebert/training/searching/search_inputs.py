@@ -17,9 +17,8 @@ from ...data.examples import pretraining_dataset
 from ..finetuning.finetuning_arguments import FinetuningArguments
 from ..finetuning.task_data import TaskData, prepare
 from ..finetuning.task_models import input_sparsity
-from ..pretraining.search_start import START_BATCHES
 from .dense_agreement import TIMED_TOKENS
-from .matching import random_batches
+from .matching import START_BATCHES, random_batches
 from .objectives import Batch
 from .search_arguments import PostHocArguments
 
@@ -36,18 +35,11 @@ _HELD_OUT_BATCH = 16
 
 @dataclass
 class TextRows:
-    """
-    Packed text.
+    """Packed text: token ids to learn from, and to compare masks on."""
 
-    Attributes:
-        rows (`torch.Tensor` of shape `(N, n)`): Token ids to learn from.
-        held_out (`torch.Tensor` of shape `(M, n)`): Token ids to compare masks on.
-        shortest (`int`, *optional*): See [`PostHocArguments`].
-    """
-
-    rows: torch.Tensor
-    held_out: torch.Tensor
-    shortest: int | None
+    rows: torch.Tensor  # (N, n)
+    held_out: torch.Tensor  # (M, n)
+    shortest: int | None  # see `PostHocArguments`
 
     def batches(self, batch_size: int, steps: int, seed: int) -> Iterator[Batch]:
         """Yield random batches, see [`random_batches`]."""
@@ -64,26 +56,15 @@ class TextRows:
 
 @dataclass
 class Inputs:
-    """
-    Inputs of different lengths. All inputs of a batch have the same length, so that there is no padding.
+    """Inputs of different lengths. All inputs of a batch have the same length, so that there is no padding."""
 
-    Attributes:
-        train (`dict[int, Batch]`): The inputs to learn from, by their length.
-        held_out (`list[Batch]`): Inputs to compare masks on.
-    """
-
-    train: dict[int, dict[str, torch.Tensor]]
+    train: dict[int, dict[str, torch.Tensor]]  # by length
     held_out: list[dict[str, torch.Tensor]]
 
     def batches(self, batch_size: int, steps: int, seed: int) -> Iterator[Batch]:
         """
         Yield random batches. A length is drawn in proportion to the number of its inputs; the batch has as many of
         these as there are, up to a maximum.
-
-        Args:
-            batch_size (`int`): Maximum number of inputs per batch.
-            steps (`int`): Number of batches.
-            seed (`int`): Seed of the choice.
         """
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.cat([torch.full((len(inputs["input_ids"]),), length) for length, inputs in self.train.items()])
@@ -107,12 +88,7 @@ class Inputs:
 
 @dataclass
 class TaskInputs(Inputs):
-    """
-    The inputs of a task, held out those of the first validation split.
-
-    Attributes:
-        data ([`TaskData`]): Examples and inputs of the task.
-    """
+    """The inputs of a task, held out those of the first validation split."""
 
     data: TaskData
 
@@ -139,17 +115,7 @@ class TaskInputs(Inputs):
 
 
 def read_text(options: PostHocArguments, tokenizer: "PreTrainedTokenizerBase", device: str) -> TextRows | Inputs:
-    """
-    Read text: as packed rows, or each document as an input.
-
-    Args:
-        options ([`PostHocArguments`]): Names text and lengths.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the model.
-        device (`str`): Where the text is needed.
-
-    Raises:
-        ValueError: If there is too little text for one batch of rows.
-    """
+    """Read text: as packed rows, or each document as an input."""
     text: Any = options.data
     documents = [load_documents(text, "all" if options.validation else "train")]
     documents.append(load_documents(options.validation or text, "all" if options.validation else "validation"))
@@ -186,19 +152,7 @@ def _encoded(
 
 
 def read_inputs(options: PostHocArguments, config: "PreTrainedConfig", device: str) -> TaskInputs:
-    """
-    Read and tokenize the examples of a task.
-
-    Args:
-        options ([`PostHocArguments`]): Names task, data and model.
-        config ([`~transformers.PreTrainedConfig`]): Configuration of the model.
-        device (`str`): Where the inputs are needed.
-
-    Raises:
-        ValueError: If a split is missing, a row is malformed, the inputs do not fit into `max_length`, or the classes
-            are not those of the model.
-        OSError: If a file cannot be read.
-    """
+    """Read and tokenize the examples of a task."""
     names = (
         *("task", "data", "text_column", "text_pair_column", "label_column"),
         *("model", "max_length", "skip_bad", "revision", "subfolder", "token"),

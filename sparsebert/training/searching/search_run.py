@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ...analysis.reporting.reports import GIVEN, LEARNED, RECOVERED, own_mask
 from ...analysis.tables import Table
-from ...files import METRICS_NAME, locked_output, write_metrics
+from ...files import METRICS_NAME, write_metrics
 from ...hub import read_tokenizer
 from ...learning.budget import scheduled
 from ...learning.learned_mask import LearnedMask, expand_probs, save_probs
@@ -25,9 +25,9 @@ from ...masks.matched import MATCHED, VARIED, matched_patterns
 from ...masks.patterns import build_pattern
 from ...masks.sparse_mask import SparseMask
 from ...models.loading import model_class_of, warn_of_modules
+from ...output_folders import written_whole
 from ..runs.run_cards import add_search, draw_run, hardware
 from ..runs.run_checks import warn_of_slow_bfloat16
-from ..runs.run_folders import is_half_written, run_folder
 from .dense_agreement import agreement, inference_seconds
 from .matching import carrier, learn_mask, recover, running_through, start_from_attention
 from .objectives import predicts_tokens
@@ -52,14 +52,6 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     Writes to `output_dir` the model with its mask, the tokenizer, `metrics.json`, `mask_probs.safetensors` and, if
     matplotlib is installed, pictures: all in the end, or nothing.
-
-    Args:
-        recipe (`dict[str, dict]`): Sections `data` and `model`, as [`load_recipe`] returns them.
-
-    Returns:
-        `dict`: The metrics. [`agreement_table`] makes a table of them.
-    Raises:
-        ValueError, OSError: If something is wrong in the recipe, the model or the text, or several processes run this.
     """
     # Without a Trainer, accelerate does not see the processes of torchrun on a CPU.
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
@@ -68,9 +60,7 @@ def search_post_hoc(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
         )
     options = PostHocArguments(**recipe["data"])
     config, fields = check_arguments(options, recipe["model"])
-    output = Path(str(options.output_dir))
-    overwrite = options.overwrite or is_half_written(output)
-    with locked_output(output), run_folder(output, overwrite, whole=True) as (folder, _):
+    with written_whole(str(options.output_dir), options.overwrite) as folder:
         return _search(options, config, fields, folder)
 
 
@@ -239,15 +229,7 @@ def _growing_masks(learned: LearnedMask, last: SparseMask, initial: float, steps
 
 
 def agreement_table(metrics: dict[str, Any]) -> Table:
-    """
-    How close each mask keeps the model to the dense one.
-
-    Args:
-        metrics (`dict`): Result of [`search_post_hoc`].
-
-    Returns:
-        [`~sparsebert.analysis.tables.Table`]
-    """
+    """How close each mask keeps the model to the dense one."""
     rows = []
     for name, numbers in metrics["agreement"].items():
         row = {"mask": name, "removed": f"{metrics['sparsity'][name]:.1%}"}

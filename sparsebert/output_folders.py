@@ -1,0 +1,272 @@
+"""
+Output folders that hold something already. What replaces it is written aside, in a folder within, and takes its place
+at the end: at any moment the older or the newer state is complete, and files of the user stay.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from .data.tasks.glue import GLUE
+from .files import (
+    CHECKPOINT,
+    EXPERIMENT_NAME,
+    LOCK_NAMES,
+    METRICS_NAME,
+    RECIPE_NAME,
+    RESULT_FILES,
+    RUN_FOLDER,
+    SUBMISSION_NAME,
+    TASK_FILES,
+    UNFINISHED_NAME,
+    FinishedRunError,
+    check_output_dir,
+    is_damaged,
+    locked_output,
+)
+from .masks.mask_cards import CARD_NAME, own_card
+from .masks.mask_files import MASK_STATE
+from .masks.pushing import WEIGHTS
+
+
+# What replaces the content of a folder is written in this folder of it. Trainer pushes nothing with such a name.
+ASIDE_NAME = "_unfinished"
+# A checkpoint with this file is complete.
+MANIFEST_NAME = "checkpoint_manifest.json"
+# Patterns of what every run leaves that must not stay beside the files of another.
+_REPLACED = (*MASK_STATE, *RESULT_FILES)
+# What a run of some kinds leaves as well, by a key of its metrics.
+_REPLACED_OF_KIND = {
+    "score": TASK_FILES,
+    "seeds": (EXPERIMENT_NAME,),
+    "glue": (EXPERIMENT_NAME, SUBMISSION_NAME),
+    "bleu": ("translations.txt",),
+}
+_LOGS_NAME = "runs"
+
+
+def aside_of(output: Path) -> Path:
+    """Where in an output folder the files are written that will replace its own."""
+    return output / ASIDE_NAME / output.resolve().name  # "." has no name
+
+
+def check_free(output: str | os.PathLike, overwrite: bool = False) -> None:
+    """Check, before any work, that [`written_whole`] will not refuse the folder."""
+    folder = Path(output)
+    check_output_dir(folder, overwrite or is_half_written(folder) or is_half_moved(folder))
+
+
+@contextmanager
+def written_whole(output: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
+    """
+    Context manager for an output folder of which all files are to be there, or none: they are written to the folder
+    that it gives. What a process left that was killed on the way is moved if it was complete, and else replaced.
+    """
+    folder = Path(output)
+    with locked_output(folder):
+        finish_move(folder)
+        if (folder / METRICS_NAME).is_file() and not overwrite:
+            raise FinishedRunError(
+                f"output_dir {folder} is not empty, it holds a finished run: choose another, or pass --overwrite true"
+            )
+        check_free(folder, overwrite)
+        with replacing(folder, aside_of(folder), new=True):
+            yield aside_of(folder)
+
+
+@contextmanager
+def replacing(output: Path, folder: Path, new: bool) -> Iterator[None]:
+    """
+    Context manager for writing to `folder`, the output folder or the one aside, whose files then replace the others.
+    After an error, nothing is left that is only half written, and complete checkpoints are kept.
+
+    Args:
+        output (`Path`): The output folder.
+        folder (`Path`): It, or [`aside_of`] it.
+        new (`bool`): Whether nothing in `folder` is continued. What is aside makes way and goes at the end too.
+    """
+    from accelerate import PartialState
+
+    state = PartialState()
+    if new and folder != output and folder.is_dir() and state.is_main_process:
+        folder.rename(next(path for path in _numbered(folder) if not path.exists()))
+    older = _changed_at(output)
+    try:
+        yield
+    except BaseException as error:
+        if state.is_main_process:
+            _tidy(folder, output, older)
+        if isinstance(error, SafetensorError):
+            raise OSError(f"{folder}: the model could not be saved: {error}") from error
+        raise
+    state.wait_for_everyone()
+    if state.is_main_process:
+        if folder == output:
+            _tidy(aside_of(output), output, older)
+        else:
+            _swap(folder, output)
+    state.wait_for_everyone()
+
+
+def is_half_written(output: Path) -> bool:
+    """Whether a folder holds nothing but what a run without checkpoints left when it was killed before its end."""
+    names = {path.name for path in output.glob("*")}
+    if not (output / UNFINISHED_NAME).is_file() or len(list((output / ASIDE_NAME).glob("*"))) != len(_asides(output)):
+        return False  # files of the user
+    kept = (path for pattern in ("checkpoint-*", METRICS_NAME) for path in output.rglob(pattern))
+    return ASIDE_NAME in names <= {ASIDE_NAME, *LOCK_NAMES} and not any(kept)
+
+
+def is_half_moved(output: Path) -> bool:
+    """Whether a folder holds a finished run whose process was killed while its files were moved."""
+    return not (output / METRICS_NAME).is_file() and (aside_of(output) / METRICS_NAME).is_file()
+
+
+def finish_move(output: Path) -> None:
+    """Move the rest of a finished run: see [`is_half_moved`]."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    if state.is_main_process:
+        aside = aside_of(output)
+        if is_half_moved(output):
+            _move(aside, output)
+        elif (output / METRICS_NAME).is_file() and aside.is_dir() and not any(aside.iterdir()):
+            _remove_asides(output)
+    state.wait_for_everyone()
+
+
+def stored_metrics(folder: Path) -> dict[str, Any]:
+    """The metrics of the run, or of several, in a folder; empty if there are none."""
+    try:
+        metrics = json.loads((folder / METRICS_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def weights_and_checkpoints(folder: Path) -> set[Path]:
+    """The weights of a model and the checkpoints of a run in a folder, by the exact names that they have."""
+    return {path for path in folder.glob("*") if WEIGHTS.fullmatch(path.name) or CHECKPOINT.fullmatch(path.name)}
+
+
+def remove_replaced(output: Path, older: dict[str, Any], newer: dict[str, Any]) -> None:
+    """
+    Remove what is not of the several runs that replace others, by the metrics of both: the folders of runs that are
+    not among them, and the files of a single run. Nothing is done for a single run, which [`replacing`] is for.
+    """
+    before, now = _run_folders(output, older), _run_folders(output, newer)
+    if not now:
+        return
+    paths = before - now
+    if not before:
+        # A run writes the same files wherever it is.
+        runs = {recipe.parent for folder in now for recipe in folder.rglob(RECIPE_NAME)}
+        names = {path.name for run in runs for path in run.iterdir() if path.is_file()} - {CARD_NAME}
+        paths = {output / name for name in names} | _results(output, older)
+        paths.discard(output / METRICS_NAME)
+    if "glue" in older and "glue" not in newer:
+        paths.add(output / SUBMISSION_NAME)
+    for path in paths:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with what is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _numbered(folder):
+    number = 1
+    while True:
+        yield folder.with_name(f"{folder.name}-{number}")
+        number += 1
+
+
+def _asides(output):
+    """The folders aside of this and of earlier runs."""
+    name = re.escape(aside_of(output).name)
+    return [path for path in (output / ASIDE_NAME).glob("*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
+
+
+def _remove_asides(output):
+    for path in _asides(output):
+        remove(path)
+    if not any((output / ASIDE_NAME).iterdir()):
+        (output / ASIDE_NAME).rmdir()
+
+
+def _changed_at(folder):
+    """When each file of a folder was changed last, in ns."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*") if path.is_file()}
+
+
+def _tidy(folder, output, older):
+    """Leave no file that was only half written, and no folder aside without a checkpoint."""
+    if folder == output:
+        for path, changed in _changed_at(folder).items():
+            if changed != older.get(path) and is_damaged(path):
+                path.unlink()
+    elif not any(folder.glob(f"checkpoint-*/{MANIFEST_NAME}")):
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def _swap(folder, output):
+    """Replace what is in the output folder with the files from the folder aside."""
+    names = {path.name for path in folder.iterdir()}
+    older = stored_metrics(output)
+    for path in _results(output, older) | _run_folders(output, older):
+        if path.name not in names:
+            remove(path)
+    (output / METRICS_NAME).unlink(missing_ok=True)  # from now on the folder holds parts of two runs
+    _move(folder, output)
+
+
+def _move(folder, output):
+    """Move the files from the folder aside into the output folder, the results last."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == METRICS_NAME):
+        target = output / path.name
+        if path.name == CARD_NAME and target.exists() and own_card(target) is None:
+            continue  # a text of the user
+        if path.name == _LOGS_NAME and target.is_dir():
+            for log in path.iterdir():
+                os.replace(log, target / log.name)
+            continue
+        if target.is_dir():
+            remove(target)
+        os.replace(path, target)
+    _remove_asides(output)
+
+
+def _results(output, metrics):
+    """What a run with these metrics has left in its folder, without the folders of several."""
+    kinds = (pattern for key in metrics for pattern in _REPLACED_OF_KIND.get(key, ()))
+    paths = {path for pattern in (*_REPLACED, *kinds) for path in output.glob(pattern)}
+    card = {output / CARD_NAME} if own_card(output / CARD_NAME) is not None else set()
+    return paths | card | weights_and_checkpoints(output)
+
+
+def _run_folders(output, metrics):
+    """
+    The folders in an output folder that hold the runs of these metrics. Metrics may be those of a stranger: only names
+    that fine-tuning gives are accepted.
+    """
+    seeds, sweep, tasks = (metrics.get(name) for name in ("seeds", "sweep", "glue"))
+    runs = list(seeds.values()) if isinstance(seeds, dict) else []
+    cells = sweep.get("cells") if isinstance(sweep, dict) else None
+    runs += cells if isinstance(cells, list) else []
+    places = [str(run.get("folder")) for run in runs if isinstance(run, dict)]
+    names = {name for place in places if RUN_FOLDER.fullmatch(name := place.split("/")[0])}
+    return {output / name for name in names.union(GLUE.keys() & tasks if isinstance(tasks, dict) else ())}
