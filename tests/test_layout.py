@@ -87,6 +87,15 @@ def test_no_import_cycle():
         visit(node)
 
 
+def test_the_wings_of_training_import_down():
+    wings = ("runs", "training", "finetuning", "searching", "pretraining", "pruning")  # the Trainer is at the root
+    for module in MODULES:
+        for imported in imports(module) if part_of(module) == "training" else ():
+            wing = next((part for part in reversed(imported.parts) if part in wings), None)
+            if wing is not None:
+                assert wings.index(wing) <= wings.index(module.parent.name), f"{module} imports {imported}"
+
+
 def test_modules_have_names_of_their_own():
     """Outside `commands/`, whose modules are named by their verbs."""
     seen = {}

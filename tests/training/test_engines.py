@@ -19,8 +19,13 @@ from benchmarks._engines import EARLY, ENGINES, LATE, ONE
 from benchmarks.engines import OTHERS, OWN, loaded_loss, results_of
 from sparsebert import SparseBertConfig, SparseBertForMaskedLM
 from sparsebert.models.bert.masked_token_head import TiedDecoder, share_bias
-from sparsebert.training import engines
-from sparsebert.training.replicated_logits import ReplicatedLogits, keep_outside
+from sparsebert.training.replicated_logits import (
+    LOGITS_NAME,
+    ReplicatedLogits,
+    check_weights_are_gathered,
+    keep_outside,
+)
+from sparsebert.training.runs import engines
 from sparsebert.training.runs.engines import check_engine, engine_of_checkpoint
 
 
@@ -200,10 +205,10 @@ def test_zero_3_without_gathered_weights_is_refused():
     from transformers.integrations import HfDeepSpeedConfig
 
     shipped = json.loads((ROOT / "recipes/deepspeed/zero3.json").read_text())
-    engines.check_weights_are_gathered(HfDeepSpeedConfig(copy.deepcopy(shipped)))
+    check_weights_are_gathered(HfDeepSpeedConfig(copy.deepcopy(shipped)))
     del shipped["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
     with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save must be true"):
-        engines.check_weights_are_gathered(HfDeepSpeedConfig(shipped))
+        check_weights_are_gathered(HfDeepSpeedConfig(shipped))
 
 
 def test_logits_outside_the_parameters_are_trained_saved_and_frozen(tmp_path):
@@ -225,7 +230,7 @@ def test_logits_outside_the_parameters_are_trained_saved_and_frozen(tmp_path):
         attention.mask_logits.zero_()
     outside.load(tmp_path)
     assert torch.equal(loaded, attention.mask_logits)
-    with pytest.raises(ValueError, match=f"has no {engines.LOGITS_NAME}"):
+    with pytest.raises(ValueError, match=f"has no {LOGITS_NAME}"):
         outside.load(tmp_path / "model")
     model.freeze()
     assert outside.logits is None and attention.mask_logits is None and outside.reduce() == []

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
-from sparsebert.masks.patterns import build_pattern
 from sparsebert.training.finetuning.comparison import compare
 from sparsebert.training.finetuning.finetuning_runs import finetune
 from sparsebert.training.finetuning.several_runs import PAPER_GRID
@@ -53,30 +52,16 @@ def test_one_seed_is_one_run_in_the_output_folder(recipe, tmp_path):
     assert weights.stat().st_mtime_ns == time
     with pytest.raises(ValueError, match="training.learning_rate 'unset', not 0.001"):
         finetune(recipe({"learning_rate": 1e-3}))
+    with pytest.raises(ValueError, match="data.max_length 32, not 24"):
+        finetune(recipe(max_length=24))
     finetune(recipe({"learning_rate": 1e-3}, overwrite=True))
     assert weights.stat().st_mtime_ns != time
-
-
-def test_a_folder_that_is_not_ours(recipe, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        finetune(recipe())
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        finetune(recipe(seeds=2))
 
 
 def test_a_folder_of_another_task(recipe):
     finetune(recipe(seeds=2))
     with pytest.raises(ValueError, match="holds runs of rte"):
         finetune(recipe(seeds=2, task="cola"))
-
-
-def test_a_run_that_was_refused_leaves_nothing(recipe, tmp_path):
-    build_pattern("window", 32, 3).save_pretrained(tmp_path / "mask")
-    with pytest.raises(ValueError, match="does not fit"):
-        finetune(recipe(mask=str(tmp_path / "mask")))
-    assert not (tmp_path / "run").exists()
 
 
 def test_one_checkpoint_is_not_resumed_by_several_runs(recipe):
@@ -152,21 +137,6 @@ def test_finished_runs_are_not_run_again(recipe, tmp_path):
     assert len(metrics_of(tmp_path / "run")["seeds"]) == 3
 
 
-@pytest.mark.parametrize(
-    "training, data, message",
-    [
-        ({"learning_rate": 1e-3}, {}, "training.learning_rate 'unset', not 0.001"),
-        pytest.param({}, {"max_length": 24}, "max_length", marks=pytest.mark.slow),
-    ],
-    ids=["training", "data"],
-)
-def test_finished_runs_of_another_recipe_are_not_mixed_in(recipe, training, data, message):
-    finetune(recipe(seeds=2))
-    with pytest.raises(ValueError, match=message):
-        finetune(recipe(training, seeds=2, **data))
-    finetune(recipe(training, seeds=2, overwrite=True, **data))
-
-
 # Grids
 
 
@@ -223,13 +193,10 @@ def test_a_cell_that_diverged_is_not_the_best(recipe):
     assert metrics["sweep"]["best"] == {"learning_rate": 1e-3} and not math.isnan(metrics["score"])
 
 
-def test_the_papers_grid():
-    """SparseBERT, Table 5."""
-    assert PAPER_GRID == {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
-
-
 @pytest.mark.slow
 def test_every_cell_of_the_papers_grid(recipe):
+    """SparseBERT, Table 5."""
+    assert PAPER_GRID == {"learning_rate": [1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5], "weight_decay": [0.1, 0.01]}
     folder = finetune(recipe({"max_steps": 1}, sweep=True, max_train_examples=4))
     cells = [cell["settings"] for cell in metrics_of(folder)["sweep"]["cells"]]
     assert cells == [{"learning_rate": r, "weight_decay": d} for r in PAPER_GRID["learning_rate"] for d in (0.1, 0.01)]
@@ -283,9 +250,7 @@ def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "content", ["[]", "{", '{"task": "rte"}', '{"task": "rte", "main_metric": "accuracy", "splits": {}}']
-)
+@pytest.mark.parametrize("content", ["{", '{"task": "rte", "main_metric": "accuracy", "splits": {}}'])
 def test_a_baseline_that_is_damaged(recipe, tmp_path, content):
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense/metrics.json").write_text(content)
@@ -389,13 +354,10 @@ def test_glue_without_any_data(recipe, tmp_path):
         ({"model": None}, "--model"),
         ({"seeds": 0}, "seeds must be at least 1"),
         ({"seeds": [1, 1]}, "seeds must be .* different"),
-        ({"seeds": ["a"]}, "seeds must be a number of runs or a list of seeds"),
         ({"sweep": {"learning_rat": [1]}}, "did you mean 'learning_rate'"),
         ({"sweep": {"learning_rate": 1e-3}}, "learning_rate must be a list of values"),
         ({"sweep": {"learning_rate": ["fast"]}}, "sweep: learning_rate must be a number, got 'fast'"),
         ({"sweep": {"seed": [1, 2]}}, "unknown field of training in sweep 'seed'"),
-        ({"sweep": 3}, "sweep must be true or a dictionary"),
-        ({"data": "nowhere"}, "nowhere"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

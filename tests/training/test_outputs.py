@@ -14,7 +14,7 @@ from processes import start, start_command, wait_for
 from sparsebert import load
 from sparsebert.analysis.reporting.reports import read_metrics, report_tables
 from sparsebert.commands import main
-from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output
+from sparsebert.files import LOCK_NAME, UNFINISHED_NAME, locked_output, write_metrics
 from sparsebert.masks.sparse_mask import SparseMask
 from sparsebert.output_folders import ASIDE_NAME
 from sparsebert.training.runs.checkpoint_manifests import MANIFEST_NAME, check_whole, newest_whole
@@ -672,3 +672,9 @@ def test_a_run_aside_that_fails_leaves_nothing_aside(tmp_path):
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError("full")
     assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_metrics_file(tmp_path):
+    metrics = write_metrics(tmp_path / "metrics.json", {"loss": 1.23456789, "steps": 3, "search": None})
+    assert metrics == {"loss": 1.23457, "steps": 3, "search": None}
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics

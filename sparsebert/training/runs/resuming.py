@@ -83,7 +83,7 @@ def check_checkpoint(
     pruning: "ProgressivePruning | None" = None,
     freezes: bool = False,
 ) -> None:
-    """Check that a run can resume from a checkpoint: mask, search and pruning must be the same, see `RESUMED_FIELDS`."""
+    """Check that a run can resume from a checkpoint: mask, search (`RESUMED_FIELDS`) and pruning must agree."""
     sparse_attention = sparse_attention_of(model)
     if sparse_attention is None or not Path(checkpoint).is_dir():
         return

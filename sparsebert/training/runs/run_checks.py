@@ -4,7 +4,7 @@ of a model. Each error names field, value and bounds.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainingArguments
@@ -62,13 +62,9 @@ _MODEL_SIZES = (
     *("max_position_embeddings", "type_vocab_size"),
 )
 _FROM_0_TO_1 = ("hidden_dropout_prob", "attention_probs_dropout_prob", "initializer_range", "layer_norm_eps")
-_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 
 
-def read_training(
-    fields: dict[str, Any],
-    arguments_class: type[_Arguments] = TrainingArguments,  # type: ignore[assignment]
-) -> _Arguments:
+def read_training(fields: dict[str, Any], arguments_class: Any = TrainingArguments) -> Any:
     """Check the section `training` of a recipe, and make the arguments of the Trainer."""
     check_training(fields)
     training = arguments_class(**fields)
