@@ -30,6 +30,7 @@ from .files import (
     check_output_dir,
     is_damaged,
     locked_output,
+    process_state,
 )
 from .masks.mask_cards import CARD_NAME, own_card
 from .masks.mask_files import MASK_STATE
@@ -92,9 +93,7 @@ def replacing(output: Path, folder: Path, new: bool) -> Iterator[None]:
         folder (`Path`): It, or [`aside_of`] it.
         new (`bool`): Whether nothing in `folder` is continued. What is aside makes way and goes at the end too.
     """
-    from accelerate import PartialState
-
-    state = PartialState()
+    state = process_state()
     if new and folder != output and folder.is_dir() and state.is_main_process:
         folder.rename(next(path for path in _numbered(folder) if not path.exists()))
     older = _changed_at(output)
@@ -131,9 +130,7 @@ def is_half_moved(output: Path) -> bool:
 
 def finish_move(output: Path) -> None:
     """Move the rest of a finished run: see [`is_half_moved`]."""
-    from accelerate import PartialState
-
-    state = PartialState()
+    state = process_state()
     if state.is_main_process:
         aside = aside_of(output)
         if is_half_moved(output):
