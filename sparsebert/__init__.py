@@ -12,7 +12,7 @@ from .masks.mask_files import MaskFileError
 from .masks.patterns import PATTERNS, build_pattern
 from .masks.sparse_mask import SparseMask
 from .models.architectures import ARCHITECTURES
-from .models.attaching import attach, detach
+from .models.attaching import attach, detach, sparsity, sparsity_loss
 from .models.bert.configuration_sparsebert import SparseBertConfig
 from .models.bert.modeling_sparsebert import (
     SparseBertForMaskedLM,
@@ -30,7 +30,7 @@ from .models.bert.token_mixers import MIXERS
 from .models.lengthening import extend_positions
 from .models.loading import load
 from .models.quantization import quantize
-from .models.sparse_attention import SparseAttention, sparsity, sparsity_loss
+from .models.sparse_attention import SparseAttention
 from .version import __version__
 
 

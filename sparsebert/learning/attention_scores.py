@@ -15,13 +15,7 @@ from ..attention.model_masks import sparse_attention_of
 
 
 class AttentionScores:
-    """
-    The mean attention probability of every entry over the training batches since the last pruning step.
-
-    Attributes:
-        sums (`dict`): `"probs"`, the summed probabilities `(L, H, n, n)`, and `"examples"`, the number of examples in
-            which both tokens are real, `(L, 1, n, n)`. Empty before the first batch.
-    """
+    """The mean attention probability of every entry over the training batches since the last pruning step."""
 
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -30,7 +24,7 @@ class AttentionScores:
     def watch(self, model: PreTrainedModel) -> None:
         """Make a model return its attention probabilities, and collect them in every training batch."""
         sparse_attention = sparse_attention_of(model)
-        sparse_attention.return_weights()
+        sparse_attention.weights_wanted = True
         modules, length = _attention_modules(model, sparse_attention), sparse_attention.config.mask_length
         shape = (len(modules), sparse_attention.carrier.num_heads, length, length)
         self._hooks = [
@@ -40,7 +34,7 @@ class AttentionScores:
 
     def unwatch(self, model: PreTrainedModel) -> None:
         """Stop collecting, and forget what was collected."""
-        sparse_attention_of(model).return_weights(False)
+        sparse_attention_of(model).weights_wanted = False
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -52,10 +46,7 @@ class AttentionScores:
 
     def mean(self) -> torch.Tensor:
         """
-        Attention probabilities, averaged over the examples that have both tokens.
-
-        Returns:
-            `torch.Tensor` of shape `(L, H, n, n)`, float32: 0 for entries that no example had.
+        Attention probabilities `(L, H, n, n)`, averaged over the examples that have both tokens; 0 where none has.
         """
         return self.sums["probs"] / self.sums["examples"].clamp(min=1)
 

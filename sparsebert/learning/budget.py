@@ -25,16 +25,6 @@ def scheduled(progress: float | torch.Tensor, start: float, end: float, initial:
     A value that is `initial` before `start`, `final` after `end`, and `final + (initial - final) (1 - u)^3` at the
     fraction u of the way between them: it changes fast at first and slowly at the end.
 
-    Args:
-        progress (`float` or `torch.Tensor`): Fraction of the training that is done, in [0, 1].
-        start (`float`): Fraction at which the value starts to change.
-        end (`float`): Fraction at which it has reached `final`. Equal to `start` for a step.
-        initial (`float`): Value at the beginning.
-        final (`float`): Value at the end.
-
-    Returns:
-        `torch.Tensor`: 0-dimensional.
-
     Source: Zhu and Gupta (arXiv 1710.01878), Section 3, for sparsity.
     """
     if not torch.is_tensor(progress):
@@ -52,22 +42,13 @@ def head_budgets(
     logits: torch.Tensor, budget: torch.Tensor | float, least: float, most: float, scope: str = "head"
 ) -> torch.Tensor:
     """
-    How many entries each head keeps.
+    How many entries each head keeps, `(L, H, 1)`, or `(1, 1, 1)` if the same in every head: between `least` and
+    `most`, on average `budget`. Logits are `(L, H, K)`.
 
-    With one budget for all heads, the share of a head is proportional to `exp(mean(logits))`. Among themselves, the
-    parameters of a head only compete for its budget, which a constant added to all of them does not change; so their
-    mean is free to say how large it is. Shares follow gradients better than a common threshold would, at which a head
-    that attends evenly keeps all or nothing.
-
-    Args:
-        logits (`torch.Tensor` of shape `(L, H, K)`): float32.
-        budget (`torch.Tensor` or `float`): Number of entries to keep per head, on average.
-        least, most (`float`): Bounds of the number in each head. What a head would have above it goes to the others.
-        scope (`str`, *optional*, defaults to `"head"`): `"head"` for the same budget in every head, `"global"` for
-            shares of one.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, 1)`, or `(1, 1, 1)` for the same in every head.
+    With one budget for all heads (scope `"global"`), the share of a head is proportional to `exp(mean(logits))`. Among
+    themselves, the parameters of a head only compete for its budget, which a constant added to all of them does not
+    change; so their mean is free to say how large it is. Shares follow gradients better than a common threshold would,
+    at which a head that attends evenly keeps all or nothing.
     """
     budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device).clamp(least, most)
     if scope == "head":
@@ -94,23 +75,13 @@ def budget_shift(
     width: torch.Tensor | float,
 ) -> torch.Tensor:
     """
-    The multiplier mu of each head, for which P = sigmoid((logits - mu) / width) keeps `budget` entries.
+    The multiplier mu of each head, `(L, H, 1)`, for which P = sigmoid((logits - mu) / width) keeps `budget` of the
+    entries that the parameters decide. Logits are `(L, H, K)`, float32.
 
     Where every entry has one parameter, mu is the dual variable of the budget: among all P that keep this many
     entries, the result has the greatest `sum(P logits) + width * entropy(P)`. As mu is solved for in every step, the
     budget is met whatever the learning rate. The gradient passes through mu (implicit differentiation), so the logits
     of a head only compete with each other, and to the budget.
-
-    Args:
-        logits (`torch.Tensor` of shape `(L, H, K)`): float32.
-        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide. Parameters that decide
-            none have no influence.
-        budget (`torch.Tensor` of shape `(L, H, 1)` or `(1, 1, 1)`, or `float`): Number of these entries to keep per
-            head, at least 0.
-        width (`torch.Tensor` or `float`): Positive.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, 1)`.
     """
     budget = torch.as_tensor(budget, dtype=logits.dtype, device=logits.device)
     with torch.no_grad():
@@ -131,24 +102,12 @@ def budget_shift(
 
 
 def disagreement(chosen: torch.Tensor, other: torch.Tensor, entries: DecidedEntries) -> float:
-    """
-    Share of the learned entries on which two choices of parameters differ.
-
-    Args:
-        chosen, other (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
-    """
+    """Share of the learned entries on which two choices of parameters differ, both bool `(L, H, K)`."""
     differing = 2 * entries.kept(chosen | other) - entries.kept(chosen) - entries.kept(other)
     return differing.sum().item() / max(entries.total * chosen[..., 0].numel(), 1)
 
 
 def collapsed(chosen: torch.Tensor, entries: DecidedEntries) -> tuple[int, int]:
-    """
-    Number of heads, over all layers, whose learned entries are all kept, and number of heads where none is.
-
-    Args:
-        chosen (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
-    """
+    """Number of heads, over all layers, that keep all their learned entries, and of those that keep none."""
     kept = entries.kept(chosen)
     return int((kept == entries.total).sum()), int((kept == 0).sum())

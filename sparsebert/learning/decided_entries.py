@@ -24,15 +24,7 @@ def _exact(values):
 
 
 class TiedEntries:
-    """
-    Entries that have one parameter each, which some of them share.
-
-    Args:
-        counts (`torch.Tensor` of shape `(K,)`): Number of entries that each parameter decides.
-
-    Attributes:
-        total (`int`): Number of entries that parameters decide, per head.
-    """
+    """Entries that have one parameter each, which some share; `counts` `(K,)` says how many entries each decides."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self.counts = counts
@@ -43,13 +35,7 @@ class TiedEntries:
 
     def kept(self, values: torch.Tensor) -> torch.Tensor:
         """
-        Number of entries per head that are kept by a sample, or on average by P.
-
-        Args:
-            values (`torch.Tensor` of shape `(..., K)`): The sample or P, in [0, 1], or bool.
-
-        Returns:
-            `torch.Tensor` of shape `(...)`.
+        Number of entries per head that a sample, or on average P, in [0, 1] or bool, keeps: `(..., K)` to `(...)`.
         """
         return (_exact(values) * self.counts).sum(-1)
 
@@ -59,16 +45,8 @@ class TiedEntries:
 
     def nearest_number(self, rank: torch.Tensor, budget: float | torch.Tensor, joint: bool) -> torch.Tensor:
         """
-        How many parameters to keep so that they keep as near as possible to `budget` entries.
-
-        Args:
-            rank (`torch.Tensor` of shape `(..., K)`): The order in which parameters are kept, from 0.
-            budget (`float`, or `torch.Tensor` of shape `(..., 1)`): Number of entries to keep, per head or of all
-                heads.
-            joint (`bool`): Whether the ranks are those among the parameters of all heads.
-
-        Returns:
-            `torch.Tensor` of shape `(..., 1)`, or `(1,)` if `joint`.
+        How many parameters to keep, `(..., 1)`, so that they keep as near as possible to `budget` entries, per head or
+        of all heads together (`joint`). `rank` `(..., K)` is the order in which they are kept, from 0.
         """
         counts = self.counts.long().expand(rank.shape)  # their sum is deterministic on every device
         if joint:
@@ -196,17 +174,8 @@ class VerticalSlash:
         index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
-        Values of the parameters, combined to values of the entries.
-
-        Args:
-            values (`torch.Tensor` of shape `(L, H, K)`): Value of each parameter.
-            length (`int`): m, at most n.
-            combine (`Callable`): Combines two tensors entry by entry, such as `torch.mul`.
-            neutral (`bool` or `float`): Value of a token or an offset without a parameter.
-            index (`torch.Tensor` of shape `(m, m)`, *optional*): The result of [`toeplitz_index`].
-
-        Returns:
-            `torch.Tensor` of shape `(L, H, m, m)`.
+        Values of the parameters `(L, H, K)`, combined to values of the entries `(L, H, m, m)` of m <= n tokens.
+        `neutral` is the value of a token or an offset without a parameter, `index` the result of [`toeplitz_index`].
         """
         offsets, *lines = self.parts(values)
         after = self.length - self.first - self.size

@@ -32,13 +32,8 @@ def drawn_inputs(
     search: MaskSearch, sample: torch.Tensor, noisy: torch.Tensor, inputs: MaskInputs, merged: bool
 ) -> dict[str, Any]:
     """
-    A sampled mask.
-
-    Args:
-        search ([`MaskSearch`]): The rules of the search.
-        sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`LearnedMask.draw`].
-        inputs ([`MaskInputs`]): The forward that it is prepared for.
-        merged (`bool`): Whether the backend needs padding and special tokens merged into the bias of each sequence.
+    A sampled mask: `sample` and `noisy` are from [`LearnedMask.draw`]. `merged`: whether the backend needs padding and
+    special tokens merged into the bias of each sequence.
     """
     num_keys, first_row = inputs.num_keys, inputs.num_keys - inputs.num_queries
     if search.mask_form == "multiplicative":
@@ -112,14 +107,7 @@ def pruned_inputs(learned: LearnedMask, inputs: MaskInputs, training: bool) -> d
 
 
 def thresholded_inputs(learned: LearnedMask, inputs: MaskInputs, merged: bool) -> dict[str, Any]:
-    """
-    The thresholded mask of a search. As in training, a query that keeps no key attends to all of them.
-
-    Args:
-        learned ([`LearnedMask`]): The search.
-        inputs ([`MaskInputs`]): The forward that it is prepared for.
-        merged (`bool`): See [`drawn_inputs`].
-    """
+    """The thresholded mask of a search. As in training, a query that keeps no key attends to all of them."""
     mask = learned.thresholded_mask()
     if not merged and _by_distance(learned.search, inputs):
         values = -MAX_MASK_CONSTANT * (~mask.keep).float().to(inputs.device)

@@ -47,15 +47,9 @@ def save_probs(
     folder: Path, probs: torch.Tensor, log_odds: torch.Tensor, mask: SparseMask, outcome: dict[str, Any] | None = None
 ) -> None:
     """
-    Save what a search found, as `mask_probs.safetensors`.
-
-    Args:
-        folder (`Path`): Where to, created if missing.
-        probs (`torch.Tensor`): P before freezing, see [`LearnedMask.found_probs`]; in the file under the key
-            `"probs"`, with L and H joined.
-        log_odds (`torch.Tensor`): See [`LearnedMask.log_odds`]; under the key `"log_odds"`, with L and H joined, too.
-        mask ([`SparseMask`]): The mask that was frozen, which P is not used without.
-        outcome (`dict`, *optional*): See [`LearnedMask.to_mask`].
+    Save what a search found, as `mask_probs.safetensors`: P, see [`LearnedMask.found_probs`], and the log-odds, both
+    with L and H joined, under the keys `"probs"` and `"log_odds"`; the outcome; and a digest of the mask, without
+    which P is not used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"probs": probs.flatten(0, 1).contiguous(), "log_odds": log_odds.flatten(0, 1).contiguous()}
@@ -65,14 +59,8 @@ def save_probs(
 
 def expand_probs(probs: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     """
-    P of every entry, special tokens and a fixed diagonal included.
-
-    Args:
-        probs (`torch.Tensor` of shape `(L, H, K)` or `(L, H, n, n)`): See [`LearnedMask.found_probs`].
-        mask ([`SparseMask`]): The mask that the search was frozen to.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, n, n)`.
+    P of every entry `(L, H, n, n)`, fixed ones included, from that of [`LearnedMask.found_probs`] and the mask that
+    the search was frozen to.
     """
     if probs.ndim == 4:
         return probs
@@ -127,13 +115,9 @@ def _watch_penalty(sample: torch.Tensor, previous: torch.Tensor | None) -> None:
 
 class LearnedMask:
     """
-    A mask at one moment of its search. It only holds references, so it can be made whenever it is needed.
-
-    Args:
-        search ([`MaskSearch`]): The rules of the search.
-        logits (`torch.Tensor` of shape `(L, H, K)`): The stored logits theta; alpha is
-            `mask_logit_scale` * theta.
-        progress (`torch.Tensor`): Fraction of the search that is done, a 0-dimensional tensor in [0, 1].
+    A mask at one moment of its search: its rules, the stored logits theta `(L, H, K)`, of which alpha is
+    `mask_logit_scale` * theta, and the fraction of the search that is done, a 0-dimensional tensor in [0, 1]. It only
+    holds references, so it can be made whenever it is needed.
     """
 
     def __init__(self, search: MaskSearch, logits: torch.Tensor, progress: torch.Tensor) -> None:
@@ -157,12 +141,7 @@ class LearnedMask:
         return self.logits.detach() > -torch.inf
 
     def current_sparsity(self) -> torch.Tensor:
-        """
-        The sparsity that is due at this point on the way to the target, a 0-dimensional tensor on the CPU.
-
-        Raises:
-            ValueError: If the search has no target.
-        """
+        """The sparsity that is due at this point on the way to the target, a 0-dimensional tensor on the CPU."""
         search, target = self.search, self.search.target_sparsity
         if target is None:
             raise ValueError(f"search {search.name!r} has no target_sparsity")
@@ -236,13 +215,8 @@ class LearnedMask:
 
     def draw(self, previous: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Sample the mask, with noise from the global generator.
-
-        Args:
-            previous (`torch.Tensor`, *optional*): The sample before this one, which may be part of the same loss.
-
-        Returns:
-            `tuple` of two `torch.Tensor` of shape `(L, H, K)`: See [`sample_mask`].
+        Sample the mask, with noise from the global generator, see [`sample_mask`]. `previous` is the sample before
+        this one, which may be part of the same loss.
         """
         search = self.search
         if torch.is_grad_enabled() and not self.logits.requires_grad and not torch.compiler.is_compiling():
@@ -292,16 +266,8 @@ class LearnedMask:
     @torch.no_grad()
     def thresholded_mask(self, threshold: float | None = None, sparsity: float | None = None) -> SparseMask:
         """
-        The mask that this search would freeze to now.
-
-        Args:
-            threshold (`float`, *optional*): Keep parameters with P above this, in [0, 1). Defaults to 1/2 in a search
-                without a target.
-            sparsity (`float`, *optional*): Remove this fraction of the entries instead, in [0, 1): of every head or of
-                all together (`sparsity_scope`). Defaults to the sparsity that is due in a search with a target.
-
-        Raises:
-            ValueError: If a value is out of its range, or pruning has removed more than `sparsity`.
+        The mask that this search would freeze to now: all with P above `threshold`, by default 1/2, or the most
+        probable ones at a `sparsity`, by default the one that is due in a search with a target.
         """
         return self.search.to_mask(self._select(self.probs().cpu(), threshold, sparsity))
 
@@ -310,25 +276,14 @@ class LearnedMask:
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
     ) -> tuple[SparseMask, dict[str, Any]]:
         """
-        The mask that this search would freeze to now, and how well the search has decided it.
+        The [`LearnedMask.thresholded_mask`], and how well the search has decided it, a `dict` with
 
-        Args:
-            threshold, sparsity (`float`, *optional*): See [`LearnedMask.thresholded_mask`].
-            metadata (`dict`, *optional*): Provenance to store with the mask.
-
-        Returns:
-            `tuple`: A [`SparseMask`] and a `dict` with
-
-            - `"asked"`: the requested sparsity, or `None`
-            - `"got"`: the sparsity of the mask
-            - `"undecided"`: share of the learned entries that the mask and the threshold 1/2 treat differently; 0 if
-              training uses this mask itself (`hard` without noise, with a target)
-            - `"dense_heads"` and `"empty_heads"`: number of heads whose learned entries are all kept, or all removed
-            - `"warnings"`: what is wrong with the mask, a list of messages
-
-        Raises:
-            ValueError: If a value is out of its range, or pruning has removed more than `sparsity`.
-            FloatingPointError: If P is NaN.
+        - `"asked"`: the requested sparsity, or `None`
+        - `"got"`: the sparsity of the mask
+        - `"undecided"`: share of the learned entries that the mask and the threshold 1/2 treat differently; 0 if
+          training uses this mask itself (`hard` without noise, with a target)
+        - `"dense_heads"` and `"empty_heads"`: number of heads whose learned entries are all kept, or all removed
+        - `"warnings"`: what is wrong with the mask, a list of messages
         """
         search, probs = self.search, self.probs().cpu()
         entries = search.entries(probs.device)
@@ -362,13 +317,8 @@ class LearnedMask:
     @torch.no_grad()
     def prune(self, scores: torch.Tensor, sparsity: float, scope: str = "head") -> None:
         """
-        Remove the parameters with the lowest scores for good: their logits become -inf, which no optimizer changes.
-
-        Args:
-            scores (`torch.Tensor` of shape `(L, H, K)`): Parameters with higher scores are kept.
-            sparsity (`float`): Fraction of entries that are removed afterwards.
-            scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
-                together. Every row keeps its best entry unless the search allows empty rows.
+        Remove the parameters with the lowest scores `(L, H, K)` for good, up to a sparsity: their logits become -inf,
+        which no optimizer changes. Every row keeps its best entry unless the search allows empty rows.
         """
         search, kept, cpu = self.search, self.kept, torch.device("cpu")
         scores = scores.detach().float().cpu()

@@ -162,10 +162,7 @@ class MaskSearch(MaskDescription):
         return self.num_fixed + num_empty_rows(torch.zeros(1, 1, 1, dtype=torch.bool), *self._sizes())
 
     def initialize(self, logits: torch.Tensor) -> None:
-        """
-        Initialize the stored logits `(L, H, K)` in place: alpha ~ N(0, `INITIAL_STD`), less the decay with distance.
-        Logits that were read from a checkpoint stay as they are.
-        """
+        """Initialize the stored logits `(L, H, K)` in place, unless they were read from a checkpoint."""
         if getattr(logits, "_is_hf_initialized", False):
             return
         init.normal_(logits, mean=0.0, std=INITIAL_STD / self.mask_logit_scale)
@@ -176,10 +173,7 @@ class MaskSearch(MaskDescription):
                 logits.sub_(decay.to(logits))
 
     def index(self, length: int, device: torch.device) -> torch.Tensor:
-        """
-        The parameter of each entry at some input length, `(m, m)`, see [`parameter_index`]. In `"vertical_slash"` that
-        of its offset.
-        """
+        """The parameter of each entry `(m, m)`, see [`parameter_index`]. In `"vertical_slash"` that of its offset."""
 
         def make() -> torch.Tensor:
             form = "offsets" if self.union is not None else self.form
@@ -232,13 +226,7 @@ class MaskSearch(MaskDescription):
         )
 
     def bias(self, sample: torch.Tensor, noisy: torch.Tensor, length: int) -> torch.Tensor:
-        """
-        The term that a sample adds to the scores, `(L, H, m, m)`, see [`mask_bias`].
-
-        Args:
-            sample, noisy (`torch.Tensor` of shape `(L, H, K)`): From [`sample_mask`].
-            length (`int`): m.
-        """
+        """The term `(L, H, m, m)` that a sample from [`sample_mask`] adds to the scores, see [`mask_bias`]."""
         union, constant, hard = self.union, self.mask_constant, self.hard
         if union is None:
             bias = mask_bias(sample, noisy, self.mask_form, constant, hard)
@@ -264,12 +252,7 @@ class MaskSearch(MaskDescription):
 
     def at_distances(self, values: torch.Tensor, length: int, off: float) -> torch.Tensor:
         """
-        Values of the parameters `(L, H, K)` as values of each distance in tiles, `(L, H, T)`.
-
-        Args:
-            values (`torch.Tensor`): The values.
-            length (`int`): m; T is the number of its tiles.
-            off (`float`): Value of a distance that has no parameter.
+        Values of the parameters as values of each distance in tiles, `(L, H, T)`; `off` where there is no parameter.
         """
         if self.length_policy == "error":
             check_length(length, self.length, self.form)

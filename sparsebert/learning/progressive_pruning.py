@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
@@ -120,15 +120,7 @@ class ProgressivePruning(TrainerCallback):
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any] | None) -> "ProgressivePruning | None":
-        """
-        Make the callback that the field `pruning` of a recipe describes; `None` for `None`.
-
-        Args:
-            settings (`dict`, *optional*): Arguments of the class.
-
-        Raises:
-            ValueError: If a name is unknown, or a value is out of its range.
-        """
+        """The callback that the field `pruning` of a recipe describes; `None` for `None`."""
         if settings is None:
             return None
         if not isinstance(settings, dict):
@@ -147,12 +139,7 @@ class ProgressivePruning(TrainerCallback):
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def check(self, model: PreTrainedModel) -> None:
-        """
-        Check whether a model can be pruned with these settings. Changes nothing.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Check whether a model can be pruned with these settings."""
         sparse_attention = sparse_attention_of(model)
         if sparse_attention is None:
             raise ValueError("pruning: the model carries no mask: give it a search, or the pattern 'dense'")
@@ -196,53 +183,26 @@ class ProgressivePruning(TrainerCallback):
         else:
             self._attention.watch(model)
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
             raise ValueError("pruning: training must run in one process, without DeepSpeed or FSDP")
         if args.load_best_model_at_end:
             raise ValueError("pruning: load_best_model_at_end must be false: checkpoints differ in their sparsity")
         self.check(model)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.max_steps < 2:
             raise ValueError(f"pruning: training must have at least 2 steps, got max_steps {state.max_steps}")
         if not self._ready:
             self.on_init_end(args, state, control, model)
             self._begin(model)
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._attention.unwatch(model)
         self._ready = False
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         step, (_, last) = state.global_step, self._bounds(state.max_steps)
         if step > last:
@@ -314,25 +274,13 @@ class ProgressivePruning(TrainerCallback):
         logger.warning(f"pruning: the mask is frozen, asked for a sparsity of {asked:.3f}, got {got:.3f}.")
 
     def save(self, checkpoint: str | PathLike, state: TrainerState) -> None:
-        """
-        Write what [`~ProgressivePruning.restore`] reads.
-
-        Args:
-            checkpoint (`str` or `os.PathLike`): Folder of a checkpoint that is being saved.
-            state ([`~transformers.TrainerState`]): The state of the training.
-        """
+        """Write what [`~ProgressivePruning.restore`] reads into a checkpoint that is being saved."""
         frozen = state.global_step > self._bounds(state.max_steps)[1]
         metadata = {"settings": json.dumps(self.settings), "frozen": json.dumps(frozen)}
         save_file(self._attention.sums, Path(checkpoint) / PRUNING_NAME, metadata)
 
     def restore(self, checkpoint: str | PathLike, model: PreTrainedModel) -> None:
-        """
-        Continue from a checkpoint, before its weights are read.
-
-        Args:
-            checkpoint (`str` or `os.PathLike`): Folder that passed [`check_checkpoint`].
-            model (`PreTrainedModel`): The model as it was at the start of that run.
-        """
+        """Continue from a checkpoint that passed [`check_checkpoint`], before its weights are read."""
         sparse_attention = sparse_attention_of(model)
         with safe_open(Path(checkpoint) / PRUNING_NAME, "pt", device=str(model.device)) as file:
             self._attention.sums = {name: file.get_tensor(name) for name in file.keys()}

@@ -15,15 +15,9 @@ class MaskMismatchError(RuntimeError):
 
 def check_same_mask(mask: SparseMask | None, otherwise: str = "none") -> None:
     """
-    Compare the frozen mask over all processes of a distributed training. Every process must call this; without several
-    processes it does nothing.
-
-    Args:
-        mask ([`SparseMask`], *optional*): The mask of this process.
-        otherwise (`str`, *optional*, defaults to `"none"`): What is compared if there is no mask: why there is none.
-
-    Raises:
-        MaskMismatchError: On all processes, if they differ. The message names the ranks that do.
+    Compare the frozen mask over all processes of a distributed training, which must all call this. `otherwise` is
+    compared if there is no mask: why there is none. A [`MaskMismatchError`] on all of them names the ranks that
+    differ.
     """
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return

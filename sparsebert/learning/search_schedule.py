@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..attention.model_masks import sparse_attention_of
@@ -87,14 +87,7 @@ class SearchSchedule(TrainerCallback):
         self.mask: SparseMask | None = None
         self.outcome: dict[str, Any] | None = None
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         sparse_attention = _searched_in(model)
         if not args.load_best_model_at_end or sparse_attention is None or not sparse_attention.searching:
             return
@@ -107,14 +100,7 @@ class SearchSchedule(TrainerCallback):
             "load_best_model_at_end: the best checkpoint of a search may be an early one, whose mask is hardly learned"
         )
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
         sparse_attention = _searched_in(model)
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if sparse_attention is not None and sparse_attention.searching and (checkpoint / MASK_CONFIG_NAME).is_file():
@@ -126,13 +112,7 @@ class SearchSchedule(TrainerCallback):
             check_same_mask(sparse_attention.mask, "a search" if sparse_attention.searching else "none")
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         sparse_attention = _searched_in(model)
         if sparse_attention is None or not sparse_attention.searching:
@@ -145,13 +125,7 @@ class SearchSchedule(TrainerCallback):
             self._end(args, state, sparse_attention, optimizer)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         sparse_attention = _searched_in(model)
         # A search that ends with the last step, after which none begins.
@@ -177,13 +151,7 @@ class SearchSchedule(TrainerCallback):
                     self.save(Path(str(args.output_dir)))
 
     def freeze(self, sparse_attention: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """
-        End the search of a [`SparseAttention`], and take its logits out of the optimizer. Sets the attributes.
-
-        Raises:
-            ValueError: If the mask cannot be frozen, see [`SparseAttention.freeze`].
-            MaskMismatchError: If the processes of a distributed training would freeze different masks.
-        """
+        """End the search of a [`SparseAttention`], and take its logits out of the optimizer. Sets the attributes."""
         learned, logits = sparse_attention.learned, sparse_attention.mask_logits
         probs, log_odds = learned.found_probs(), learned.log_odds()
         try:

@@ -73,32 +73,18 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(soft: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """
-    Values with the gradient of others, such as a mask of 0 and 1 with that of P.
-
-    Args:
-        soft (`torch.Tensor`): Where the gradient goes, of any shape.
-        values (`torch.Tensor`): The result, of the same shape, bool or float.
-    """
+    """Values of any shape, with the gradient of `soft` of the same shape: a mask of 0 and 1 with that of P."""
     return _StraightThrough.apply(soft, values)
 
 
 def gumbel_noise(shape: tuple[int, ...], device: torch.device | str, shared: bool = False) -> torch.Tensor:
     """
-    Difference of two standard Gumbel variables, drawn from the global generator.
+    Difference of two standard Gumbel variables, drawn from the global generator. It has a logistic distribution, so
+    one clamped uniform draw is enough; float32 whatever the autocast dtype, since half precision would give inf.
 
-    The difference has a logistic distribution, so one clamped uniform draw is enough. It is float32 whatever the
-    autocast dtype, since half precision would give inf.
-
-    The processes of a distributed training usually begin with the same state of the generator. By default process r
-    of R therefore shifts its uniform draws by r / R around the circle, which makes them stratified: an entry
-    with the keep probability P is kept by floor(R P) to ceil(R P) of the R samples.
-
-    Args:
-        shape (`tuple`): Shape of the noise.
-        device (`torch.device` or `str`): Its device.
-        shared (`bool`, *optional*, defaults to `False`): Whether all processes of a distributed training get the noise
-            of the first.
+    The processes of a distributed training usually begin with the same state of the generator. By default process r of
+    R therefore shifts its uniform draws by r / R around the circle, which makes them stratified: an entry with the
+    keep probability P is kept by floor(R P) to ceil(R P) of the R samples. `shared` gives all the noise of the first.
     """
     uniform = torch.rand(shape, device=device, dtype=torch.float32)
     if distributed.is_available() and distributed.is_initialized() and (size := distributed.get_world_size()) > 1:
@@ -116,17 +102,8 @@ def sample_mask(
     noise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Gumbel-sigmoid sample of a mask.
-
-    Args:
-        logits (`torch.Tensor`): alpha, any shape, float32.
-        temperature (`float` or `torch.Tensor`, *optional*, defaults to 1.0): tau > 0.
-        hard (`bool`, *optional*, defaults to `True`): Straight-through: round the sample to 0 or 1, with the gradient
-            of the soft sample.
-        noise (`torch.Tensor`, *optional*): G1 - G2, of the same shape. Drawn by default.
-
-    Returns:
-        `tuple` of two `torch.Tensor`: The sample, and the noisy logits `(alpha + G1 - G2) / tau` that it came from.
+    Gumbel-sigmoid sample of a mask, and the noisy logits `(alpha + G1 - G2) / tau` that it came from. `hard` rounds it
+    to 0 or 1, with the gradient of the soft sample; `noise` is G1 - G2, drawn by default.
 
     Source: SparseBERT (arXiv 2102.12871), Section 4.1, Algorithm 1.
     """
@@ -138,14 +115,8 @@ def sample_mask(
 
 def mask_bias(mask: torch.Tensor, noisy: torch.Tensor, form: str, constant: float, hard: bool) -> torch.Tensor:
     """
-    The term that a sampled mask adds to the attention scores.
-
-    Args:
-        mask (`torch.Tensor`): The sample M (P itself in a soft search).
-        noisy (`torch.Tensor`): The noisy logits: M = sigmoid(noisy) before rounding.
-        form (`str`): `"additive"` for `-c (1 - M)`, `"log"` for `log M`, see [`hard_log_bias`] for hard samples.
-        constant (`float`): c.
-        hard (`bool`): Whether M was rounded.
+    The term that a sampled mask M adds to the attention scores: `-c (1 - M)`, or for the form `"log"` `log M`, see
+    [`hard_log_bias`] for hard samples. M = sigmoid(noisy) before rounding.
 
     Source: SparseBERT (arXiv 2102.12871), Eq. 5-6.
     """
@@ -162,10 +133,6 @@ def hard_log_bias(mask: torch.Tensor, constant: float) -> torch.Tensor:
     To first order this gradient is what the entry would change if it were kept or removed, as long as c leaves removed
     entries some attention: a thousandth of it with c = 7. From c = 14 on they are as good as gone, and have the
     gradient of M, which tells them nothing.
-
-    Args:
-        mask (`torch.Tensor`): The sample M, 0 and 1.
-        constant (`float`): c.
     """
     least = math.exp(-constant) if constant < _MOST_CONSTANT else 1.0
     return straight_through(torch.log(mask + least * (1 - mask.detach())), -constant * (1 - mask.detach()))
@@ -212,18 +179,7 @@ def to_sparse_mask(
     block_size: int | None = None,
     **fields: Any,
 ) -> SparseMask:
-    """
-    The [`SparseMask`] that keeps the selected parameters.
-
-    Args:
-        selected (`torch.Tensor` of shape `(L, H, K)`): Bool.
-        form (`str`): What has a parameter, see [`Search`].
-        length (`int`): n.
-        symmetric (`bool`, *optional*, defaults to `True`): Whether a table has one parameter per unordered pair, and
-            the column and the row of a token in `"vertical_slash"` one parameter.
-        block_size (`int`, *optional*): Tile size of the form `"blocks"`.
-        fields: The other arguments of [`SparseMask`].
-    """
+    """The [`SparseMask`] that keeps the selected parameters, bool `(L, H, K)`; `fields` are its other arguments."""
     keep = selected
     if form == "table":
         keep = selected[..., parameter_index(form, length, length, symmetric)]

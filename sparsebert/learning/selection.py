@@ -15,12 +15,7 @@ SCOPES = ("head", "global")
 
 
 def check_selection(threshold: float | None, sparsity: float | None) -> None:
-    """
-    Check the threshold or the sparsity that a mask is selected by.
-
-    Raises:
-        ValueError: If `threshold` or `sparsity` is not a number in [0, 1), or both are given.
-    """
+    """Check the threshold or the sparsity that a mask is selected by: one of them, in [0, 1)."""
     for name, value in (("threshold", threshold), ("sparsity", sparsity)):
         if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
             raise ValueError(f"{name} must be in [0, 1), got {value!r}")
@@ -39,22 +34,9 @@ def select(
     scope: str = "head",
 ) -> torch.Tensor:
     """
-    Choose the parameters to keep.
-
-    Args:
-        probs (`torch.Tensor` of shape `(L, H, K)`): P of each parameter.
-        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
-        fixed (`int`): Number of entries per head that are always on (special tokens, a kept diagonal).
-        threshold (`float`, *optional*, defaults to 0.5): Keep parameters with P above this, in [0, 1). Ignored if
-            `sparsity` is given.
-        sparsity (`float`, *optional*): Keep the largest P, so that the fraction of entries removed is as near as
-            possible to this, in [0, 1).
-        length (`int`): n. A head has `n^2` entries.
-        scope (`str`, *optional*, defaults to `"head"`): `"head"` removes this fraction of each head, `"global"` of all
-            heads and layers together.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, K)`, bool.
+    Choose the parameters to keep, bool `(L, H, K)`: those with P above `threshold`, or the largest P, so that the
+    fraction of the `length`^2 entries that is removed is as near as possible to `sparsity`. `fixed` entries per head
+    are always on.
     """
     if sparsity is None:
         return probs > threshold
@@ -65,17 +47,8 @@ def keep_largest(
     scores: torch.Tensor, entries: DecidedEntries, budget: float | torch.Tensor, scope: str = "head"
 ) -> torch.Tensor:
     """
-    Choose the parameters with the largest scores, so many that they keep as near as possible to `budget` entries.
-
-    Args:
-        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
-        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
-        budget (`float`, or `torch.Tensor` of shape `(L, H, 1)`): Number of entries to keep per head.
-        scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
-            together, with the budget of all heads.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, K)`, bool.
+    Choose the parameters with the largest scores `(L, H, K)`, so many that they keep as near as possible to `budget`
+    entries per head; with the scope `"global"` all heads together, with the budget of all.
     """
     joint = scope == "global"
     rank = _rank(scores.flatten() if joint else scores).view_as(scores)
@@ -85,17 +58,9 @@ def keep_largest(
 
 def keep_shares(scores: torch.Tensor, entries: DecidedEntries, budgets: torch.Tensor) -> torch.Tensor:
     """
-    Choose the parameters with the largest scores of each head, so many that they keep as near as possible to its
-    budget; and one more or one less in the heads where that costs least, so that all heads together keep as near as
-    possible to the sum of the budgets.
-
-    Args:
-        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
-        entries ([`TiedEntries`] or [`VerticalSlash`]): The entries that the parameters decide.
-        budgets (`torch.Tensor` of shape `(L, H, 1)`): Number of entries to keep in each head.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, K)`, bool.
+    Choose the parameters with the largest scores `(L, H, K)` of each head, so many that they keep as near as possible
+    to its budget `(L, H, 1)`; and one more or one less in the heads where that costs least, so that all heads together
+    keep as near as possible to the sum of the budgets.
     """
     rank = _rank(scores)
     number = entries.nearest_number(rank, budgets, joint=False)
@@ -117,16 +82,9 @@ def _rank(scores):
 
 def best_of_rows(scores: torch.Tensor, index: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
     """
-    The parameters of each row's best entry, for rows that no fixed entry keeps from being empty.
-
-    Args:
-        scores (`torch.Tensor` of shape `(L, H, K)`): Score of each parameter.
-        index (`torch.Tensor` of shape `(n, n)` or `(n, n, 3)`): The parameter or the parameters of each entry, see
-            [`parameter_index`].
-        fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, K)`, bool.
+    The parameters of each row's best entry, bool `(L, H, K)`, for rows that no fixed entry keeps from being empty.
+    `index` `(n, n)` or `(n, n, 3)` has the parameters of each entry; `fixed` `(n, n)` is 1 where an entry is always
+    on, 0 where always off, and -1 where learned.
     """
     rows = ~(fixed == 1).any(-1)
     index = index.view(*fixed.shape, -1)
@@ -150,23 +108,9 @@ def prune(
     entries: DecidedEntries | None = None,
 ) -> torch.Tensor:
     """
-    Remove the parameters with the lowest scores until a sparsity is reached.
-
-    Args:
-        kept (`torch.Tensor` of shape `(L, H, K)`): Bool, the parameters that have not been removed yet.
-        scores (`torch.Tensor` of shape `(L, H, K)`): Parameters with higher scores are kept.
-        index (`torch.Tensor` of shape `(n, n)` or `(n, n, 3)`): The parameter or the parameters of each entry, see
-            [`parameter_index`].
-        fixed (`torch.Tensor` of shape `(n, n)`): 1 always on, 0 always off, -1 learned.
-        sparsity (`float`): Fraction of the `n^2` entries to remove, in every head or on average.
-        scope (`str`, *optional*, defaults to `"head"`): `"head"` ranks the parameters of each head, `"global"` all
-            together.
-        empty_rows (`bool`, *optional*, defaults to `False`): Whether a row may lose its last entry.
-        entries ([`DecidedEntries`], *optional*): The entries that the parameters decide. By default those of `index`,
-            one parameter each.
-
-    Returns:
-        `torch.Tensor` of shape `(L, H, K)`, bool: a subset of `kept`.
+    Remove the parameters with the lowest scores, of those that are `kept` `(L, H, K)`, until a sparsity of the `n^2`
+    entries is reached in every head, or on average with the scope `"global"`. `index` and `fixed` are those of
+    [`best_of_rows`], `entries` by default those of `index`, one parameter each.
     """
     if entries is None:
         entries = TiedEntries(index[fixed == -1].bincount(minlength=scores.shape[-1]))

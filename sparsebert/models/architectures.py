@@ -119,10 +119,7 @@ def _num_patches(config, height, width):
 
 
 def input_shape(config: PreTrainedConfig, given: Mapping[str, Any]) -> tuple[int, int, torch.device] | None:
-    """
-    Batch size, length (with the class token of an image) and device of an input, given the arguments of a forward.
-    `None` if there is no input.
-    """
+    """Batch size, length (with the class token of an image) and device of the input in the arguments of a forward."""
     pixels = given.get("pixel_values")
     if torch.is_tensor(pixels):
         return pixels.shape[0], _num_patches(config, *pixels.shape[-2:]) + 1, pixels.device

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from huggingface_hub.errors import HTTPError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,7 +27,7 @@ from .architectures import attention_modules, carrier_of, check_architecture, de
 from .forward_with_mask import MaskedBase
 from .model_configs import AttachedConfig, MaskedConfigMixin, derived_class, forget_saved_fields
 from .saving import AttachedModel
-from .sparse_attention import SparseAttention
+from .sparse_attention import SparseAttention, get_sparse_attention
 
 
 logger = logging.get_logger(__name__)
@@ -263,3 +264,30 @@ def detach(model: Model) -> Model:
             part.config.__class__ = part.config.stock_class
     attached.set_attn_implementation(attributes.pop("_stock_attention"))
     return model
+
+
+def sparsity_loss(model: nn.Module) -> torch.Tensor:
+    """
+    The penalty `lambda * ||M||_1` on the mask sampled in the last training forward, for loops that compute their own
+    loss. A loss of several forwards needs it once.
+
+    Args:
+        model (`PreTrainedModel`): A model with a mask.
+
+    Returns:
+        `torch.Tensor`: A scalar to add to the loss; 0 if nothing was sampled or the search has a target.
+    """
+    return get_sparse_attention(model).sparsity_loss()
+
+
+def sparsity(model: nn.Module) -> float:
+    """
+    Fraction of attention entries that the mask of a model removes at its own length.
+
+    Args:
+        model (`PreTrainedModel`): A model with a frozen mask, or with a search, which is thresholded for this.
+
+    Returns:
+        `float`
+    """
+    return get_sparse_attention(model).sparsity()

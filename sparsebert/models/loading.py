@@ -48,16 +48,8 @@ def check_folder(
     source: str | PathLike, field: str = "", names: tuple[str, ...] = (CONFIG_NAME,), subfolder: str | None = None
 ) -> None:
     """
-    Check that a folder holds what is to be read from it, without reading it. Whether a Hub id exists is not asked.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        field (`str`, *optional*): The field that names it, for the message.
-        names (`tuple[str, ...]`, *optional*): Names of files, of which one must be there.
-        subfolder (`str`, *optional*): Subfolder of it that holds them.
-
-    Raises:
-        FileNotFoundError: If it is the path of a file or of nothing, or a folder without these files.
+    Check that a folder holds one of the files `names` that are to be read from it, without reading it. Whether a Hub
+    id exists is not asked. `field` is what names the source in the message.
     """
     check_path(source, field)
     folder = Path(source)
@@ -145,12 +137,7 @@ def _read(cls, source, *args, **kwargs):
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """
-    The class that a model was saved with.
-
-    Raises:
-        ValueError: If the class is not part of transformers, or of this package for a [`SparseBertConfig`].
-    """
+    """The class that a model was saved with, of transformers or, for a [`SparseBertConfig`], of this package."""
     module = modeling_sparsebert if isinstance(config, SparseBertConfig) else transformers
     name = (config.architectures or ["AutoModel"])[0]
     if module is modeling_sparsebert and isinstance(name, str) and name.startswith("Bert"):

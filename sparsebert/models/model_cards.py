@@ -33,13 +33,7 @@ PIPELINE_TAGS = {
 
 
 def save_model_card(model: Any, folder: Path) -> None:
-    """
-    Write the card of a model that was saved to a folder. A README.md of the user stays.
-
-    Args:
-        model (`PreTrainedModel`): A model with a mask, frozen or being searched.
-        folder (`Path`): Where its other files are.
-    """
+    """Write the card of a model with a mask that was saved to a folder. A README.md of the user stays."""
     config, sparse_attention = model.config, model.sparse_attention
     name, class_name = folder.resolve().name, getattr(model, "stock_class", type(model)).__name__
     base = _base(config)

@@ -63,8 +63,7 @@ class SparseAttention(Float32Module):
         probability_map ([`ProbabilityMap`]): What turns scores into probabilities.
         head_size (`int`): Size of a head.
         num_layers (`int`): Number of layers with attention.
-        weights_wanted (`bool`): Whether every forward returns attention probabilities, see
-            [`~SparseAttention.return_weights`].
+        weights_wanted (`bool`): Whether every forward runs on a backend that returns attention probabilities.
     """
 
     mask_logits: nn.Parameter | None
@@ -143,13 +142,8 @@ class SparseAttention(Float32Module):
 
     def set_progress(self, done: float) -> None:
         """
-        Set how much of the search is done, which the schedules of temperature and sparsity follow.
-
-        Args:
-            done (`float`): In [0, 1]. A new search whose progress is never set runs as at its end.
-
-        Raises:
-            ValueError: If it is out of its range.
+        Set the fraction of the search that is done, in [0, 1], which the schedules of temperature and sparsity follow.
+        A new search whose progress is never set runs as at its end.
         """
         if not 0 <= done <= 1:
             raise ValueError(f"progress must be in [0, 1], got {done!r}")
@@ -183,13 +177,10 @@ class SparseAttention(Float32Module):
 
         Args:
             mask ([`SparseMask`]): A mask for the heads and layers of the model.
-            search (`str`, *optional*): The search that found it, for the record. One that is not known here is named
-                in the metadata of the mask alone.
+            search (`str`, *optional*): The search that found it, for the record.
 
         Raises:
-            ValueError: If `mask` is not a [`SparseMask`], has another number of heads or layers than the model, has a
-                row that keeps nothing (unless the configuration sets `allow_empty_rows`), or is undefined in a
-                decoder, or if no layer of the model has attention.
+            ValueError: If it does not fit the model, or has a row that keeps nothing, without `allow_empty_rows`.
         """
         if not isinstance(mask, SparseMask):
             raise ValueError(f"set_mask needs a SparseMask, got {type(mask).__name__}")
@@ -218,14 +209,7 @@ class SparseAttention(Float32Module):
         self, threshold: float | None = None, sparsity: float | None = None, metadata: dict[str, Any] | None = None
     ) -> tuple[SparseMask, dict[str, Any]]:
         """
-        Like [`~SparseAttention.freeze`], but also returns how clearly the search had decided the mask.
-
-        Returns:
-            `tuple`: The [`SparseMask`] and the outcome, see [`LearnedMask.to_mask`].
-        Raises:
-            ValueError: As [`~SparseAttention.freeze`], or if the logits of the mask are offloaded. The search goes on
-                then.
-            FloatingPointError: If a probability is NaN.
+        Like [`~SparseAttention.freeze`], but also returns the outcome of the search, see [`LearnedMask.to_mask`].
         """
         learned, config, progress = self._learned_mask(), self.config, self.progress.clone()
         check_metadata(metadata or {})
@@ -264,20 +248,14 @@ class SparseAttention(Float32Module):
         Returns:
             [`SparseMask`]: The mask that the model uses from now on.
         Raises:
-            ValueError: If the mask is already frozen, a value is out of its range, a row would keep nothing, pruning
-                has removed more than `sparsity`, or `metadata` cannot be stored.
+            ValueError: If the mask is already frozen, a value is out of its range, a row would keep nothing, or
+                pruning has removed more than `sparsity`.
             FloatingPointError: If a probability is NaN.
         """
         return self.end_search(threshold, sparsity, metadata)[0]
 
     def mask_probs(self) -> torch.Tensor:
-        """
-        P of every entry at the mask's own length, special tokens and a fixed diagonal included. For a frozen mask, P
-        is 0 or 1.
-
-        Returns:
-            `torch.Tensor` of shape `(L, H, n, n)`, float32, on the CPU, without gradient.
-        """
+        """P of every entry at the mask's own length, fixed ones included: `(L, H, n, n)`, float32, on the CPU."""
         learned = self.learned
         return self._frozen_mask().to_table().float() if learned is None else learned.entry_probs()
 
@@ -295,22 +273,10 @@ class SparseAttention(Float32Module):
         return (self._frozen_mask() if learned is None else learned.thresholded_mask()).sparsity
 
     def sparsity_loss(self) -> torch.Tensor:
-        """
-        lambda * ||M||_1 of the mask sampled in the last training forward, see [`MaskSearch.penalty`]. 0 if nothing was
-        sampled, and in a search with a target.
-        """
+        """See [`sparsity_loss`]."""
         if self._sample is None or self.search is None or self.search.target_sparsity is not None:
             return torch.zeros(())
         return self.search.penalty(self._sample)
-
-    def return_weights(self, wanted: bool = True) -> None:
-        """
-        Make every forward run on a backend that returns attention probabilities, for hooks on the attention modules.
-
-        Args:
-            wanted (`bool`, *optional*, defaults to `True`): `False` restores the usual choice.
-        """
-        self.weights_wanted = wanted
 
     def forward(
         self,
@@ -332,22 +298,12 @@ class SparseAttention(Float32Module):
 
         Args:
             name (`str`): The attention implementation of the model.
-            batch (`int`): B.
-            num_queries (`int`): n. The queries are the last n of the m positions.
-            num_keys (`int`): m.
+            batch, num_queries, num_keys (`int`): B, n and m. The queries are the last n of the m positions.
             padding (`torch.Tensor` of shape `(B, m)`, *optional*): Bool, True = real token.
-            dropout (`float`, *optional*, defaults to 0.0): Probability of attention dropout, 0 in evaluation.
-            device (`torch.device`): Device of the activations.
-            dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Dtype of query, key and value.
             needs (`Collection[str]`, *optional*): `"weights"` if the probabilities are asked for, `"additive"` if the
                 caller adds a 4-D mask.
             documents ([`DocumentSpans`], *optional*): Where the B sequences of n = m positions are in the batch. Each
                 has the mask of an input of its own length.
-
-        Returns:
-            [`MaskInputs`]
-        Raises:
-            ValueError: If the backend cannot do this.
         """
         config, carrier, learned = self.config, self.carrier, self.learned
         sampling = learned is not None and self.training and not learned.search.pruned
@@ -427,30 +383,3 @@ def get_sparse_attention(model: nn.Module) -> SparseAttention:
     if sparse_attention is None:
         raise ValueError(f"{type(inner).__name__} carries no sparse attention: attach a mask first")
     return sparse_attention
-
-
-def sparsity_loss(model: nn.Module) -> torch.Tensor:
-    """
-    The penalty `lambda * ||M||_1` on the mask sampled in the last training forward, for loops that compute their own
-    loss. A loss of several forwards needs it once.
-
-    Args:
-        model (`PreTrainedModel`): A model with a mask.
-
-    Returns:
-        `torch.Tensor`: A scalar to add to the loss; 0 if nothing was sampled or the search has a target.
-    """
-    return get_sparse_attention(model).sparsity_loss()
-
-
-def sparsity(model: nn.Module) -> float:
-    """
-    Fraction of attention entries that the mask of a model removes at its own length.
-
-    Args:
-        model (`PreTrainedModel`): A model with a frozen mask, or with a search, which is thresholded for this.
-
-    Returns:
-        `float`
-    """
-    return get_sparse_attention(model).sparsity()

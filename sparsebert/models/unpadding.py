@@ -26,14 +26,8 @@ Restore = Callable[[Any], Any]
 
 def find_documents(given: Mapping[str, Any], batch: int, length: int, device: torch.device) -> DocumentSpans | None:
     """
-    The documents of a batch whose `position_ids` restart within a row, see [`packed_documents`].
-
-    Args:
-        given (`Mapping`): Arguments of a forward. A 4-D `attention_mask` already says what attends to what, and in
-            an exported graph the question would depend on data.
-        batch (`int`): B.
-        length (`int`): n.
-        device (`torch.device`): Device of the input.
+    The documents of a batch whose `position_ids` restart within a row, see [`packed_documents`]. A 4-D mask already
+    says what attends to what, and in an exported graph the question would depend on data.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if positions is None or exporting() or (mask is not None and mask.dim() > 2) or cached_length(given):
@@ -43,12 +37,7 @@ def find_documents(given: Mapping[str, Any], batch: int, length: int, device: to
 
 
 def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """
-    Check that a model with its head can take packed rows, if the arguments are such.
-
-    Raises:
-        ValueError: If a head that knows no documents is given packed rows.
-    """
+    """Refuse packed rows for a head that knows no documents."""
     positions = given.get("position_ids")
     if positions is None or torch.compiler.is_compiling():
         return
@@ -73,12 +62,7 @@ def check_head(model: nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def check_documents(model: Any) -> None:
-    """
-    Check that a base model keeps the documents of a row apart.
-
-    Raises:
-        ValueError: If a part of a base model other than attention mixes the tokens of a row.
-    """
+    """Refuse packed rows if a part of a base model other than attention mixes the tokens of a row."""
     mixers = set(getattr(model.config, "token_mixers", None) or ()) - {"attention"}
     if mixers or model.config.model_type in MIXES_NEIGHBORS:
         part = f"the token mixer {min(mixers)!r}" if mixers else f"a model of type {model.config.model_type!r}"
@@ -92,13 +76,8 @@ def removable(
     model: Any, padding: torch.Tensor, documents: DocumentSpans | None, needs: set[str]
 ) -> DocumentSpans | None:
     """
-    The documents of a padded batch that a base model can run without its padding, or `None` if it cannot.
-
-    Args:
-        model (`PreTrainedModel`): The base model.
-        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
-        documents ([`DocumentSpans`], *optional*): Those of packed rows.
-        needs (`set`): See [`SparseAttention`]; attention probabilities are those of the padded batch.
+    The documents of a padded batch that a base model can run without its padding `(B, n)`, or `None` if it cannot:
+    attention probabilities (`needs`) are those of the padded batch.
     """
     sparse_attention = model.sparse_attention
     if needs or sparse_attention.weights_wanted or torch.compiler.is_compiling() or exporting():
@@ -114,18 +93,8 @@ def without_padding(
     model: Any, names: list[str], given: Mapping[str, Any], documents: DocumentSpans, padding: torch.Tensor
 ) -> tuple[dict[str, Any], Restore]:
     """
-    The input of a base model as a single row that holds the tokens of its documents alone.
-
-    Args:
-        model (`PreTrainedModel`): The base model.
-        names (`list[str]`): Arguments of its forward.
-        given (`Mapping`): Those that it was called with.
-        documents ([`DocumentSpans`]): Documents of the batch.
-        padding (`torch.Tensor` of shape `(B, n)`): Bool, True = real token.
-
-    Returns:
-        `tuple`: The arguments to call it with, and a function that makes of its output that of the padded batch. The
-        hidden states of padding are 0.
+    The arguments of a base model for a single row that holds the tokens of its documents alone, and a function that
+    makes of its output that of the padded batch, where the hidden states of padding are 0.
     """
     batch, length = padding.shape
     packed = dict(given)
