@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..attention.backends import BACKENDS
 from ..attention.model_masks import sparse_attention_of
-from ..checks import check_choice, nearest
+from ..checks import check_choice, check_range, nearest
 from ..masks.expansion import table_policy
 from ..masks.sparse_mask import SparseMask
 from .attention_scores import AttentionScores
@@ -108,8 +108,7 @@ class ProgressivePruning(TrainerCallback):
             raise ValueError(f"pruning: final_sparsity must be in (0, 1), got {final_sparsity!r}")
         if not 0 <= start <= end < 1:
             raise ValueError(f"pruning: start and end must be 0 <= start <= end < 1, got {start!r} and {end!r}")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"pruning: every must be an integer of at least 1, got {every!r}")
+        check_range("pruning: every", every, 1)
         check_choice("pruning: schedule", schedule, tuple(SCHEDULES))
         check_choice("pruning: score", score, tuple(SCORES))
         check_choice("pruning: scope", scope, SCOPES)

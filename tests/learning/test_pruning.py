@@ -355,18 +355,10 @@ def test_another_mode_is_not_resumed(finished, search, fields, settings, said, t
     assert not any(tmp_path.rglob("*.*")), "something was written before the error"
 
 
-def test_search_without_pruning_is_not_resumed_as_another(tmp_path):
+def test_a_run_without_pruning_is_not_resumed_with_it_or_with_another_mask(tmp_path):
     arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_trainer(model_of("dam_s"), tmp_path, **arguments).train()
     checkpoint = str(tmp_path / "checkpoint-1")
-    for model, said in (
-        (model_of("dam_u"), "search was 'dam_s', is 'dam_u'"),
-        (model_of("dense"), "search was 'dam_s', is None"),
-        (model_of("dam_s", target_sparsity=0.5), "target_sparsity was None, is 0.5"),
-        (model_of("dam_s", mask_constant=7.0), "mask_constant was 10.0, is 7.0"),
-    ):
-        with pytest.raises(ValueError, match=f"cannot resume with other settings: {said}"):
-            make_trainer(model, tmp_path / "new", **arguments).train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="the checkpoint is not of a SparseBertTrainer that pruned"):
         train(tmp_path / "new", model_of("dam_s"), {}, checkpoint)
     make_trainer(model_of("dense"), tmp_path / "dense", **arguments).train()
@@ -410,16 +402,12 @@ def test_in_fine_tuning(checkpoints, glue_folder, tmp_path):
         ({"scope": "layer"}, "scope must be one of 'head', 'global', got 'layer'"),
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
         ({"finl": 1}, "unknown field of pruning 'finl'"),
+        (None, "final_sparsity is missing"),
     ],
 )
 def test_bad_settings(settings, said):
     with pytest.raises(ValueError, match=said):
-        ProgressivePruning.from_settings({"final_sparsity": 0.9} | settings)
-
-
-def test_final_sparsity_is_required():
-    with pytest.raises(ValueError, match="final_sparsity is missing"):
-        ProgressivePruning.from_settings({"start": 0.1})
+        ProgressivePruning.from_settings({} if settings is None else {"final_sparsity": 0.9} | settings)
 
 
 @pytest.mark.parametrize(
@@ -446,22 +434,22 @@ def test_model_that_cannot_be_pruned_so(fields, settings, said, tmp_path):
     assert not any(tmp_path.rglob("*.*")) and not model.config.pruned
 
 
-def test_attention_needs_its_probabilities(tmp_path):
-    model = model_of("dense")
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize(
+    "search, settings, arguments, said",
+    [
+        ("dense", {"score": "attention"}, {}, "which sparse_sdpa does not give: use sparse_eager or sparse_auto"),
+        ("dam_s", {}, BEST, "load_best_model_at_end must be false"),
+        ("dam_u", {}, {"max_steps": 1}, "at least 2 steps, got max_steps 1"),
+    ],
+)
+def test_training_that_cannot_prune(search, settings, arguments, said, tmp_path):
+    model = model_of(search)
     model.set_attn_implementation("sparse_sdpa")
-    with pytest.raises(ValueError, match="which sparse_sdpa does not give: use sparse_eager or sparse_auto"):
-        train(tmp_path, model, {"score": "attention"})
-
-
-def test_the_best_of_several_sparsities_is_refused(tmp_path):
-    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    with pytest.raises(ValueError, match="load_best_model_at_end must be false"):
-        train(tmp_path, model_of("dam_s"), {}, **best)
-
-
-def test_one_step_is_too_few(tmp_path):
-    with pytest.raises(ValueError, match="at least 2 steps, got max_steps 1"):
-        train(tmp_path, model_of("dam_u"), {}, max_steps=1)
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path, model, settings, **arguments)
 
 
 class Interrupt(TrainerCallback):

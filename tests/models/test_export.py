@@ -311,22 +311,22 @@ def test_every_architecture(name):
     check(export(model, shortest=3).module(), model, shapes=shapes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", ["offsets", "table"])
-def test_strict_export(make, mask):
-    model = make(mask)
-    check(export(model, strict=True).module(), model)
+MIXED = {"token_mixers": ["attention", "sepconv", "average", "attention"], "num_hidden_layers": 4}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, arguments", [("topk", {"k": 3}), ("entmax15", None)])
-def test_probability_maps(make, name, arguments):
-    model = make(probability_map=name, probability_map_kwargs=arguments)
-    shapes = [shape for shape in SHAPES if shape[1] > 2]
-    check(export(model, shortest=3).module(), model, shapes=shapes)
-
-
-@pytest.mark.slow
-def test_token_mixers(make):
-    model = make(token_mixers=["attention", "sepconv", "average", "attention"], num_hidden_layers=4)
-    check(export(model).module(), model)
+@pytest.mark.parametrize(
+    "mask, strict, fields",
+    [
+        ("offsets", True, {}),
+        ("table", True, {}),
+        ("table", False, {"probability_map": "topk", "probability_map_kwargs": {"k": 3}}),
+        ("table", False, {"probability_map": "entmax15"}),
+        ("table", False, MIXED),
+    ],
+)
+def test_strict_export_maps_and_mixers(make, mask, strict, fields):
+    model = make(mask, **fields)
+    shortest = 3 if "probability_map" in fields else 2
+    shapes = [shape for shape in SHAPES if shape[1] >= shortest]
+    check(export(model, shortest=shortest, strict=strict).module(), model, shapes=shapes)

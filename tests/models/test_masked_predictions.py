@@ -1,13 +1,11 @@
 """The head on predicted tokens alone: the loss and the gradients of the full head, whatever trains the model."""
 
 import copy
-import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
-import transformers
 from transformers import Trainer, TrainingArguments
 
 from sparsebert import SparseBertForMaskedLM, SparseBertForPreTraining, SparseBertTrainer
@@ -159,10 +157,3 @@ def test_outputs_that_are_wanted_have_their_logits(tiny_config, tmp_path):
     assert set(seen[:6]) == {ROWS * LENGTH}
     loss, outputs = trainer.compute_loss(model.train(), inputs_of(type(model)), return_outputs=True)
     assert outputs.logits.shape == (ROWS, LENGTH, model.config.vocab_size)
-
-
-def test_the_signature_is_that_of_the_stock_class_and_one_argument():
-    for model_class in CLASSES:
-        stock = getattr(transformers, model_class.__name__.removeprefix("Sparse"))
-        names, stock_names = (list(inspect.signature(each.forward).parameters) for each in (model_class, stock))
-        assert [name for name in names if name != "skip_logits"] == stock_names

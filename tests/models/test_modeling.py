@@ -6,9 +6,8 @@ import pickle
 import pytest
 import torch
 import transformers
-from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING, SIZES
+from bert_batch import CLASSES, HEADS, IDS, LENGTH, PADDING
 from transformers import (
-    AutoModelForMaskedLM,
     BertConfig,
     BertModel,
     EncoderDecoderModel,
@@ -20,11 +19,9 @@ from sparsebert import (
     SEARCHES,
     SparseBertConfig,
     SparseBertForMaskedLM,
-    SparseBertForPreTraining,
     SparseBertForSequenceClassification,
     SparseBertLMHeadModel,
     SparseBertModel,
-    SparseMask,
     build_pattern,
     sparsity,
     sparsity_loss,
@@ -105,7 +102,9 @@ def test_frozen_search_reloads_through_the_auto_classes(tiny_config, assert_same
         if b.shape[:2] == REAL.shape:
             a, b = a[REAL], b[REAL]
         torch.testing.assert_close(a, b, msg="freezing changed what evaluation computes")
-    assert not any("mask_logits" in key for key in model.state_dict())
+    names = {*model.state_dict(), *dict(model.named_parameters())}
+    assert not any("mask_logits" in key for key in names) and sparsity_loss(model) == 0
+    assert model.config.frozen and sparsity(model) == mask.sparsity
     model.save_pretrained(tmp_path)
     auto = {"LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}.get(name, f"AutoModel{name}")
     loaded = getattr(transformers, auto).from_pretrained(tmp_path).eval()
@@ -159,6 +158,8 @@ def test_real_bert_loads_and_equals_stock(real_bert, backend):
     assert not info["missing_keys"] and not info["mismatched_keys"]
     stock = BertModel.from_pretrained(real_bert, attn_implementation=backend).eval()
     assert model.config.num_hidden_layers == 6
+    _, info = SparseBertModel.from_pretrained(real_bert, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"sparse_attention.mask_logits"}
     ids = torch.randint(1000, 20000, (2, 16))
     padding = (torch.arange(16) < torch.tensor([16, 9])[:, None]).long()
     with torch.no_grad():
@@ -166,60 +167,27 @@ def test_real_bert_loads_and_equals_stock(real_bert, backend):
     torch.testing.assert_close(*states)
 
 
-def test_real_bert_lacks_only_the_logits(real_bert):
-    _, info = SparseBertModel.from_pretrained(real_bert, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"sparse_attention.mask_logits"}
-
-
 # Probabilities
-
-
-@pytest.mark.parametrize("phase", ["eval", "frozen"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_probabilities_sum_to_one_and_vanish_where_removed(tiny_config, padded, phase):
-    config = tiny_config(attn_implementation="sparse_eager", mask_length=LENGTH, last_token="position")
-    model = set_logits(SparseBertModel(config)).eval()
-    table = model.sparse_attention.thresholded_mask().to_table()[0]
-    if phase == "frozen":
-        model.freeze()
-    output = model(IDS, attention_mask=PADDING if padded else None, output_attentions=True)
-    assert len(output.attentions) == 2 and not table.all()
-    keep = table.expand(3, -1, -1, -1)
-    if padded:
-        keep = keep & REAL[:, None, None, :]
-    for weights in output.attentions:
-        assert weights.shape == (3, 4, LENGTH, LENGTH)
-        rows = keep.any(-1) & (REAL[:, None, :] if padded else True)
-        torch.testing.assert_close(weights.sum(-1)[rows], torch.ones(int(rows.sum())))
-        assert (weights[~keep & rows[..., None]] == 0).all()
 
 
 # Checkpointing, precision, batches
 
 
-def checkpointed_gradients(model, checkpointing, passes, **kwargs):
-    model.zero_grad()
-    if checkpointing:
-        model.gradient_checkpointing_enable(**kwargs)
-    else:
-        model.gradient_checkpointing_disable()
-    torch.manual_seed(11)
-    losses = [model(**head_inputs("ForMaskedLM"), **HEADS["ForMaskedLM"]).loss for _ in range(passes)]
-    sum(losses).backward()
-    return [loss.item() for loss in losses], gradients(model)
-
-
-@pytest.mark.parametrize("passes", [1, 2], ids=["one forward", "two forwards, one backward"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("form", ["additive", "log"])
-def test_activation_checkpointing_changes_nothing(tiny_config, assert_same_gradients, form, dropout, passes):
-    config = tiny_config(mask_form=form, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    model = SparseBertForMaskedLM(config).train()
-    losses, expected = checkpointed_gradients(model, False, passes)
-    if passes == 2:
-        assert losses[0] != pytest.approx(losses[1], rel=1e-5)  # each forward drew its own mask
-    again, grads = checkpointed_gradients(model, True, passes)
-    assert again == pytest.approx(losses, rel=1e-6)
+def test_activation_checkpointing_of_two_forwards(tiny_config, assert_same_gradients, form):
+    """Each draws its own mask and dropout, and their backward pass the same ones again."""
+    config = tiny_config(mask_form=form, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    model, results = SparseBertForMaskedLM(config).train(), []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(11)
+        losses = [model(**head_inputs("ForMaskedLM"), **HEADS["ForMaskedLM"]).loss for _ in range(2)]
+        sum(losses).backward()
+        results.append(([loss.item() for loss in losses], gradients(model)))
+    (losses, expected), (again, grads) = results
+    assert losses[0] != pytest.approx(losses[1], rel=1e-5) and again == pytest.approx(losses, rel=1e-6)
     assert any("mask_logits" in key for key in grads)
     assert_same_gradients(grads, expected)
 
@@ -241,19 +209,6 @@ def test_bf16_autocast(tiny_config, mask):
         logits, wanted = (g["bert.sparse_attention.mask_logits"] for g in (grads, expected))
         assert logits.dtype == torch.float32 and logits.isfinite().all()
         assert torch.nn.functional.cosine_similarity(logits.flatten(), wanted.flatten(), dim=0) > 0.9
-
-
-@pytest.mark.parametrize("phase", ["eval", "frozen"])
-@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_auto"])
-def test_a_sequence_does_not_depend_on_its_batch_mates(tiny_config, backend, phase):
-    model = set_logits(SparseBertModel(tiny_config(attn_implementation=backend))).eval()
-    if phase == "frozen":
-        model.freeze()
-    with torch.no_grad():
-        batch = model(IDS, attention_mask=PADDING).last_hidden_state
-        for row, size in enumerate(SIZES):
-            alone = model(IDS[row : row + 1, :size]).last_hidden_state
-            torch.testing.assert_close(batch[row, :size], alone[0])
 
 
 RELATIVE = {
@@ -310,23 +265,6 @@ def test_left_padding_changes_no_logits(tiny_config, backend, what, phase):
         )
 
 
-@pytest.mark.parametrize("backend", ["sparse_eager", "sparse_sdpa", "sparse_cpu", "sparse_auto"])
-def test_generation_under_left_padding(tiny_config, backend):
-    """Prompts of several lengths in one batch, with key/value caches, generate what each generates alone."""
-    config = tiny_config(is_decoder=True, initializer_range=0.3, mask_length=24, attn_implementation=backend)
-    model = set_logits(SparseBertLMHeadModel(config)).eval()
-    assert model.freeze().special_tokens == "first"
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    left = PADDING.flip(1)
-    batch = model.generate(IDS, attention_mask=left, **options)
-    for row, real in enumerate(left.bool()):
-        alone = model.generate(IDS[row : row + 1, real], **options)
-        assert torch.equal(batch.sequences[row, LENGTH:], alone.sequences[0, int(real.sum()) :])
-        for got, want in zip(batch.logits, alone.logits, strict=True):
-            torch.testing.assert_close(got[row], want[0], atol=1e-4, rtol=1e-4)
-
-
 def test_last_token_by_position_does_depend_on_them(tiny_config):
     """What `last_token='real'` is for: with `'position'` a shorter sequence loses its last token."""
     model = SparseBertModel(tiny_config(last_token="position"))
@@ -373,7 +311,7 @@ def test_generation_with_cache_equals_full_recomputation(tiny_config, mask, phas
     if mask in SEARCHES:
         set_logits(model)
         if phase == "frozen":
-            model.sparse_attention.config.allow_empty_rows = True
+            model.config.allow_empty_rows = True
             model.freeze()
     prompt = IDS[:2, :6]
     padding = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]) if padded else torch.ones_like(prompt)
@@ -446,40 +384,34 @@ def compiled_steps(model, inputs, backend):
     return results
 
 
-def assert_compiles(tiny_config, backend, padded, **fields):
-    model = SparseBertForMaskedLM(tiny_config(**fields)).train()
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "pattern, attention, backend, padded",
+    [
+        ("bigbird", "sparse_auto", "aot_eager", False),
+        ("strided_cycle", "sparse_auto", "aot_eager", True),
+        *(("bigbird", name, "aot_eager", True) for name in ("sparse_sdpa", "sparse_cpu")),
+        *(pytest.param("bigbird", f"sparse_{name}", "aot_eager", False, marks=SLOW) for name in ("sdpa", "cpu")),
+        *(pytest.param("bigbird", "sparse_eager", "aot_eager", padded, marks=SLOW) for padded in (False, True)),
+        pytest.param("window", "sparse_auto", "inductor", True, marks=SLOW),
+    ],
+)
+def test_frozen_model_compiles_once_as_one_graph(tiny_config, pattern, attention, backend, padded):
+    model = SparseBertForMaskedLM(tiny_config(pattern=pattern, attn_implementation=attention)).train()
     inputs = []
     for shift in range(2):
         ids = (IDS + shift) % 100
-        inputs.append(
-            {"input_ids": ids, "labels": ids} | ({"attention_mask": PADDING.roll(shift, 0)} if padded else {})
-        )
-    results = compiled_steps(model, inputs, backend)
-    for step, (loss, grads) in enumerate(results):
+        padding = {"attention_mask": PADDING.roll(shift, 0)} if padded else {}
+        inputs.append({"input_ids": ids, "labels": ids} | padding)
+    for step, (loss, grads) in enumerate(compiled_steps(model, inputs, backend)):
         model.zero_grad()
         expected = model(**inputs[step % 2]).loss
         expected.backward()
         assert loss == pytest.approx(expected.item(), rel=1e-5)
         for name, grad in gradients(model).items():
             torch.testing.assert_close(grads[name], grad, atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("pattern, padded", [("bigbird", False), ("strided_cycle", True)])
-def test_frozen_model_compiles_once_as_one_graph(tiny_config, pattern, padded):
-    assert_compiles(tiny_config, "aot_eager", padded, pattern=pattern)
-
-
-@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "padded"])
-@pytest.mark.parametrize(
-    "backend", [pytest.param("sparse_eager", marks=pytest.mark.slow), "sparse_sdpa", "sparse_cpu"]
-)
-def test_backends_compile_as_one_graph(tiny_config, backend, padded):
-    assert_compiles(tiny_config, "aot_eager", padded, pattern="bigbird", attn_implementation=backend)
-
-
-@pytest.mark.slow
-def test_frozen_model_compiles_with_inductor(tiny_config):
-    assert_compiles(tiny_config, "inductor", True, pattern="window")
 
 
 def test_compiled_model_follows_a_new_mask(tiny_config):
@@ -496,18 +428,6 @@ def test_compiled_model_follows_a_new_mask(tiny_config):
 
 
 # State
-
-
-def test_eval_leaves_the_generator_alone_and_repeats(tiny_config):
-    model = set_logits(SparseBertForMaskedLM(tiny_config(search="dam_u"))).eval()
-    before = torch.get_rng_state()
-    with torch.no_grad():
-        first, second = (model(IDS, attention_mask=PADDING).logits for _ in range(2))
-    torch.testing.assert_close(first, second)
-    assert torch.equal(torch.get_rng_state(), before)
-    model.train()
-    with torch.no_grad():
-        assert not torch.allclose(model(IDS).logits, model(IDS).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -531,34 +451,12 @@ def test_copies_after_a_training_forward(tiny_config, assert_same_model, mask, c
         assert model.sparse_attention.searching
 
 
-def test_frozen_model_has_no_logits(tiny_config):
-    model = set_logits(SparseBertForPreTraining(tiny_config()))
-    assert any("mask_logits" in name for name, _ in model.named_parameters())
-    mask = model.freeze(sparsity=0.8)
-    assert not any("mask_logits" in name for name in model.state_dict())
-    assert not any("mask_logits" in name for name, _ in model.named_parameters())
-    assert model.config.frozen and sparsity(model) == mask.sparsity == pytest.approx(0.8, abs=0.05)
-    assert sparsity_loss(model) == 0.0
-
-
 def test_the_configuration_of_a_stock_bert_is_refused(tiny_config):
     stock = tiny_config(BertConfig)
     with pytest.raises(TypeError, match="config of a SparseBertForMaskedLM must be a SparseBertConfig, got a BertC"):
         SparseBertForMaskedLM(stock)
     model = SparseBertForMaskedLM(SparseBertConfig(**stock.to_dict(), pattern="window"))
     assert model.sparse_attention.mask.metadata["pattern"] == "window"
-
-
-def test_mask_of_another_shape_is_refused(tiny_config):
-    model = SparseBertModel(tiny_config())
-    for mask in (build_pattern("window", 40, 3), SparseMask(torch.ones(3, 4, 8, 8, dtype=torch.bool), 8)):
-        with pytest.raises(ValueError, match="2 layers.*4 heads"):
-            model.set_mask(mask)
-    table = torch.ones(4, 8, 8, dtype=torch.bool)
-    table[1, 2] = False
-    with pytest.raises(ValueError, match="1 of 32 mask rows keep nothing"):
-        model.set_mask(SparseMask(table, 8))
-    assert model.sparse_attention.searching
 
 
 def test_frozen_model_without_its_mask_says_so(tiny_config, tmp_path):
@@ -605,14 +503,6 @@ def test_without_labels_nothing_is_added(tiny_config):
     model.freeze(threshold=0.0)
     frozen = model(IDS, labels=CLASSES).loss
     assert frozen.item() == pytest.approx(model.eval()(IDS, labels=CLASSES).loss.item(), rel=1e-6)
-
-
-def test_sparsity_loss_of_own_loops(tiny_config):
-    model = SparseBertModel(tiny_config(sparsity_weight=0.01)).train()
-    assert sparsity_loss(model) == 0.0
-    states = model(IDS).last_hidden_state
-    (states.square().mean() + sparsity_loss(model)).backward()
-    assert model.sparse_attention.mask_logits.grad.abs().sum() > 0
 
 
 def test_a_model_without_a_mask_says_so(tiny_config):
@@ -669,17 +559,6 @@ def test_longer_inputs_follow_the_length_policy(tiny_config, policy, runs):
         weights = model(IDS, output_attentions=True).attentions[0]
         assert torch.equal(weights > 0, before.to_table(LENGTH).expand_as(weights))
     assert model.config.mask_length == 8
-
-
-def test_tables_refuse_longer_inputs_by_default(tiny_config):
-    model = SparseBertModel(tiny_config(search="dam_u", mask_length=8))
-    for train in (True, False):
-        with pytest.raises(ValueError, match="12 tokens is longer than.*length_policy to 'dense'"):
-            model.train(train)(IDS)
-
-
-def test_auto_class_builds_from_a_configuration(tiny_config):
-    assert type(AutoModelForMaskedLM.from_config(tiny_config())) is SparseBertForMaskedLM
 
 
 def test_models_of_one_configuration_are_independent(tiny_config, tmp_path):

@@ -113,19 +113,6 @@ def test_a_search_keeps_the_model_that_it_began_with(tmp_path, attached):
         assert load(tmp_path / "frozen").sparse_attention.mask.metadata["base_model"] == (base or None)
 
 
-def test_the_encoder_of_a_head_is_saved_alone(tmp_path):
-    """With its search, and as a model that `load` reads."""
-    for fields in ({"search": "dam_s"}, {"pattern": "window"}):
-        model = SparseBertForMaskedLM(SparseBertConfig(**ONE_LAYER, mask_length=40, **fields))
-        if "search" in fields:
-            model.sparse_attention.set_progress(0.2)
-        model.bert.save_pretrained(tmp_path)
-        for loaded in (load(tmp_path), AutoModel.from_pretrained(tmp_path)):
-            assert isinstance(loaded, SparseBertModel)
-            assert loaded.sparse_attention.progress == model.sparse_attention.progress
-            assert loaded.sparse_attention.sparsity() == model.sparse_attention.sparsity()
-
-
 def test_heads_that_share_an_encoder_save_its_mask(tmp_path):
     """The configuration that the mask changes is that of the first head."""
     fields = {"search": "dam_u", "mask_length": 40, "target_sparsity": 0.5}
@@ -141,19 +128,6 @@ def test_heads_that_share_an_encoder_save_its_mask(tmp_path):
     second.save_pretrained(tmp_path)
     loaded = load(tmp_path).sparse_attention
     assert loaded.searching and torch.equal(loaded.mask_logits, second.sparse_attention.mask_logits)
-
-
-def test_new_search_starts_from_nothing(tmp_path):
-    """A search that is asked for anew takes neither the logits' progress nor that of the checkpoint."""
-    model = searching_model(False, "dam_s", target_sparsity=0.6, initial_sparsity=0.0)
-    model.sparse_attention.set_progress(0.2)
-    model.save_pretrained(tmp_path)
-    assert SparseBertModel.from_pretrained(tmp_path).sparse_attention.progress.item() == pytest.approx(0.2)
-    assert SparseBertModel.from_pretrained(tmp_path, search="dam_s").sparse_attention.progress.item() == 1.0
-    frozen = SparseBertModel.from_pretrained(tmp_path)
-    frozen.freeze()
-    frozen.save_pretrained(tmp_path)
-    assert SparseBertModel.from_pretrained(tmp_path).config.search_progress is None
 
 
 STATE_FILES = {"mask_config.json", "mask.safetensors", "search_config.json", "mask_probs.safetensors"}
@@ -203,22 +177,17 @@ def test_a_mask_that_is_missing_is_missed(tmp_path, caplog):
     model = BertModel.from_pretrained(tmp_path / "model")
     assert "saved with a mask, but beside it" in caplog.text
     model.save_pretrained(tmp_path / "dense")
-    caplog.clear()
-    BertModel.from_pretrained(tmp_path / "dense")
-    config = (tmp_path / "dense/config.json").read_text()
-    assert not caplog.text and "how_to_load" not in config and "auto_map" not in config
-
-
-def test_a_missing_mask_leaves_the_code_of_others_in_the_configuration(tmp_path):
-    attached_bert("window").save_pretrained(tmp_path / "model")
-    for name in ("mask_config.json", "mask.safetensors"):
-        (tmp_path / "model" / name).unlink()
+    # The code of others stays in the configuration.
     path = tmp_path / "model/config.json"
     config = json.loads(path.read_text())
     config["auto_map"]["AutoModelForTokenClassification"] = "theirs.Tagger"
     path.write_text(json.dumps(config))
-    model = BertModel.from_pretrained(tmp_path / "model")
-    assert model.config.auto_map == {"AutoModelForTokenClassification": "theirs.Tagger"}
+    others = BertModel.from_pretrained(tmp_path / "model").config.auto_map
+    assert others == {"AutoModelForTokenClassification": "theirs.Tagger"}
+    caplog.clear()
+    BertModel.from_pretrained(tmp_path / "dense")
+    config = (tmp_path / "dense/config.json").read_text()
+    assert not caplog.text and "how_to_load" not in config and "auto_map" not in config
 
 
 # A mask beside a model

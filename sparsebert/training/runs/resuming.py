@@ -18,6 +18,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ...attention.model_masks import sparse_attention_of
 from ...hub import without_secrets
 from ...learning.mask_description import HELD_BY_MASK, RESUMED_FIELDS
+from ...learning.mask_description import MAY_CHANGE as MASK_MAY_CHANGE
 from ...learning.progressive_pruning import stored_settings
 from ...masks.mask_files import MASK_CONFIG_NAME, SEARCH_CONFIG_NAME
 from ...masks.sparse_mask import SparseMask
@@ -45,7 +46,7 @@ MAY_CHANGE = {
         "max_answer_length", "no_answer_threshold",
     ),
     "model": (
-        "transformers_version", "_name_or_path", "base_model", "architectures", "dtype", "allow_empty_rows",
+        "transformers_version", "_name_or_path", "architectures", "dtype", *MASK_MAY_CHANGE,
     ),
     "training": (
         "output_dir", "resume_from_checkpoint", "do_", "bf16_full_", "fp16_full_", "eval_",
