@@ -116,14 +116,12 @@ def _read_config(source, hub_arguments):
     return read_config(path.parent) if is_ours else None
 
 
-def _is_searching(source, config, hub_arguments):
-    if config is None:
-        return _find(source, SEARCH_CONFIG_NAME, hub_arguments) is not None
-    return bool(config.search) and not config.frozen
-
-
 def _read_search(source, config, hub_arguments):
-    """The [`SparseAttention`] of a model that is still searching."""
+    """The [`SparseAttention`] of a model that is still searching, else `None`."""
+    if config is None and _find(source, SEARCH_CONFIG_NAME, hub_arguments) is None:
+        return None
+    if config is not None and (config.frozen or not config.search):
+        return None
     check_undamaged(Path(source, hub_arguments.get("subfolder") or ""))
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the weights of the model's heads are not read
@@ -199,8 +197,7 @@ def read_saved_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMas
     `hub_arguments` are `revision`, `subfolder` and `token`.
     """
     source, name, config = _check_source(source, hub_arguments)
-    if _is_searching(source, config, hub_arguments):
-        searching = _read_search(source, config, hub_arguments)
+    if (searching := _read_search(source, config, hub_arguments)) is not None:
         return SavedMask(name, searching.thresholded_mask(), searching.config)
     return SavedMask(name, _read_frozen(source, hub_arguments), config)
 
@@ -208,8 +205,7 @@ def read_saved_mask(source: str | os.PathLike, **hub_arguments: Any) -> SavedMas
 def read_run(source: str | os.PathLike, **hub_arguments: Any) -> Run:
     """Read P as well, where it was saved. Sources and errors are those of [`read_saved_mask`]."""
     source, name, config = _check_source(source, hub_arguments)
-    if _is_searching(source, config, hub_arguments):
-        searching = _read_search(source, config, hub_arguments)
+    if (searching := _read_search(source, config, hub_arguments)) is not None:
         probs, log_odds = searching.learned.found_probs(), searching.learned.log_odds()
         quantity, mask, config = KEPT, searching.thresholded_mask(), searching.config
     else:
