@@ -7,14 +7,11 @@ import functools
 import importlib
 import importlib.util
 import io
-import json
-import os
 import random
 import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -217,78 +214,6 @@ def test_python_blocks_name_what_exists(page):
 
 def test_front_page_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
-
-
-# The examples of extending.md: what to add below which registry of which file, and what then works.
-EXAMPLES = re.findall(
-    r"^## (?:A|An) ([^\n]*)\n(.*?)^```python\n(.*?)^```$(?:.*?)^```python\n(.*?)^```$",
-    (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"),
-    re.M | re.S,
-)
-
-
-@pytest.fixture(scope="module")
-def extended(tmp_path_factory):
-    """A copy of the package with all examples added."""
-    root = tmp_path_factory.mktemp("extended")
-    for folder in ("sparsebert", "studies"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for _, text, addition, _ in EXAMPLES:
-        file, registry = re.search(r"`(s[\w/]+\.py)`,\s+below\s+`(\w+)`", text).groups()
-        source = (root / file).read_text(encoding="utf-8")
-        ends = [node.end_lineno for node in ast.parse(source).body if registry in assigned(node)]
-        assert len(ends) == 1, f"{file} has {len(ends)} assignments to {registry}"
-        lines = source.splitlines(keepends=True)
-        (root / file).write_text("".join([*lines[: ends[0]], "\n\n", addition, "\n", *lines[ends[0] :]]))
-    return root
-
-
-def assigned(node):
-    """Names that a statement assigns to."""
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def test_every_registry_has_an_example():
-    names = [name for name, *_ in EXAMPLES]
-    assert names == ["pattern", "backend", "search", "probability map", "task", "experiment"]
-
-
-# Runs programs given as JSON, and prints how each ended.
-RUNNER = """
-import json, sys, traceback
-ends = {}
-for name, program in json.loads(sys.argv[1]).items():
-    try:
-        exec(program, {"__name__": name})
-        ends[name] = ""
-    except BaseException:
-        ends[name] = traceback.format_exc()
-print("\\n" + json.dumps(ends))
-"""
-
-
-@pytest.fixture(scope="module")
-def ends(extended, checkpoints):
-    """How the use of each example ended, in one process that has the extended package."""
-    programs = {name: use for name, _, _, use in EXAMPLES}
-    run = f"finetune --task lengths --model {checkpoints['window']} --output_dir {extended}/lengths --max_length 32"
-    programs["fine-tuning"] = f"from sparsebert.commands import main\nassert main('{run} --max_steps 2'.split()) == 0"
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, json.dumps(programs)],
-        cwd=extended,
-        env=os.environ | {"PYTHONPATH": str(extended)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", [*(name for name, *_ in EXAMPLES), "fine-tuning"])
-def test_examples_of_extending_run(name, ends):
-    assert not ends[name], ends[name]
 
 
 def test_the_complete_example_runs(tmp_path, monkeypatch):
