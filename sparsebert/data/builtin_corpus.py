@@ -82,18 +82,11 @@ _WORD = re.compile(r"[(\"']*[A-Za-z]+(?:['-][A-Za-z]+)*[)\"']*[.,;:!?]*[)\"']*$"
 
 
 class Document(NamedTuple):
-    """
-    The documentation of one module.
+    """The documentation of one module."""
 
-    Attributes:
-        package (`str`): Name of the package, as in [`PACKAGES`].
-        module (`str`): Dotted name of the module, e.g. `"numpy.linalg"`.
-        paragraphs (`list[str]`): Prose paragraphs in source order, one line each.
-    """
-
-    package: str
-    module: str
-    paragraphs: list[str]
+    package: str  # as in `PACKAGES`
+    module: str  # its dotted name, e.g. "numpy.linalg"
+    paragraphs: list[str]  # prose in source order, one line each
 
 
 def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
@@ -113,9 +106,6 @@ def builtin_documents(packages: Sequence[str] = PACKAGES) -> list[Document]:
     Returns:
         `list[Document]`: One document per module with at least one paragraph, ordered as in `packages`, then by the
         name of the module.
-
-    Raises:
-        ValueError: If `packages` is a string, or none of them is installed.
     """
     if isinstance(packages, str):
         raise ValueError(
@@ -232,13 +222,8 @@ def _docstrings(file: Path) -> Iterable[str]:
 
 def prose_paragraphs(docstring: str) -> list[str]:
     """
-    Reduce a docstring (reStructuredText, numpydoc, Google style or Markdown) to its prose.
-
-    Args:
-        docstring (`str`): The docstring, with its indentation removed as by `inspect.cleandoc`.
-
-    Returns:
-        `list[str]`: The paragraphs, each on one line. A list item or the description of a parameter is a paragraph.
+    Reduce a docstring without indentation (reStructuredText, numpydoc, Google style or Markdown) to its prose: a line
+    a paragraph. A list item or the description of a parameter is a paragraph.
     """
     lines = docstring.splitlines()
     paragraphs = []

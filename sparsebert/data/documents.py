@@ -5,7 +5,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,13 +27,7 @@ _TITLE = re.compile("= [^=].* =")
 
 
 class Documents(Iterator[list[str]]):
-    """
-    The documents of a corpus, to be read once, and what identifies their text.
-
-    Args:
-        documents (`Iterator[list[str]]`): The documents.
-        find_fingerprint (`Callable[[], str | None]`): Makes the fingerprint.
-    """
+    """The documents of a corpus, to be read once, and what finds the fingerprint of their text."""
 
     def __init__(self, documents: Iterator[list[str]], find_fingerprint: Callable[[], str | None]):
         self._documents = documents
@@ -45,12 +39,7 @@ class Documents(Iterator[list[str]]):
         return next(self._documents)
 
     def fingerprint(self) -> str | None:
-        """
-        A hash that changes with the text; `None` if it cannot be had without reading the text.
-
-        Raises:
-            ValueError: If some of the documents have been read: the rest is another text.
-        """
+        """A hash that changes with the text; `None` if it cannot be had without reading the text."""
         if self._begun:
             raise ValueError("documents were read before, at least some of them: load them again for each use")
         return self._find_fingerprint()
@@ -84,13 +73,7 @@ def load_documents(
 
     Returns:
         [`Documents`]: The documents as non-empty lists of non-empty one-line paragraphs. Its `fingerprint` is a hash
-        of the text.
-
-    Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If an argument has another value, no file is given, or one has an unsupported suffix. Raised by the
-            iterator: if the split is empty; if the files have no paragraph at all; and, with the file and the line, if
-            text is not UTF-8, a row is not a JSON object with a string `text`, or a compressed file is corrupt.
+        of the text. What is wrong with the text is a `ValueError` of the iterator that names file and line.
     """
     check_choice("split", split, SPLITS)
     check_range("holdout_every", holdout_every, 2)
@@ -104,24 +87,25 @@ def load_documents(
         files = _text_files(source)
         documents, text = _read_files(files), lambda: _files_hash(files)
 
-    def select() -> Iterator[list[str]]:
-        selected = 0
-        for document in documents:
-            if in_split(document, split, holdout_every):
-                selected += 1
-                yield document
-        if not selected:
-            raise ValueError(
-                f"the split {split!r} of {source!r} is empty, since about one document in {holdout_every} "
-                "is held out: give more documents (in a text file, a blank line separates them), or a separate corpus "
-                "as validation"
-            )
-
     def fingerprint() -> str | None:
         found = text()
         return found if found is None or split == "all" else f"{found}-{split}-{holdout_every}"
 
-    return Documents(select(), fingerprint)
+    return Documents(documents_of(documents, source, split, holdout_every), fingerprint)
+
+
+def documents_of(documents: Iterable[list[str]], source: Any, split: str, holdout_every: int) -> Iterator[list[str]]:
+    """Yield the documents of a split of a source; raises a `ValueError` if there is none."""
+    empty = True
+    for document in documents:
+        if in_split(document, split, holdout_every):
+            empty = False
+            yield document
+    if empty:
+        raise ValueError(
+            f"the split {split!r} of {source!r} is empty, since about one document in {holdout_every} is held out: "
+            "give more documents (in a text file, a blank line separates them), or a separate corpus as validation"
+        )
 
 
 def in_split(document: list[str], split: str, holdout_every: int = 100) -> bool:
@@ -143,7 +127,8 @@ def _files_hash(files: list[Path]) -> str:
 
     def parts() -> Iterator[bytes]:
         for file in files:
-            yield f"\0{_file_format(file)}\0{file.suffix in COMPRESSIONS}\0{file.stat().st_size}\0".encode()
+            kind = text_format(file, COMPRESSIONS)
+            yield f"\0{kind}\0{file.suffix in COMPRESSIONS}\0{file.stat().st_size}\0".encode()
             with open(file, "rb") as stream:
                 while part := stream.read(2**20):
                     yield part
@@ -158,40 +143,34 @@ def _text_files(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[
     for file in files:
         if not file.exists():
             raise FileNotFoundError(f"no such file: {str(file)!r}")
-        _file_format(file)
+        if file.is_dir():
+            raise ValueError(f"{str(file)!r} is a folder; name its files")
+        text_format(file, COMPRESSIONS)
     return files
 
 
-def _file_format(file: Path) -> str:
-    """The format of a file (one of `FORMATS`), from its name."""
-    compression = file.suffix if file.suffix in COMPRESSIONS else ""
-    kind = Path(file.name.removesuffix(compression)).suffix
-    if kind not in FORMATS or file.is_dir():
-        allowed = ", ".join(kind + compression for kind in FORMATS for compression in ("", *COMPRESSIONS))
-        raise ValueError(f"{str(file)!r} is not a supported text file; its name must end in {allowed}")
+def text_format(file: str | Path, compressions: Collection[str]) -> str:
+    """The format of a text file (one of `FORMATS`), from its name, which may end in one of the compressions."""
+    path = Path(file)
+    kind = Path(path.stem if path.suffix in compressions else path.name).suffix
+    if kind not in FORMATS:
+        raise ValueError(
+            f"{str(file)!r} is not a supported text file; its name must end in {', '.join(FORMATS)}, all also with "
+            f"{', '.join(compressions)}"
+        )
     return kind
 
 
 def _read_files(files: list[Path]) -> Iterator[list[str]]:
     def read() -> Iterator[list[str]]:
         for file in files:
-            yield from file_documents(file, _file_format(file), open_binary)
+            yield from file_documents(file, text_format(file, COMPRESSIONS), open_binary)
 
     return _with_text(read(), ", ".join(repr(str(file)) for file in files))
 
 
 def file_documents(file: str | Path, kind: str, open_file: Callable[[Any], IO[bytes]]) -> Iterator[list[str]]:
-    """
-    The documents of one file, some of which may be empty.
-
-    Args:
-        file (`str` or `Path`): Its path or URL.
-        kind (`str`): Its format, one of `FORMATS`.
-        open_file (`Callable`): Opens it for reading, decompressed.
-
-    Raises:
-        ValueError: If it is malformed. The message names file and line.
-    """
+    """The documents, some of which may be empty, of a file or URL of a format that `open_file` opens decompressed."""
     lines = _decoded_lines(file, open_file)
     return _jsonl_documents(file, lines) if kind == ".jsonl" else _text_documents(lines, kind in _WIKITEXT)
 
@@ -301,12 +280,7 @@ def _hub_documents(source: str) -> tuple[Iterator[list[str]], Callable[[], str |
 
 
 def hub_source(source: str) -> tuple[str, list[str]]:
-    """
-    Id and configuration, if there is one, of a source `hub:owner/name` or `hub:owner/name:config`.
-
-    Raises:
-        ValueError: If the source names no dataset, or more than a dataset and its configuration.
-    """
+    """Id and configuration, if there is one, of a source `hub:owner/name` or `hub:owner/name:config`."""
     _, name, *config = source.split(":")
     if not name or len(config) > 1:
         raise ValueError(f"source must be 'hub:owner/name' or 'hub:owner/name:config', got {source!r}")
@@ -314,12 +288,7 @@ def hub_source(source: str) -> tuple[str, list[str]]:
 
 
 def document_of(row: Mapping[str, Any], place: str) -> list[str]:
-    """
-    The document of a row of a dataset; its place is for the message if it has none.
-
-    Raises:
-        ValueError: If the row has no column `text`, or something other than text in it.
-    """
+    """The document of a row of a dataset; raises a `ValueError` that names the place of the row if it has none."""
     if "text" not in row:
         raise ValueError(f"{place} has no column 'text'; its columns are {sorted(row)}")
     if not isinstance(row["text"], str):

@@ -72,10 +72,6 @@ def pretraining_dataset(
     Returns:
         `datasets.Dataset`: Rows with `input_ids`, `token_type_ids` and `special_tokens_mask` and, with `nsp`,
         `next_sentence_label`: 0 if B follows A, 1 if it is random, as in [`~transformers.BertForPreTraining`].
-
-    Raises:
-        ValueError: If an argument is out of range, the tokenizer lacks a special token, or there is too little text.
-        OSError: If the rows cannot be written, for example since the disk is full. Nothing half written stays.
     """
     check_tokenizer(tokenizer, len(tokenizer))
     check_range("max_length", max_length, 8)
@@ -110,12 +106,6 @@ class ReproducibleCollator(DataCollatorForLanguageModeling):
     """
     The collator of transformers for masked-language modeling, with a masking that is a function of seed, epoch and
     example: the same in whatever order, process or batch an example comes.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the rows.
-        probability (`float`): Fraction of the tokens to predict.
-        seed (`int`): Seed of the masking.
-        pad_to_multiple_of (`int`, *optional*): Pad batches to a multiple of this length.
     """
 
     def __init__(
@@ -202,9 +192,6 @@ def pretraining_collator(
         [`~transformers.DataCollatorForLanguageModeling`]: A collator that returns `input_ids`, `token_type_ids`,
         `attention_mask` and `labels` (-100 for tokens that are not predicted), each of shape
         `(batch_size, sequence_length)`, and `next_sentence_label` of shape `(batch_size,)` if the rows have it.
-
-    Raises:
-        ValueError: If the tokenizer has no mask or padding token, or `mlm_probability` is out of range.
     """
     check_tokenizer(tokenizer, len(tokenizer))
     if not 0 < mlm_probability < 1:
@@ -218,14 +205,9 @@ def pretraining_collator(
 
 def causal_collator(rows: list[dict]) -> dict[str, torch.Tensor]:
     """
-    Collate packed rows of [`pretraining_dataset`] to predict the next token.
-
-    Args:
-        rows (`list[dict]`): Rows of equal length with `input_ids`.
-
-    Returns:
-        `dict`: `input_ids` and `labels` of shape `(batch_size, sequence_length)`. The last token of a row, a `[SEP]`
-        that its position gives away, is not predicted (-100). The model shifts the labels.
+    Collate packed rows of [`pretraining_dataset`] to predict the next token: `input_ids` and `labels` of shape
+    `(batch_size, sequence_length)`. The last token of a row, a `[SEP]` that its position gives away, is not predicted
+    (-100). The model shifts the labels.
     """
     input_ids = torch.tensor([row["input_ids"] for row in rows])
     labels = input_ids.clone()

@@ -7,16 +7,7 @@ import torch
 
 
 def restarting_positions(input_ids: torch.Tensor, cls_token_id: int) -> torch.Tensor:
-    """
-    Positions that restart at every `[CLS]`.
-
-    Args:
-        input_ids (`torch.Tensor` of shape `(batch_size, sequence_length)`): Packed rows.
-        cls_token_id (`int`): Id of the token that documents begin with.
-
-    Returns:
-        `torch.Tensor` of shape `(batch_size, sequence_length)`: The `position_ids`, int64.
-    """
+    """The `position_ids` of packed rows `(batch_size, sequence_length)`, which restart at every `[CLS]`."""
     column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     return column - torch.where(input_ids == cls_token_id, column, 0).cummax(-1).values
 
@@ -24,11 +15,7 @@ def restarting_positions(input_ids: torch.Tensor, cls_token_id: int) -> torch.Te
 class PackedCollator:
     """
     A collator whose batches say where the documents of their rows begin, by `position_ids` that restart. A model with
-    a mask then attends within documents only.
-
-    Args:
-        collator (`Callable`): Makes batches with `input_ids` and `labels`, which are -100 or the original token.
-        cls_token_id (`int`): Id of the token that documents begin with.
+    a mask then attends within documents only. The collator that it wraps makes `input_ids` and `labels`.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], cls_token_id: int) -> None:

@@ -42,18 +42,13 @@ def key_of(*parts: Any) -> str:
 
 def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     """
-    A file that is made once: by the first process that asks, while others on the machine wait for it. It is written
-    aside and takes its name when it is complete.
+    A file that is made once: by the first process that asks, while others on the machine wait for it.
 
     Args:
-        folder (`Path`): The folder of the cache. It is created.
+        folder (`Path`): The folder of the cache, created if missing.
         name (`str`): Name of the file, which says all that its content depends on.
-        write (`Callable[[Path], None]`): Writes the content to a path, in a folder that it may use for other files.
-
-    Returns:
-        `Path`: The file.
-    Raises:
-        OSError: If it cannot be written. The message names the folder, and nothing of the file stays.
+        write (`Callable[[Path], None]`): Writes the content aside, in a folder that it may use for other files; the
+            file takes its name when it is complete. If that fails, nothing of it stays.
     """
     path = folder / name
     if path.is_file():
@@ -88,12 +83,8 @@ def cached_file(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 def cache_folder(cache_dir: str | os.PathLike | None, kept: bool = True) -> Path:
     """
-    The folder that rows are kept in.
-
-    Args:
-        cache_dir (`str` or `os.PathLike`, *optional*): Folder that a user named; by default that of `datasets`.
-        kept (`bool`, *optional*, defaults to `True`): Whether the files are for other processes too; otherwise it is a
-            folder that is deleted when this process ends.
+    The folder that rows are kept in, in the one that a user named or that of `datasets`; or, if they are not for other
+    processes too, a folder that is deleted when this process ends.
     """
     import datasets
     from datasets.fingerprint import get_temporary_cache_files_directory
@@ -111,18 +102,10 @@ def cached_rows(
     cache_dir: str | os.PathLike | None = None,
 ) -> "datasets.Dataset":
     """
-    A dataset whose rows are written to one Arrow file the first time, and mapped into memory.
+    A dataset whose rows are written to one Arrow file the first time, and mapped into memory. They depend on the text,
+    the tokenizer and the settings; without a fingerprint of the text they are not kept.
 
-    Args:
-        tables (`Callable[[Path], Iterator[pa.Table]]`): Makes the rows; the path is a folder for files that it needs
-            meanwhile.
-        fingerprint (`str`, *optional*): What identifies the text; without it, the rows are not kept.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer of the rows.
-        settings (`dict`): What else the rows depend on.
-        cache_dir (`str` or `os.PathLike`, *optional*): Folder of the cache.
-
-    Returns:
-        `datasets.Dataset`: The rows.
+    `tables(folder)` makes the rows, with a folder for files that it needs meanwhile.
     """
     import datasets
     from datasets.arrow_writer import ArrowWriter

@@ -48,14 +48,8 @@ class Piece(NamedTuple):
 
 class TokenizedText:
     """
-    Token ids of a corpus as an iterable of [`Piece`]s. Units and documents without a token are left out.
-
-    Args:
-        documents (`Iterable[list[str]]`): The documents.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        sentences (`bool`): Whether units are sentences; otherwise they are paragraphs.
-        max_tokens (`int`, *optional*): Stop reading after this many tokens.
-        quiet (`bool`, *optional*, defaults to `False`): Show no progress.
+    Token ids of a corpus as an iterable of [`Piece`]s, up to a number of tokens. Units are sentences or paragraphs;
+    units and documents without a token are left out.
     """
 
     def __init__(
@@ -136,12 +130,7 @@ class TokenizedText:
             yield None
 
     def check(self) -> None:
-        """
-        Warn of what is odd about the text that was read.
-
-        Raises:
-            ValueError: If all tokens are unknown.
-        """
+        """Warn of what is odd about the text that was read; a `ValueError` if all tokens are unknown."""
         if self._empty:
             logger.warning(f"Skipped {self._empty} pieces of text without any token in {self._paragraphs} paragraphs.")
         if self._duplicates > _DUPLICATE_WARNING * self._compared:
@@ -170,9 +159,6 @@ def packed_rows(
     """
     Rows of exactly `max_length` tokens: contiguous text, with a `[SEP]` between documents, and with `pack_documents`
     a `[CLS]` after it.
-
-    Raises:
-        ValueError: At the end, if there was too little text for one row.
     """
     room, most = max_length - 2, None if max_tokens is None else max_tokens // max_length
     left, between, count = np.empty(0, dtype=np.int32), False, 0
@@ -206,11 +192,8 @@ def packed_rows(
 
 class StoredText:
     """
-    Token ids of a corpus in files, from which any document can be read without the others being in memory.
-
-    Args:
-        text (`Iterable[Piece]`): The tokenized text.
-        folder (`Path`): An empty folder for the files, which must stay as long as this is used.
+    Token ids of a corpus in files of an empty folder, from which any document can be read without the others being in
+    memory. The folder must stay as long as this is used.
 
     Attributes:
         ids (`np.ndarray` of shape `(num_tokens,)`): The tokens.
@@ -263,12 +246,7 @@ def pair_rows(
     short_seq_prob: float,
     rng: np.random.Generator,
 ) -> Iterator["pa.Table"]:
-    """
-    Rows of next-sentence pairs, of whole units up to the target length or beyond, cut at the length of a row.
-
-    Raises:
-        ValueError: If there are fewer than two documents.
-    """
+    """Rows of next-sentence pairs, of whole units up to the target length or beyond, cut at the length of a row."""
     documents, num_documents = text.document_offsets, len(text.document_offsets) - 1
     if num_documents < 2:
         raise ValueError(f"next-sentence pairs need at least 2 documents, got {num_documents}")

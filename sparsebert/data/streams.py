@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers.utils.versions import require_version
 
-from .documents import FORMATS, Documents, document_of, file_documents, hub_source, in_split
+from .documents import Documents, document_of, documents_of, file_documents, hub_source, in_split, text_format
 from .row_cache import key_of
 from .rows import Piece, TextInMemory, TokenizedText, packed_rows, pair_rows
 
@@ -40,11 +40,6 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
             Paths, URLs of any kind that fsspec opens, or patterns of them such as `"data/*.parquet"`; or
             `"hub:owner/name"` or `"hub:owner/name:config"` for the `train` split of a dataset on the Hub. Files are
             Parquet with a column `text`, or as [`load_documents`] reads them; all but Parquet may be compressed.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ImportError: If the installed version of `datasets` is too old.
-        ValueError: If a file is of another kind.
     """
     import datasets
 
@@ -63,14 +58,7 @@ def open_documents(source: str | Iterable[str]) -> "datasets.IterableDataset":
 
 
 def find_shards(source: str | Iterable[str]) -> list[str]:
-    """
-    The files that a source of [`open_documents`] names, sorted within a pattern.
-
-    Raises:
-        FileNotFoundError: If there is no such file, or none that fits a pattern.
-        ImportError: If another package is needed to decompress one of them.
-        ValueError: If no file is named, one of them is of another kind, or only some of them are Parquet.
-    """
+    """The files that a source of [`open_documents`] names, of formats that can be read, sorted within a pattern."""
     from fsspec.core import url_to_fs
 
     shards: list[str] = []
@@ -95,25 +83,15 @@ def find_shards(source: str | Iterable[str]) -> list[str]:
 
 
 def shard_format(shard: str) -> str:
-    """
-    The format of a file, one of `FORMATS` or `".parquet"`.
-
-    Raises:
-        ImportError: If another package is needed to decompress it.
-        ValueError: If its name is not that of a file with text.
-    """
+    """The format of a file, that of a text or `".parquet"`; raises an `ImportError` if nothing can decompress it."""
     from fsspec.compression import compr
 
-    compression = Path(shard).suffix if Path(shard).suffix in _COMPRESSIONS else ""
-    kind = Path(shard.removesuffix(compression)).suffix
-    if kind not in FORMATS and (kind != ".parquet" or compression):
-        endings = ", ".join([*FORMATS, ".parquet"])
-        raise ValueError(
-            f"{shard!r} is not a supported text file; its name must end in {endings}, all but the last also with "
-            f"{', '.join(_COMPRESSIONS)}"
-        )
-    if compression and _COMPRESSIONS[compression] not in compr:
-        raise ImportError(f"{shard!r} needs a package that reads {compression}: pip install zstandard")
+    suffix = Path(shard).suffix
+    if suffix == ".parquet":
+        return suffix
+    kind = text_format(shard, _COMPRESSIONS)
+    if suffix in _COMPRESSIONS and _COMPRESSIONS[suffix] not in compr:
+        raise ImportError(f"{shard!r} needs a package that reads {suffix}: pip install zstandard")
     return kind
 
 
@@ -133,25 +111,9 @@ def stream_documents(source: str | Iterable[str], split: str = "train", holdout_
     """
     [`load_documents`] for the sources of [`open_documents`]. Its `fingerprint` is made of the names, sizes and dates
     of the files, whose content is not read for it; for a URL, of what its server says about the version, if it does.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ImportError: If the installed version of `datasets` is too old, or another package is needed to decompress a
-            file.
-        ValueError: If a file is of another kind. Raised by the iterator: if a file is malformed, a row has no text, or
-            the split is empty.
     """
-    rows = open_documents(source)
-
-    def read() -> Iterator[list[str]]:
-        selected = 0
-        for number, row in enumerate(rows):
-            document = document_of(row, f"row {number} of {source!r}")
-            if document and in_split(document, split, holdout_every):
-                selected += 1
-                yield document
-        if not selected:
-            raise ValueError(f"the split {split!r} of {source!r} is empty with holdout_every={holdout_every}")
+    rows = enumerate(open_documents(source))
+    documents = filter(None, (document_of(row, f"row {number} of {source!r}") for number, row in rows))
 
     def fingerprint() -> str | None:
         if isinstance(source, str) and source.startswith("hub:"):
@@ -159,7 +121,7 @@ def stream_documents(source: str | Iterable[str], split: str = "train", holdout_
         versions = [_version(shard) for shard in find_shards(source)]
         return None if None in versions else key_of("stream", split, holdout_every, versions)
 
-    return Documents(read(), fingerprint)
+    return Documents(documents_of(documents, source, split, holdout_every), fingerprint)
 
 
 def _version(shard: str) -> str | None:
@@ -241,11 +203,8 @@ class RowStream(IterableDataset):
 
     def start_from(self, given: int, places: Mapping[int, dict[str, Any]]) -> None:
         """
-        Begin the next iteration at another place than the first document.
-
-        Args:
-            given (`int`): Number of batches that this process was given before.
-            places (`dict[int, dict]`): By worker, the place that came with its last batch.
+        Begin the next iteration after the batches that this process was given before, at the place that came with the
+        last batch of each worker.
         """
         self._given, self._places = given, dict(places)
 

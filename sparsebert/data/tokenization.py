@@ -44,9 +44,6 @@ def train_tokenizer(
 
     Returns:
         [`~transformers.BertTokenizer`]: The tokenizer. Its `model_max_length` is not set.
-
-    Raises:
-        ValueError: If `vocab_size` is too small for the characters of the text, or there is no text.
     """
     from transformers import BertTokenizer
 
@@ -109,16 +106,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
-    """
-    Check that a model can be pre-trained with a tokenizer.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer.
-        vocab_size (`int`): Number of embeddings of the model (`config.vocab_size`).
-
-    Raises:
-        ValueError: If a special token of BERT is missing, or the tokenizer has more tokens than the model.
-    """
+    """Refuse a tokenizer that lacks a special token of BERT, or has more tokens than the model has embeddings."""
     name = tokenizer.name_or_path or type(tokenizer).__name__
     roles = ("pad_token", "cls_token", "sep_token", "mask_token")
     missing = [role for role in roles if getattr(tokenizer, role) is None]

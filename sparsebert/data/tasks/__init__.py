@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from .task_metrics import TaskMetric
 
-CLASSIFICATION = "AutoModelForSequenceClassification"
 # Splits without public labels. Splits with other names are used only when asked for.
 TEST_SPLITS = ("test", "test_matched", "test_mismatched", "test_ax")
 
@@ -22,19 +21,23 @@ TEST_SPLITS = ("test", "test_matched", "test_mismatched", "test_ax")
 @dataclass(frozen=True)
 class Task:
     """
-    A fine-tuning task.
+    A fine-tuning task. The defaults are those of the classification or regression of texts.
 
     Attributes:
         name (`str`):
             Name of the task, its key in [`TASKS`].
-        head (`str`):
-            Name of the model's auto class, such as `"AutoModelForSequenceClassification"`.
         splits (`Callable[[str | None], list[str]]`):
             `splits(data)`: names of the splits in a folder, or on the Hub if `data` is `None`: `"train"`,
             `"validation"` and `"test"` (with a suffix for MNLI), and every other file under its own name.
         load (`Callable[..., datasets.DatasetDict]`):
             `load(data, splits, skip_bad)`: the named splits, checked. The column `"id"` identifies the examples;
             `info.description` says which rows were skipped.
+        metric (`str`):
+            Name of the metric, a key of [`~sparsebert.data.tasks.task_metrics.METRICS`].
+        main_metric (`str`):
+            The value of the metric by which models are compared.
+        head (`str`, defaults to `"AutoModelForSequenceClassification"`):
+            Name of the model's auto class.
         encode (`Callable[..., datasets.Dataset]`):
             `encode(examples, tokenizer, options)`: the model's inputs and labels, one or more rows per example.
         collator (`Callable`):
@@ -42,10 +45,6 @@ class Task:
         decode (`Callable[..., list[dict]]`):
             `decode(outputs, features, examples, options)`: one dictionary per example with its `"id"` and
             `"prediction"`.
-        metric (`str`):
-            Name of the metric, a key of [`~sparsebert.data.tasks.task_metrics.METRICS`].
-        main_metric (`str`):
-            The value of the metric by which models are compared.
         reference (`str`, defaults to `"label"`):
             Column with the correct answers. Splits without it are predicted but not evaluated.
         classifies (`bool`, defaults to `True`):
@@ -72,14 +71,14 @@ class Task:
     """
 
     name: str
-    head: str
     splits: "Callable[[str | None], list[str]]"
     load: "Callable[..., datasets.DatasetDict]"
-    encode: "Callable[[datasets.Dataset, Any, Any], datasets.Dataset]"
-    collator: Callable
-    decode: "Callable[[Any, datasets.Dataset, datasets.Dataset, Any], list[dict]]"
     metric: str
     main_metric: str
+    head: str = "AutoModelForSequenceClassification"
+    encode: "Callable[[datasets.Dataset, Any, Any], datasets.Dataset]" = classification.encode
+    collator: Callable = classification.collator
+    decode: "Callable[[Any, datasets.Dataset, datasets.Dataset, Any], list[dict]]" = classification.decode
     reference: str = "label"
     classifies: bool = True
     max_length: int = 128
@@ -118,12 +117,8 @@ def _paper_settings(batch_size: int, epochs: int) -> dict:
 def _glue(name: str, metric: str, main_metric: str) -> Task:
     return Task(
         name=name,
-        head=CLASSIFICATION,
         splits=partial(glue.splits, name),
         load=partial(glue.load, name),
-        encode=classification.encode,
-        collator=classification.collator,
-        decode=classification.decode,
         metric=metric,
         main_metric=main_metric,
         classifies=bool(glue.GLUE[name].names),
@@ -137,12 +132,8 @@ def _glue(name: str, metric: str, main_metric: str) -> Task:
 def _own_texts(name: str, metric: str, main_metric: str) -> Task:
     return Task(
         name=name,
-        head=CLASSIFICATION,
         splits=own_texts.splits,
         load=partial(own_texts.load, name),
-        encode=classification.encode,
-        collator=classification.collator,
-        decode=classification.decode,
         metric=metric,
         main_metric=main_metric,
         classifies=name == "text_classification",
@@ -158,7 +149,6 @@ def _squad(name: str, batch_size: int, epochs: int) -> Task:
         splits=partial(squad.splits, name),
         load=partial(squad.load, name),
         encode=question_answering.encode,
-        collator=classification.collator,
         decode=partial(question_answering.decode, name),
         metric=name,
         main_metric="f1",
@@ -179,12 +169,8 @@ TASKS: dict[str, Task] = {
     for task in (
         Task(
             name="builtin",
-            head=CLASSIFICATION,
             splits=builtin.splits,
             load=builtin.load,
-            encode=classification.encode,
-            collator=classification.collator,
-            decode=classification.decode,
             metric="accuracy_and_macro_f1",
             main_metric="accuracy",
             baseline=builtin.bag_of_words_baseline,
@@ -207,7 +193,6 @@ TASKS: dict[str, Task] = {
             load=swag.load,
             encode=swag.encode,
             collator=swag.collator,
-            decode=classification.decode,
             metric="accuracy",
             main_metric="accuracy",
             settings=_paper_settings(16, 3),

@@ -36,10 +36,6 @@ def encode(examples: "datasets.Dataset", tokenizer: "PreTrainedTokenizerFast", o
         - `example_index`, the row of `examples`;
         - `offset_mapping` of shape `(num_tokens, 2)`, for each token its first character in the context and the one
           after its last, -1 for tokens outside the context.
-
-    Raises:
-        ValueError: If the tokenizer is not a fast one, does not begin with its CLS token or pads on the left, or if
-            `max_length` leaves no room for the context.
     """
     import datasets
 
@@ -150,9 +146,6 @@ def decode(
         `list[dict]`: For each example its `id`, its `prediction` (a part of the context, `""` for no answer) and
         `nbest`, dictionaries with `text`, `probability`, `start_logit` and `end_logit`, best first. For v2.0 also
         `null_odds`, the score of no answer minus that of the best span, and `best_non_null`, the text of that span.
-
-    Raises:
-        ValueError: If there are more or fewer outputs than windows, or a question has no window.
     """
     start_logits, end_logits = outputs
     if not len(start_logits) == len(end_logits) == len(features):

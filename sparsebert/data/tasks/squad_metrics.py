@@ -13,44 +13,19 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """
-    Normalize an answer for comparison, as the official script does.
-
-    Args:
-        text (`str`): The answer.
-
-    Returns:
-        `str`: The answer in lower case, without ASCII punctuation and English articles, its words separated by single
-        spaces.
-    """
+    """An answer in lower case, without ASCII punctuation and English articles, with single spaces between words."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """
-    Whether the normalized prediction is one of the normalized answers.
-
-    Args:
-        prediction (`str`): The predicted answer, `""` for none.
-        answers (`Sequence[str]`): The correct answers, empty if the question has no answer.
-
-    Returns:
-        `float`: 1 or 0.
-    """
+    """1 if the normalized prediction (`""` for no answer) is one of the normalized answers (empty for none), or 0."""
     return float(normalize_answer(prediction) in map(normalize_answer, answers or [""]))
 
 
 def f1(prediction: str, answers: Sequence[str]) -> float:
     """
-    Highest word F1 of the prediction with any of the answers.
-
-    Args:
-        prediction (`str`): The predicted answer, `""` for none.
-        answers (`Sequence[str]`): The correct answers, empty if the question has no answer.
-
-    Returns:
-        `float`: F1 between 0 and 1. If the prediction or the answer has no words after normalization, it is 1 if
-        neither has any, and 0 otherwise.
+    Highest word F1 of the prediction with any of the answers. If either has no words after normalization, it is 1 if
+    neither has any, and 0 otherwise.
     """
     predicted = normalize_answer(prediction).split()
     return max(_word_f1(predicted, normalize_answer(answer).split()) for answer in answers or [""])
@@ -70,17 +45,9 @@ def _worded(reference: list[dict]) -> list[str]:
 
 def scores(predictions: Sequence[str], references: Sequence[list[dict]], name: str = "squad_v2") -> np.ndarray:
     """
-    F1 of each prediction. Their mean is the main metric.
-
-    Args:
-        predictions (`Sequence[str]`): The predicted answers, `""` for none.
-        references (`Sequence[list[dict]]`): The column `answers`.
-        name (`str`, *optional*, defaults to `"squad_v2"`):
-            `"squad"` or `"squad_v2"`. They differ only if all answers are articles or punctuation: v1.1 then scores
-            every prediction 0, v2.0 treats the question as one without an answer.
-
-    Returns:
-        `np.ndarray` of shape `(num_examples,)`: Scores between 0 and 1.
+    F1 of each prediction (`""` for no answer) with the column `answers`; their mean is the main metric. The versions
+    differ only if all answers are articles or punctuation: v1.1 then scores every prediction 0, v2.0 treats the
+    question as one without an answer.
     """
     golds = map(_worded, references)
     return np.array(
@@ -98,16 +65,8 @@ def _exact_matches(predictions: Sequence[str], references: Sequence[list[dict]],
 
 def metrics(name: str, predictions: Sequence[str], references: Sequence[list[dict]]) -> dict[str, float]:
     """
-    The scores of the official script.
-
-    Args:
-        name (`str`): `"squad"` or `"squad_v2"`.
-        predictions (`Sequence[str]`): The predicted answers, `""` for none.
-        references (`Sequence[list[dict]]`): The column `answers`.
-
-    Returns:
-        `dict[str, float]`: `exact_match` and `f1`, between 0 and 1. For v2.0 also over the questions with and without
-        an answer separately, e.g. `has_answer_f1` and `no_answer_f1`, if there are any.
+    The scores of the official script: `exact_match` and `f1`, between 0 and 1; for v2.0 also over the questions with
+    and without an answer separately, e.g. `has_answer_f1` and `no_answer_f1`, if there are any.
     """
     values = {
         "exact_match": _exact_matches(predictions, references, name),
@@ -124,17 +83,9 @@ def metrics(name: str, predictions: Sequence[str], references: Sequence[list[dic
 
 def best_threshold(rows: Sequence[dict], references: Sequence[list[dict]]) -> dict[str, float]:
     """
-    The values of `no_answer_threshold` with the highest scores.
-
-    They are chosen by looking at the answers, so the scores are upper bounds, not results of the model.
-
-    Args:
-        rows (`Sequence[dict]`): Output of [`decode`] for v2.0, of which `null_odds` and `best_non_null` are used.
-        references (`Sequence[list[dict]]`): The column `answers`.
-
-    Returns:
-        `dict[str, float]`: `best_exact_match` and `best_f1`, between 0 and 1, and the thresholds
-        `best_exact_match_threshold` and `best_f1_threshold` that give them.
+    The highest scores for any `no_answer_threshold`, `best_exact_match` and `best_f1`, and the thresholds that give
+    them (`best_exact_match_threshold`, ...), from the output of [`decode`] for v2.0. They are chosen by looking at the
+    answers, so the scores are upper bounds, not results of the model.
     """
     predictions = [row["best_non_null"] for row in rows]
     odds = np.array([row["null_odds"] for row in rows])

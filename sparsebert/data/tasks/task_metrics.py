@@ -47,12 +47,7 @@ class TaskMetric(evaluate.Metric):
 
     @staticmethod
     def score(predictions: Any, references: Any) -> dict[str, float]:
-        """
-        The metrics of a list of predictions, without the type checks and copies of `compute`.
-
-        Raises:
-            NotImplementedError: In this base class.
-        """
+        """The metrics of a list of predictions, without the type checks and copies of `compute`."""
         raise NotImplementedError
 
     def _build_data_dir(self) -> str:
