@@ -53,7 +53,7 @@ TINY = {
 
 
 LONG = (
-    "test_engines",
+    *("test_engines", "test_extending"),
     *("test_triton", "test_experiments", "test_compile_triton", "test_export", "test_outputs", "test_packaging"),
     *("test_clients", "test_remote_code", "test_hub", "test_sharing", "test_scripts", "test_benchmarks"),
 )

@@ -149,14 +149,19 @@ def _text_files(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[
     return files
 
 
-def text_format(file: str | Path, compressions: Collection[str]) -> str:
-    """The format of a text file (one of `FORMATS`), from its name, which may end in one of the compressions."""
+def text_format(file: str | Path, compressions: Collection[str], uncompressed: tuple[str, ...] = ()) -> str:
+    """
+    The format of a file, from its name: one of `FORMATS`, to which the name of a compression may be added, or another
+    that is accepted without one.
+    """
     path = Path(file)
+    if path.suffix in uncompressed:
+        return path.suffix
     kind = Path(path.stem if path.suffix in compressions else path.name).suffix
     if kind not in FORMATS:
         raise ValueError(
-            f"{str(file)!r} is not a supported text file; its name must end in {', '.join(FORMATS)}, all also with "
-            f"{', '.join(compressions)}"
+            f"{str(file)!r} is not a supported text file; its name must end in {', '.join(FORMATS)} (also with "
+            f"{', '.join([*compressions])} after it)" + "".join(f" or {other}" for other in uncompressed)
         )
     return kind
 

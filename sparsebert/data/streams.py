@@ -86,10 +86,7 @@ def shard_format(shard: str) -> str:
     """The format of a file, that of a text or `".parquet"`; raises an `ImportError` if nothing can decompress it."""
     from fsspec.compression import compr
 
-    suffix = Path(shard).suffix
-    if suffix == ".parquet":
-        return suffix
-    kind = text_format(shard, _COMPRESSIONS)
+    kind, suffix = text_format(shard, _COMPRESSIONS, (".parquet",)), Path(shard).suffix
     if suffix in _COMPRESSIONS and _COMPRESSIONS[suffix] not in compr:
         raise ImportError(f"{shard!r} needs a package that reads {suffix}: pip install zstandard")
     return kind
