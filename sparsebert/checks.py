@@ -78,14 +78,21 @@ def number(
 
 
 def one_of(allowed: Collection[Any]) -> Callable[[Any], None]:
-    """A validator for `validated_field`, see [`CheckedFields`]: that of [`check_choice`]."""
-    return lambda value: check_choice("", value, list(allowed))
+    """A validator for `validated_field`: `None` or one of the allowed values."""
+
+    def in_allowed(value: Any) -> None:
+        if value is not None and value not in allowed:
+            raise ValueError(f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+    return in_allowed
 
 
 def interval(low: float, high: float, low_open: bool = False, high_open: bool = False) -> Callable[[Any], None]:
-    """A validator for `validated_field`, see [`CheckedFields`]: a number between two others."""
+    """A validator for `validated_field`: `None` or a number between two others."""
 
     def in_interval(value: Any) -> None:
+        if value is None:
+            return
         above = value > low if low_open else value >= low
         below = value < high if high_open else value <= high
         if not (above and below):  # NaN is neither

@@ -58,9 +58,16 @@ def aside_of(output: Path) -> Path:
     return output / ASIDE_NAME / output.resolve().name  # "." has no name
 
 
+def check_not_root(output: Path) -> None:
+    """Refuse the root of the file system, which is nobody's output folder."""
+    if output.resolve() == output.resolve().parent:
+        raise ValueError(f"output_dir {output} is the root of the file system: choose a folder in it")
+
+
 def check_free(output: str | os.PathLike, overwrite: bool = False) -> None:
     """Check, before any work, that [`written_whole`] will not refuse the folder."""
     folder = Path(output)
+    check_not_root(folder)
     check_output_dir(folder, overwrite or is_half_written(folder) or is_half_moved(folder))
 
 

@@ -5,7 +5,7 @@ all lists of fields are derived from that.
 
 import copy
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 
 from ..attention.biases.bias_entries import MAX_MASK_CONSTANT
 from ..attention.probability_maps import PROBABILITY_MAPS, check_probability_map
-from ..checks import check_choice
+from ..checks import check_choice, interval, one_of
 from ..masks.expansion import LENGTH_POLICIES, SPECIAL_TOKENS, default_length_policy
 from ..masks.mask_files import MAX_MASK_LENGTH, MaskFileError
 from ..masks.patterns import HEAD_CONFIGURATIONS, PATTERNS, build_pattern
@@ -35,27 +35,6 @@ PATTERN, SEARCH, SHAPE, USE, RUN, MODEL, STATE = "pattern", "search", "shape", "
 
 def _field(about: str, default: Any = None, check: Callable[[Any], None] | None = None) -> Any:
     return field(default=default, metadata={"about": about} | ({"validator": check} if check else {}))
-
-
-def _choice(allowed: Collection[Any]) -> Callable[[Any], None]:
-    def one_of(value: Any) -> None:
-        if value is not None and value not in allowed:
-            raise ValueError(f"must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-    return one_of
-
-
-def _between(low: float, high: float, low_open: bool = False, high_open: bool = False) -> Callable[[Any], None]:
-    def in_range(value: Any) -> None:
-        if value is None:
-            return
-        above = value > low if low_open else value >= low
-        below = value < high if high_open else value <= high
-        if not (above and below):  # NaN is neither
-            interval = f"{'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
-            raise ValueError(f"must be in {interval}, got {value!r}")
-
-    return in_range
 
 
 @dataclass(kw_only=True, repr=False)
@@ -155,42 +134,42 @@ class MaskFields:
             pattern is `"dense"`.
     """
 
-    pattern: str | None = _field(PATTERN, None, _choice(PATTERNS))
+    pattern: str | None = _field(PATTERN, None, one_of(PATTERNS))
     pattern_kwargs: dict | None = _field(PATTERN)
-    head_configuration: str | None = _field(PATTERN, None, _choice(HEAD_CONFIGURATIONS))
-    mask_seed: int = _field(PATTERN, 0, _between(0, 2**63 - 1))
-    search: str | None = _field(SEARCH, None, _choice(SEARCHES))
+    head_configuration: str | None = _field(PATTERN, None, one_of(HEAD_CONFIGURATIONS))
+    mask_seed: int = _field(PATTERN, 0, interval(0, 2**63 - 1))
+    search: str | None = _field(SEARCH, None, one_of(SEARCHES))
     frozen: bool = _field(STATE, False)
     pruned: bool = _field(STATE, False)
     allow_empty_rows: bool = _field(RUN, False)
-    block_size: int = _field(SHAPE, 64, _choice((16, 32, 64, 128)))
-    mask_form: str | None = _field(SEARCH, None, _choice(MASK_FORMS))
-    mask_constant: float | int | None = _field(SEARCH, None, _between(0, MAX_MASK_CONSTANT, low_open=True))
-    mask_logit_scale: float | int = _field(SEARCH, 10.0, _between(0, 1e6, low_open=True))
-    temperature: float | int = _field(SEARCH, 1.0, _between(0, 1e3, low_open=True))
-    temperature_end: float | int | None = _field(SEARCH, None, _between(0, 1e3, low_open=True))
-    noise_scale: float | int | None = _field(SEARCH, None, _between(0, 1e3))
+    block_size: int = _field(SHAPE, 64, one_of((16, 32, 64, 128)))
+    mask_form: str | None = _field(SEARCH, None, one_of(MASK_FORMS))
+    mask_constant: float | int | None = _field(SEARCH, None, interval(0, MAX_MASK_CONSTANT, low_open=True))
+    mask_logit_scale: float | int = _field(SEARCH, 10.0, interval(0, 1e6, low_open=True))
+    temperature: float | int = _field(SEARCH, 1.0, interval(0, 1e3, low_open=True))
+    temperature_end: float | int | None = _field(SEARCH, None, interval(0, 1e3, low_open=True))
+    noise_scale: float | int | None = _field(SEARCH, None, interval(0, 1e3))
     share_noise: bool = _field(SEARCH, False)
     hard: bool | None = _field(SEARCH)
     symmetric: bool = _field(SEARCH, True)
     share_layers: bool = _field(SEARCH, True)
-    diagonal: str | None = _field(USE, None, _choice(DIAGONALS))
-    special_tokens: str | None = _field(SHAPE, None, _choice(SPECIAL_TOKENS))
-    last_token: str | None = _field(USE, None, _choice(LAST_TOKENS))
-    sparsity_weight: float | int = _field(SEARCH, 1e-4, _between(0, 1e9))
-    target_sparsity: float | None = _field(SEARCH, None, _between(0, 1, low_open=True, high_open=True))
-    sparsity_scope: str = _field(SEARCH, "head", _choice(SCOPES))
-    initial_decay: float | int | None = _field(SEARCH, None, _between(0, 100))
-    initial_sparsity: float | int | None = _field(SEARCH, None, _between(0, 1, high_open=True))
-    sparsity_warmup: float | int = _field(SEARCH, 0.0, _between(0, 1))
-    sparsity_ramp: float | int = _field(SEARCH, 0.4, _between(0, 1))
-    search_progress: float | int | None = _field(STATE, None, _between(0, 1))
+    diagonal: str | None = _field(USE, None, one_of(DIAGONALS))
+    special_tokens: str | None = _field(SHAPE, None, one_of(SPECIAL_TOKENS))
+    last_token: str | None = _field(USE, None, one_of(LAST_TOKENS))
+    sparsity_weight: float | int = _field(SEARCH, 1e-4, interval(0, 1e9))
+    target_sparsity: float | None = _field(SEARCH, None, interval(0, 1, low_open=True, high_open=True))
+    sparsity_scope: str = _field(SEARCH, "head", one_of(SCOPES))
+    initial_decay: float | int | None = _field(SEARCH, None, interval(0, 100))
+    initial_sparsity: float | int | None = _field(SEARCH, None, interval(0, 1, high_open=True))
+    sparsity_warmup: float | int = _field(SEARCH, 0.0, interval(0, 1))
+    sparsity_ramp: float | int = _field(SEARCH, 0.4, interval(0, 1))
+    search_progress: float | int | None = _field(STATE, None, interval(0, 1))
     base_model: str | None = _field(STATE)
     base_model_revision: str | None = _field(STATE)
-    mask_length: int | None = _field(SHAPE, None, _between(1, MAX_MASK_LENGTH))
-    length_policy: str | None = _field(USE, None, _choice(LENGTH_POLICIES))
+    mask_length: int | None = _field(SHAPE, None, interval(1, MAX_MASK_LENGTH))
+    length_policy: str | None = _field(USE, None, one_of(LENGTH_POLICIES))
     skip_padding: bool = _field(RUN, False)
-    probability_map: str = _field(MODEL, "softmax", _choice(PROBABILITY_MAPS))
+    probability_map: str = _field(MODEL, "softmax", one_of(PROBABILITY_MAPS))
     probability_map_kwargs: dict | None = _field(MODEL)
     token_mixers: list | None = _field(MODEL)
 

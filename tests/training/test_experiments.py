@@ -234,29 +234,21 @@ def test_comparison_of_answers(recipe, squad_folder, tmp_path):
     assert compare(first, first)["validation"]["difference"] == 0
 
 
-@pytest.mark.parametrize(
-    "training, data, message",
-    [
-        ({}, {"task": "cola"}, "of task 'rte', expected one of 'cola'"),
-        ({"seed": 9}, {}, r"seeds \[42\], none of \[9\]"),
-        ({}, {"baseline": "nowhere"}, "nowhere: there is no finished run"),
-    ],
-    ids=["task", "seeds", "missing"],
-)
-def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path, training, data, message):
-    baseline = finetune(recipe({"output_dir": str(tmp_path / "baseline")}))
-    with pytest.raises((ValueError, OSError), match=message):
-        finetune(recipe(training, **{"baseline": str(baseline)} | data))
-    assert not (tmp_path / "run/model.safetensors").exists()
+def test_baselines_that_cannot_be_compared_stop_before_training(recipe, tmp_path):
+    baseline = str(finetune(recipe({"output_dir": str(tmp_path / "baseline")})))
+    (tmp_path / "damaged").mkdir()
 
+    def refused(message, training=None, **data):
+        with pytest.raises((ValueError, OSError), match=message):
+            finetune(recipe(training, **{"baseline": baseline} | data))
+        assert not (tmp_path / "run/model.safetensors").exists()
 
-@pytest.mark.parametrize("content", ["{", '{"task": "rte", "main_metric": "accuracy", "splits": {}}'])
-def test_a_baseline_that_is_damaged(recipe, tmp_path, content):
-    (tmp_path / "dense").mkdir()
-    (tmp_path / "dense/metrics.json").write_text(content)
-    with pytest.raises(ValueError, match="^baseline: .*dense"):
-        finetune(recipe(baseline=str(tmp_path / "dense")))
-    assert not (tmp_path / "run/model.safetensors").exists()
+    refused("of task 'rte', expected one of 'cola'", task="cola")
+    refused(r"seeds \[42\], none of \[9\]", {"seed": 9})
+    refused("nowhere: there is no finished run", baseline="nowhere")
+    for content in ("[]", "{", '{"task": "rte"}', '{"task": "rte", "main_metric": "accuracy", "splits": {}}'):
+        (tmp_path / "damaged/metrics.json").write_text(content)
+        refused("^baseline: .*damaged", baseline=str(tmp_path / "damaged"))
 
 
 @pytest.mark.parametrize("fields", [{}, {"seeds": 2}], ids=["one run", "seeds"])

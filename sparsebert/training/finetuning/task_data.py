@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers.utils import logging
 
+from ...checks import no_effect
 from ...data.tasks import TASKS, TEST_SPLITS, Task
 from ...data.tasks.task_files import FORMATS
 from ...hub import read_config, read_tokenizer
@@ -114,7 +115,7 @@ def _load_arguments(task: Task, options: FinetuningArguments, train: str, splits
         if name in accepted:
             arguments[name] = getattr(options, name)
         elif getattr(options, name) is not None:
-            raise ValueError(f"{name} has no meaning for task {task.name}, whose columns have their names")
+            raise no_effect(name, getattr(options, name), f"for task {task.name}, whose columns have their names")
     if "train_split" in accepted:
         arguments["train_split"] = train
     allowed = accepted - arguments.keys() - {"name"}

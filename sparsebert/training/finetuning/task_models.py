@@ -9,6 +9,7 @@ import numpy as np
 import transformers
 
 from ...attention.model_masks import sparse_attention_of
+from ...checks import no_effect
 from ...hub import mask_arguments, read_config
 from ...learning.mask_description import MODEL_FIELDS, OWN_FIELDS, with_changes
 from ...masks.patterns import PATTERNS
@@ -34,8 +35,9 @@ def does_not_fit(options: FinetuningArguments, error: ValueError) -> ValueError:
 
 def model_and_mask_arguments(options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` for the model, and for the mask."""
-    if options.mask in PATTERNS and (options.mask_revision or options.mask_subfolder):
-        raise ValueError(f"mask_revision and mask_subfolder have no meaning for the pattern {options.mask!r}")
+    for name in ("mask_revision", "mask_subfolder") if options.mask in PATTERNS else ():
+        if (value := getattr(options, name)) is not None:
+            raise no_effect(name, value, f"for the pattern {options.mask!r}")
     return options.hub_arguments(options.model), mask_arguments(options)
 
 

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from transformers.utils import logging
 
 from ...files import METRICS_NAME, FinishedRunError, check_output_dir, is_empty
-from ...output_folders import aside_of, finish_move, is_half_moved, replacing
+from ...output_folders import aside_of, check_not_root, finish_move, is_half_moved, replacing
 from .checkpoint_manifests import check_whole, newest_whole
 
 
@@ -62,8 +62,7 @@ def choose_folder(
         allow_partial (`bool`): See [`check_whole`].
         unfinished (`bool`): Whether what is there was left by a run of this kind.
     """
-    if output.resolve() == output.resolve().parent:
-        raise ValueError(f"output_dir {output} is the root of the file system: choose a folder in it")
+    check_not_root(output)
     aside, finished = aside_of(output), (output / METRICS_NAME).is_file()
     if resume is True:
         home = aside if aside.is_dir() else output

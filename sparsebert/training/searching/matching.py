@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm.auto import tqdm
 
-from ...checks import check_choice
+from ...checks import check_choice, no_effect
 from ...learning.mask_search import MaskSearch
 from ...masks.patterns import build_pattern
 from ...models.architectures import attention_modules
@@ -262,7 +262,7 @@ def _objective(name, model, bf16):
     check_choice("objective", name, tuple(OBJECTIVES))
     objective = OBJECTIVES[name]
     if reason := objective.refuse(model):
-        raise ValueError(f"objective {name!r} has no meaning here: {reason}")
+        raise no_effect("objective", name, f"here: {reason}")
 
     def record(model, batch):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
