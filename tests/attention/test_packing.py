@@ -548,7 +548,7 @@ def test_finetuning_without_padding_gives_the_same_model(task, tmp_path):
 
 
 def test_pad_to_multiple_of_is_checked(task):
-    for value, message in ((0, "must be at least 1, got 0"), (5, "must divide max_length 32, got 5")):
+    for value, message in ((0, "must be an integer of at least 1, got 0"), (5, "must divide max_length 32, got 5")):
         with pytest.raises(ValueError, match=f"pad_to_multiple_of {message}"):
             check_arguments(task(pad_to_multiple_of=value), {})
 
