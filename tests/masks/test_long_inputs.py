@@ -199,8 +199,15 @@ def cases():
         yield toeplitz(form, length, density, **fields, **({"block_size": block_size} if form == "blocks" else {}))
 
 
-def test_counts_at_other_lengths_are_those_of_the_table():
-    for mask in [*cases(), SparseMask(torch.rand(2, HEADS, 9, 9) < 0.4, 9, length_policy="dense", diagonal=False)]:
+def tables():
+    for diagonal, special, density in itertools.product(DIAGONALS, SPECIAL_TOKENS, (0.0, 0.4, 1.0)):
+        keep = torch.rand(2, HEADS, 9, 9) < density
+        yield SparseMask(keep, 9, length_policy="dense", diagonal=diagonal, special_tokens=special)
+
+
+def test_counts_are_those_of_the_table():
+    """Density and empty rows, which are counted without making the table, at the mask's length and others."""
+    for mask in [*cases(), *tables()]:
         for length in (1, 2, mask.length - 1, mask.length, 33):
             table = mask.to_table(length)
             assert mask.density_at(length) == table.sum().item() / table.numel(), (mask, length)

@@ -134,6 +134,14 @@ def test_masks_written_without_a_hash(tmp_path, form):
     assert SparseMask.from_pretrained(tmp_path) == mask
 
 
+@pytest.mark.parametrize("field", ["format_version", "num_heads", "form"])
+def test_descriptions_that_lack_a_field(tmp_path, field):
+    make_mask().save_pretrained(tmp_path)
+    edit_config(tmp_path, **{field: ...})
+    with pytest.raises(MaskFileError, match="not a mask description"):
+        SparseMask.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_flipped_bit_is_caught_in_every_byte(tmp_path, form):
     mask = make_mask(form)
@@ -183,6 +191,16 @@ NESTED = "[" * 100_000 + "]" * 100_000
         ("special_tokens", "{}", "special_tokens must be one of"),
         ("search", "[1]", "search must be a name or null"),
         ("base_model", '{"a": 1}', "base_model must be a name or null"),
+        ("format_version", "2", "format_version must be 1, got 2"),
+        ("format_version", '"1"', "format_version must be 1, got '1'"),
+        ("num_heads", "4", "bytes for shape"),
+        ("num_heads", "-3", "sizes must be positive integers"),
+        ("num_heads", '"3"', "sizes must be positive integers"),
+        ("length", "11.0", "sizes must be positive integers"),
+        ("length", "10", "must have shape"),
+        ("special_tokens", '"all"', "special_tokens must be one of"),
+        ("block_size", "4", "block_size"),
+        ("diagonal", '"off"', "diagonal must be one of"),
         ("padding", '"' + "x" * 2**20 + '"', "too large, expected at most 1048576 bytes"),
     ],
     ids=lambda value: str(value)[:20],

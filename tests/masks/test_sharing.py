@@ -242,17 +242,6 @@ sparsebert.SparseBertForMaskedLM(config).save_pretrained({str(tmp_path)!r})
     assert "needs the package" in card and "trust_remote_code" not in card and "library_name: sparsebert" in card
 
 
-def test_push_replaces_another_state_of_the_mask(hub, client, tmp_path):
-    """A frozen mask over a search."""
-    for name in ("dam_s", "window"):
-        folder = tmp_path / name
-        client.run(f'sparsebert.attach(tiny(), "{name}", mask_length=16).save_pretrained({str(folder)!r})')
-        client.done("push", folder, "--repo_id", "user/state")
-    searched, frozen = hub.repos["user/state"].commits
-    assert "search_config.json" in searched and "mask_config.json" not in searched
-    assert "mask_config.json" in frozen and "search_config.json" not in frozen
-
-
 def test_what_is_not_pushed(hub, client, tmp_path):
     (tmp_path / "_unfinished.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")

@@ -1,9 +1,7 @@
 """The frozen mask: its three forms, lengths, special tokens, and valid and invalid files."""
 
+import itertools
 import json
-import pickle
-import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,13 +49,9 @@ def test_forms_entry_by_entry(form, num_layers):
     assert (mask.num_layers, mask.num_heads) == (num_layers, 3)
     for length in (1, 5, 11):
         table = mask.to_table(length)
-        assert table.shape == (num_layers, 3, length, length)
-        assert table.dtype == torch.bool
-        for layer in range(num_layers):
-            for head in range(3):
-                for i in range(length):
-                    for j in range(length):
-                        assert table[layer, head, i, j] == entry(mask, layer, head, i, j)
+        assert table.shape == (num_layers, 3, length, length) and table.dtype == torch.bool
+        for layer, head, i, j in itertools.product(range(num_layers), range(3), range(length), range(length)):
+            assert table[layer, head, i, j] == entry(mask, layer, head, i, j)
 
 
 def test_few_offsets_leave_the_others_off():
@@ -86,9 +80,7 @@ def test_extend_leaves_unseen_offsets_off(form):
     mask = make_mask(form)
     assert mask.length_policy == "extend"
     table = mask.to_table(20)
-    for i in range(20):
-        for j in range(20):
-            assert table[0, 1, i, j] == entry(mask, 0, 1, i, j)
+    assert all(table[0, 1, i, j] == entry(mask, 0, 1, i, j) for i in range(20) for j in range(20))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -146,7 +138,7 @@ def test_empty_rows():
     keep[1, :, 1] = True
     mask = SparseMask(keep, 4, "offsets")
     assert mask.num_empty_rows() == 3 * 4
-    with pytest.raises(ValueError, match="12 of 24 mask rows keep nothing"):
+    with pytest.raises(ValueError, match="12 of 24 mask rows"):
         mask.check_rows()
     mask.replace(special_tokens="first").check_rows()
     mask.replace(diagonal=True).check_rows()
@@ -154,32 +146,18 @@ def test_empty_rows():
     assert mask.replace(special_tokens="first").without_diagonal().num_empty_rows(1) == 6
 
 
-@pytest.mark.parametrize("diagonal", [None, True, False])
-@pytest.mark.parametrize("special_tokens", ["none", "first", "first_last"])
-@pytest.mark.parametrize("form", FORMS)
-def test_counts_are_those_of_the_table(form, special_tokens, diagonal):
-    """Density and empty rows, which are counted without making the table."""
-    generator = torch.Generator().manual_seed(0)
-    for length in (1, 2, 3, 4, 5, 8, 9, 11):
-        for density in (0.0, 0.15, 0.5, 1.0):
-            for num_parameters in {1, (length + 1) // 2, length} if form == "offsets" else {0}:
-                shape = {"offsets": (num_parameters,), "blocks": (-(-length // 4),), "table": (length, length)}[form]
-                keep = torch.rand(2, 3, *shape, generator=generator) < density
-                block_size = 4 if form == "blocks" else None
-                mask = SparseMask(keep, length, form, block_size, special_tokens, diagonal=diagonal)
-                table = mask.to_table()
-                assert mask.density == table.sum().item() / table.numel()
-                assert mask.num_empty_rows() == (~table.any(-1)).sum().item()
-
-
 def test_equality():
-    mask = make_mask("table")
-    assert mask == make_mask("table")
-    assert mask == mask.replace(metadata={"run": "another"})
-    assert mask != mask.replace(keep=~mask.keep)
-    assert mask != mask.replace(length_policy="dense")
-    assert mask != mask.replace(special_tokens="first")
+    mask, offsets = make_mask("table"), make_mask("offsets")
+    assert mask == make_mask("table") and mask == mask.replace(metadata={"run": "another"})
+    for name, value in (
+        ("keep", ~mask.keep),
+        ("length_policy", "dense"),
+        ("special_tokens", "first"),
+        ("diagonal", 0),
+    ):
+        assert mask != mask.replace(**{name: value})
     assert mask != mask.without_diagonal()
+    assert mask != "mask" and offsets != SparseMask(offsets.to_table(), 11)  # which masks longer inputs differently
 
 
 def test_a_mask_shares_its_metadata_with_no_one():
@@ -188,10 +166,6 @@ def test_a_mask_shares_its_metadata_with_no_one():
     given["notes"].append("second")
     mask.replace().metadata["notes"].append("third")
     assert mask.metadata == {"notes": ["first"]}
-    # The same entries in another form mask longer inputs differently.
-    offsets = make_mask("offsets")
-    assert offsets != SparseMask(offsets.to_table(), 11)
-    assert mask != "mask"
 
 
 @pytest.mark.parametrize(
@@ -254,12 +228,6 @@ def saved(tmp_path):
     return tmp_path
 
 
-def edit_config(folder, **changes):
-    path = folder / CONFIG
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
-
-
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_missing_file(saved, name):
     (saved / name).unlink()
@@ -267,88 +235,12 @@ def test_missing_file(saved, name):
         SparseMask.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_truncated_file(saved, name):
-    content = (saved / name).read_bytes()
-    for size in (0, 1, 7, 8, 9, 20, len(content) // 2, len(content) - 2):
-        (saved / name).write_bytes(content[:size])
-        with pytest.raises(MaskFileError, match=name):
-            SparseMask.from_pretrained(saved)
-
-
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_random_bytes(saved, name):
-    generator = torch.Generator().manual_seed(0)
-    for size in (1, 8, 100, 5000):
-        content = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
-        (saved / name).write_bytes(bytes(content.tolist()))
-        with pytest.raises(MaskFileError, match=name):
-            SparseMask.from_pretrained(saved)
-
-
-def test_header_that_promises_too_much(saved):
-    """A safetensors header of 2^40 bytes must be refused, not allocated."""
-    (saved / WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + b"{}")
-    with pytest.raises(MaskFileError, match=WEIGHTS):
-        SparseMask.from_pretrained(saved)
-
-
-class Malicious:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def __reduce__(self):
-        return Path.touch, (self.target,)
-
-
-def test_pickles_are_never_executed(saved):
-    target = saved / "executed"
-    pickled = pickle.dumps(Malicious(target))
-    pickle.loads(pickled)
-    assert target.exists(), "the pickle of this test does nothing"
-    target.unlink()
-
-    torch.save(Malicious(target), saved / "mask.bin")
-    for content in (pickled, (saved / "mask.bin").read_bytes()):
-        for name in (WEIGHTS, CONFIG):
-            good = (saved / name).read_bytes()
-            (saved / name).write_bytes(content)
-            with pytest.raises(MaskFileError, match=name):
-                SparseMask.from_pretrained(saved)
-            (saved / name).write_bytes(good)
-    # Given as the path itself, whether or not the file exists.
-    for path in (saved / "mask.bin", saved / "absent.pt", saved / WEIGHTS):
-        with pytest.raises(MaskFileError, match="pickled files are never read"):
-            SparseMask.from_pretrained(path)
-    assert not target.exists()
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"format_version": 2}, "format_version must be 1, got 2"),
-        ({"format_version": "1"}, "format_version must be 1, got '1'"),
-        ({"format_version": ...}, "not a mask description"),
-        ({"num_heads": ...}, "not a mask description"),
-        ({"num_heads": 4}, "bytes for shape"),
-        ({"num_heads": -3}, "sizes must be positive integers"),
-        ({"num_heads": "3"}, "sizes must be positive integers"),
-        ({"num_layers": 2**30}, "sizes must be positive integers"),
-        ({"length": 12}, "must have shape"),
-        ({"length": 11.0}, "sizes must be positive integers"),
-        ({"form": "rows"}, "form must be one of|bytes for shape"),
-        ({"special_tokens": "all"}, "special_tokens must be one of"),
-        ({"length_policy": "extend"}, "needs a Toeplitz form"),
-        ({"block_size": 4}, "block_size"),
-        ({"diagonal": "off"}, "diagonal must be one of"),
-    ],
-)
-def test_bad_description(saved, changes, message):
-    edit_config(saved, **changes)
-    with pytest.raises(MaskFileError, match=message):
-        SparseMask.from_pretrained(saved)
+@pytest.mark.parametrize("name", ["absent.pt", "mask.bin", WEIGHTS])
+def test_files_are_not_read_as_folders(saved, name):
+    """Pickles above all, whether or not there are any."""
+    (saved / "mask.bin").write_bytes(b"")
+    with pytest.raises(MaskFileError, match="pickled files are never read"):
+        SparseMask.from_pretrained(saved / name)
 
 
 @pytest.mark.parametrize(
